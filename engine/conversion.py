@@ -37,9 +37,9 @@ def convert(
     model_config = ModelConfig.from_folder(folder, config.rope_scaling)
     if config.quantization not in ("auto", "none", "gguf"):
         raise ConfigError(
-            f"quantization {config.quantization!r} rounds weights when the engine starts, and is "
-            "not kept in such a folder; convert without it, and start the folder with it, or take "
-            f"one of {', '.join(CHECKPOINT_FORMATS)}",
+            f"quantization {config.quantization!r} quantises weights when the engine starts, and "
+            "is not kept in such a folder; convert without it, and start the folder with it, or "
+            f"take one of {', '.join(CHECKPOINT_FORMATS)}",
             param="quantization",
         )
     _check(folder, target)

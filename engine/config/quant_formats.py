@@ -91,7 +91,7 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
             devices=("cpu", "cuda"),
             min_capability=(8, 0),
             needs="multiplies 8-bit integers",
-            instead="int8, which rounds weights alone",
+            instead="int8, which quantises weights alone",
             checkpoint="compressed-tensors",
             describe="`int8` with activations in 8 bits: on CUDA with a scale a token in steps of "
             "32 tokens and more, which needs compute capability 8.0; on the CPU with a scale for "

@@ -12,8 +12,8 @@ from math import lcm
 from typing import Literal
 
 KEY = "quantization_config"
-# Types of GGUF blocks that are kept as they are: weights and bytes of a block. Others are expanded
-# to 16 bits.
+# Types of GGUF blocks that are kept as they are: weights and bytes of a block. Other types are
+# dequantised to 16 bits.
 GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),

@@ -90,7 +90,7 @@ def _auto_round(read: Reader) -> Rules:
             return None
         each.one_of("data_type", ("int",), "int")
         if each.get("act_bits", 16) < 16:
-            raise each.error("act_bits", "activations in fewer bits are not supported")
+            raise each.error("act_bits", "quantised activations are not supported")
         return Scheme(
             kind,
             _bits(each, "bits", each.size("bits"), (4,) if kind == "awq" else (4, 8)),
@@ -127,7 +127,7 @@ def _compressed(read: Reader) -> Rules:
     if kind != "dense" or str(read.get("format", "")).startswith(("marlin-24", "sparse")):
         raise read.error(
             "sparsity_config" if kind != "dense" else "format",
-            "2:4 sparse weights are not supported: there is no product for them, and as dense "
+            "2:4 sparse weights are not supported: there is no kernel for them, and as dense "
             "weights they would be larger than they are; take a checkpoint that is not sparse",
         )
     _no_transforms(read)
@@ -205,7 +205,7 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
 
 
 def _activations(group: Reader, kind: str) -> Literal[8, 16]:
-    """Whether inputs are rounded to 8 bits as weights of this type are."""
+    """Whether inputs are quantised to 8 bits as weights of this type are."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict):
         return 16

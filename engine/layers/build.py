@@ -9,7 +9,7 @@ import torch
 
 from engine.architectures import CheckpointTensor
 from engine.config.model_config import ModelConfig
-from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
+from engine.layers.linear import LatentProjection, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
@@ -137,15 +137,15 @@ class Builder:
             return self.unit_norm(size, eps)
         return RMSNorm(self.kernels, weight, eps)
 
-    def head_products(
+    def latent_projection(
         self, ours: str, out_features: int, rank: int, rows: tuple[int, int]
-    ) -> HeadProducts:
+    ) -> LatentProjection:
         """Make the layer that projects latents to keys and values.
 
         rows: the range that this rank has.
         """
         parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
-        return HeadProducts(self._spec(ours, parts, False), self.method)
+        return LatentProjection(self._spec(ours, parts, False), self.method)
 
     def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
         """Make an RMS norm without weights."""

@@ -150,7 +150,7 @@ def add_reduced(
     return group.add_reduced(x, residual)
 
 
-class HeadProducts(Linear):
+class LatentProjection(Linear):
     """The layer that projects a latent to keys and values (MLA), kept as dense numbers.
 
     Decodes multiply queries by one part of the matrix, and the attended latents by the other, so

@@ -2,7 +2,7 @@
 
 import re
 
-# What is appended to a model's name where its files lie: a hash of our cache, how it was rounded.
+# What is appended to a model's name where its files lie: a hash of our cache, its quantisation.
 _SUFFIX = re.compile(r"(?i)([-._](q\d\w*|iq\d\w*|int[48]|fp?(8|16|32)|bf16|gguf|[0-9a-f]{12}))+$")
 _SNAPSHOT = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+$")  # of the hub's cache
 

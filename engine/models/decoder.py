@@ -20,7 +20,7 @@ from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.experts import Experts, Stack, mlp_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
-from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
+from engine.layers.linear import LatentProjection, Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rotary import Tables
@@ -464,7 +464,7 @@ class Decoder:
             for sublayer in layer.sublayers:
                 onto_residual = sublayer.after is None and self.build.group.size == 1
                 for linear in sublayer.block.linears:
-                    if isinstance(linear, HeadProducts):
+                    if isinstance(linear, LatentProjection):
                         continue
                     spec = linear.spec
                     added = onto_residual and isinstance(linear, RowParallelLinear)
@@ -561,7 +561,7 @@ class Decoder:
             if not isinstance(self.head.state, DenseState):
                 raise ConfigError(
                     f"{self.config.architecture} divides the head's rows by their length, which "
-                    "a head in fewer bits does not allow",
+                    "a quantised head does not allow",
                     param="quantization",
                 )
             weight = self.head.state.weight

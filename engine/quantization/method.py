@@ -157,7 +157,7 @@ class LinearMethod(ABC):
         Raises ConfigError where a method has no way to keep experts.
         """
         raise ConfigError(
-            f"{spec.name}: this kind of quantized weights has no products for mixtures of experts; "
+            f"{spec.name}: this kind of quantized weights has no kernels for mixtures of experts; "
             "take a checkpoint in 16 bits, or set quantization: none for a .gguf file",
             param="quantization",
         )

@@ -15,7 +15,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, kv_groups
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.layers.linear import HeadProducts
+from engine.layers.linear import LatentProjection
 from engine.models.registry import build_model
 from engine.resolve import decide
 from engine.sampling_params import SamplingParams
@@ -83,7 +83,7 @@ def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
     pairs = zip(exact.layers, model.layers, strict=True)  # type: ignore[attr-defined]
     for dense, other in pairs:
         ours, theirs = dense.attention.block.up, other.attention.block.up
-        assert isinstance(ours, HeadProducts) and theirs.weight.dtype == torch.bfloat16
+        assert isinstance(ours, LatentProjection) and theirs.weight.dtype == torch.bfloat16
         assert (ours.weight - theirs.weight).abs().max() < 0.02 * ours.weight.abs().max()
         assert theirs.num_bytes == theirs.weight.nbytes
 

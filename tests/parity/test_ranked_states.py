@@ -136,7 +136,7 @@ def test_texts_of_one_rank(
         ("qwen 3 next", 4, "key heads"),
         ("nemotron h", 4, "2 groups of Mamba-2's heads"),
         ("bamba", 4, "2 groups"),
-        ("jamba", 2, "Mamba-1, whose steps are products of all channels"),
+        ("jamba", 2, "Mamba-1, whose steps are projections of all channels"),
     ],
 )
 def test_refused(name: str, ranks: int, message: str, tmp_path: Path) -> None:

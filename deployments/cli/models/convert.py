@@ -1,5 +1,4 @@
-"""`manta convert`: a folder that the engine reads without changing anything, or one whose weights
-are rounded."""
+"""`manta convert`: a folder that the engine reads without changing anything, or a quantised one."""
 
 from pathlib import Path
 
@@ -36,9 +35,9 @@ def run(
         folder = resolve_model(asked.model, asked.revision, progress, blocks=blocks)
     config = msgspec.structs.replace(config, model=str(folder))
     if config.quantization in CHECKPOINT_FORMATS:
-        with StatusLine("Rounding") as status:
+        with StatusLine("Quantising") as status:
             count = convert_rounded(
-                config, target, lambda loading: status.update(f"Rounding: {loading}")
+                config, target, lambda loading: status.update(f"Quantising: {loading}")
             )
         what = f"{count:,} matrices in {config.quantization}, for every device"
         print(f"{target}: {what}; {_sizes(target)}")
@@ -51,7 +50,7 @@ def run(
 
 
 def _sizes(folder: Path) -> str:
-    """How much of a rounded folder is not rounded: of a small model the most, by its embedding."""
+    """Return how much of a quantised folder is in 16 bits, and its largest tensor."""
     entries = read_headers(folder).values()
     matrices = [entry for entry in entries if entry.code in _FLOATS and len(entry.shape) > 1]
     values = [

@@ -35,7 +35,7 @@ class Mamba1:
     bias: bool
 
     def undivided(self, ranks: int) -> str:
-        return "Mamba-1, whose steps are products of all channels"
+        return "Mamba-1, whose steps are projections of all channels"
 
     def of_rank(self, ranks: int) -> "Mamba1":
         raise AssertionError("is not divided")

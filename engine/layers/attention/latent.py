@@ -42,7 +42,7 @@ class LatentAttention:
             )
         self.latent_norm = _norm(build, "latent_norm", latent.rank, latent.factor)
         per_head = latent.nope + latent.value
-        self.up = build.head_products(
+        self.up = build.latent_projection(
             "kv_b", layer.num_heads * per_head, latent.rank, (begin * per_head, end * per_head)
         )
         columns = (begin * latent.value, end * latent.value)

@@ -313,7 +313,7 @@ class Stored(LinearMethod):
             return self._dense.apply_experts(state.state, x, weights, ids, residual)
         return self.apply_stored_experts(state, x, weights, ids, residual)
 
-    # ---- Products
+    # ---- Matmuls
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class StoredCpu(Stored):
     ) -> Tensor:
         return apply_apart(self, state, x, weights, ids, residual)
 
-    # ---- Products
+    # ---- Matmuls
 
     def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
         if isinstance(piece.state, PackedBlocks):

@@ -103,7 +103,7 @@ class StoredCuda(Stored):
     ) -> Tensor:
         return self._dense.apply_experts(state, x, weights, ids, residual)
 
-    # ---- Products
+    # ---- Matmuls
 
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
         return self._dense.apply(piece.state, x)

@@ -137,6 +137,6 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         converted(model, folder)
     with pytest.raises(ConfigError, match="is converted already"):
         converted(folder, tmp_path / "again")
-    with pytest.raises(ConfigError, match="rounds weights when the engine starts"):
+    with pytest.raises(ConfigError, match="quantises weights when the engine starts"):
         converted(model, tmp_path / "int8", quantization="int8")
     assert not (tmp_path / "int8").exists()
