@@ -26,7 +26,7 @@ def draining() -> Overloaded:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One servable model name."""
+    """A name that requests may use for a model."""
 
     id: str
     max_model_len: int  # tokens, prompt and output; an adapter's virtual tokens are taken off
@@ -45,7 +45,7 @@ class ModelCard:
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt, validated and tokenised. n choices of it are generated with one seed."""
+    """A prompt, validated and tokenised. n choices of it are generated with one seed."""
 
     request_id: str  # the caller's or ours; for logs and headers only, never a key in a table
     model: str

@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. logprobs: as in the HTTP API, None if not asked for."""
+    """A choice of an answer. logprobs: as in the HTTP API, None if not asked for."""
 
     index: int
     text: str

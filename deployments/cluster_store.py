@@ -1,4 +1,4 @@
-"""What the routers of an application share through Ray's own key-value store, which lives as long
+"""The store that the routers of an application share: Ray's own key-value store lives as long
 as the cluster: routers and replicas come and go, and so may Serve's controller. Everything here
 blocks, and raises OSError if the store cannot be had."""
 

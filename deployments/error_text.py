@@ -1,4 +1,4 @@
-"""What an exception or a traceback says, in one line for a user."""
+"""The texts of exceptions and tracebacks, in one line for a user."""
 
 import re
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def error_line(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says: its lines up to a traceback, and the traceback's cause; its name
-    where it says nothing."""
+    """Return what an exception says: its lines up to a traceback, and the traceback's cause; its
+    name where it says nothing."""
     text = str(getattr(error, "strerror", None) or error)
     lines = [line.strip() for line in plain(text).splitlines() if line.strip()]
     said = []

@@ -38,7 +38,8 @@ def version() -> str:
 
 
 def why_mixed(path: list[str] | None = None) -> str:
-    """What another distribution has overwritten of Manta's files, and the way out; "" if nothing.
+    """Return what another distribution has overwritten of Manta's files, with a suggestion; "" if
+    nothing.
 
     path: where distributions are looked for; sys.path. An installer says nothing where two have a
     file of one name.

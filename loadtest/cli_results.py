@@ -37,7 +37,7 @@ def compare(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
 ) -> None:
-    """Two runs side by side, with 95 % intervals of what changed."""
+    """Compare two runs side by side, with 95 % intervals of what changed."""
     with failing():
         from loadtest.errors import RunError
         from loadtest.report.compare import compare as compared

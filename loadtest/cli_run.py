@@ -1,5 +1,5 @@
-"""What the commands of the load tester share: a checked scenario, a run with its live table, and
-failures as lines and exit codes."""
+"""The parts that commands of the load tester share: a checked scenario, a run with its live table,
+and failures as lines and exit codes."""
 
 import contextlib
 import sys

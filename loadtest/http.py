@@ -59,7 +59,7 @@ class Address(NamedTuple):
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection, with at most one request under way."""
+    """A connection with at most one request under way."""
 
     # One buffer for all connections: data is taken out of it before the loop reads the next socket.
     _shared = memoryview(bytearray(2**17))

@@ -117,7 +117,7 @@ class LiveProgress:
 
 
 def ms(seconds: float) -> str:
-    """Three figures that a person reads: 0.42 ms, 41.7 ms, 1.32 s."""
+    """Return a time in three digits: 0.42 ms, 41.7 ms, 1.32 s."""
     value = seconds * 1000
     if value >= 10_000:
         return f"{seconds:.1f} s"

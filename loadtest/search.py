@@ -61,7 +61,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One load, with all its repeats. counts: by the limit's text."""
+    """A load with all its repeats. counts: by the limit's text."""
 
     load: float
     repeats: int = 0
@@ -78,9 +78,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search(msgspec.Struct, kw_only=True):
-    """key: the settings without which stored trials are of another search. ended: why the search
-    stopped, "" if it has not. best: the highest load that kept the SLO. first_broken: the lowest
-    load that did not."""
+    """A search. key: the settings without which stored trials are of another search. ended: why the
+    search stopped, "" if it has not. best: the highest load that kept the SLO. first_broken: the
+    lowest load that did not."""
 
     schema: str = SCHEMA
     key: str = ""

@@ -50,8 +50,8 @@ class AdapterRecordStore(Protocol):
     store cannot be had."""
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        """All records and a mark of this state; None if the state is still that of mark `since`.
-        b"" is the mark of no state."""
+        """Return all records and a mark of this state; None if the state is still that of mark
+        `since`. b"" is the mark of no state."""
         ...
 
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:

@@ -221,7 +221,7 @@ class AdapterRegistry:
             return record
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """All adapters, each with its base model's name."""
+        """Return all adapters, each with its base model's name."""
         return [(self._settings.model, record) for record in self.records.values()]
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:

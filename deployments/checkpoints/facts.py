@@ -19,7 +19,7 @@ _SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absm
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a checkpoint is, for lists that tell of it.
+    """The description of a checkpoint, for lists of models.
 
     family: config.json's model_type. generates: it makes text. quantization: how most weights are
     kept, as in "Q4_K" or "BF16". format: of the weights' files. size_bytes: of these together.

@@ -34,7 +34,7 @@ def _cased(ending: str, digits: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What is done to text before the merges.
+    """The splitting of a text before the merges.
 
     pattern: words; None is GPT-2's, which the byte-level step has itself. digits: each is one word
     beside that. nfc: text is normalised. whole: a word that is a token needs no merges. bos: it is
@@ -236,7 +236,8 @@ def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterato
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """What puts the beginning-of-sequence token in front, where the model wants it."""
+    """Return the step that puts the beginning-of-sequence token in front, where the model wants
+    it."""
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
         return None

@@ -53,7 +53,7 @@ def run(source: Path, output: Path, url: str, key: Path | None, resume: str | No
 
 
 def _endpoint(source: Path) -> str:
-    """What the first request is for. Raises ConfigError."""
+    """Return the endpoint of the first request. Raises ConfigError."""
     try:
         with source.open(encoding="utf-8") as file:
             return str(json.loads(file.readline())["url"])

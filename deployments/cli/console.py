@@ -1,4 +1,4 @@
-"""What the command line writes with: results to stdout, everything else to stderr."""
+"""The output of the command line: results to stdout, everything else to stderr."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""`manta doctor`: what this machine can run and what is missing, each with its way out."""
+"""`manta doctor`: what this machine can run and what is missing, each with a suggestion."""
 
 import importlib
 import importlib.util
@@ -91,7 +91,7 @@ def run(spec: str | None = None) -> int:
 
 
 def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
-    """All checks, quick ones first."""
+    """Return all checks, quick ones first."""
     yield _python()
     yield from _packages()
     yield from _start_checks(config or parse_config({}))

@@ -346,7 +346,7 @@ def status(
     once: Annotated[bool, typer.Option("--once", "-1", help="Print once instead of live.")] = False,
     every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """What running applications do: pools, replicas, load, latency, scaling and why; live."""
+    """Show what running applications do: pools, replicas, load, latency, scaling and why; live."""
     from deployments.cli.status import run
 
     raise typer.Exit(run(app, address, as_json=as_json, once=once, every=every))
@@ -387,7 +387,7 @@ def doctor(
         typer.Argument(metavar="[CONFIG|MODEL]", help="Configuration or model to check, too."),
     ] = None,
 ) -> None:
-    """What this machine can run and what is missing; exit 1 if something needed is."""
+    """Check what this machine can run and what is missing; exit 1 if something needed is."""
     from deployments.cli.doctor import run
 
     raise typer.Exit(run(spec))

@@ -18,7 +18,7 @@ class ListeningSocket:
 
 
 def listeners() -> list[ListeningSocket]:
-    """All listening TCP sockets; empty where /proc does not tell."""
+    """Return all listening TCP sockets; empty where /proc does not tell."""
     sockets = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

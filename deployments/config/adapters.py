@@ -59,7 +59,7 @@ class AdaptersConfig(BaseModel):
                 raise ValueError(f"adapters.paths: {name} is also in aliases")
 
     def check_folders(self) -> None:
-        """What this machine can tell of the folders. Raises ConfigError naming the key."""
+        """Check what this machine knows of the folders. Raises ConfigError naming the key."""
         for name, path in self.paths.items():
             if not is_url(path):
                 try:

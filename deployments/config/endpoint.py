@@ -189,7 +189,7 @@ class HttpConfig(Section):
 
     @property
     def exposed(self) -> str:
-        """What every client in the network may do without a key; "" if nothing."""
+        """Return what every client in the network may do without a key; "" if nothing."""
         if self.loopback or self.api_keys_file is not None:
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"

@@ -28,14 +28,14 @@ FIELDS = (
 
 
 class ApiKey(NamedTuple):
-    """digest: SHA-256 of the key, in hex."""
+    """An API key's digest and what the key may do. digest: SHA-256 of the key, in hex."""
 
     digest: str
     rule: KeyRule = KeyRule()
 
 
 def key_digest(key: str) -> str:
-    """What is kept of an API key."""
+    """Return the digest by which an API key is known."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -72,7 +72,8 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
 
 
 def parse_line(line: str, where: str, param: str) -> ApiKey:
-    """One key with its fields. Raises ConfigError, which never has the key in it."""
+    """Return the key of a line with its fields. Raises ConfigError, which never has the key in
+    it."""
     key, *words = line.split()
     match = _DIGEST.fullmatch(key)
     if match is None and key.startswith("sha256:"):

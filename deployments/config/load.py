@@ -256,7 +256,7 @@ def _found(value: str, folder: Path) -> str:
 
 
 def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: str) -> str:
-    """One problem: where, which key, what."""
+    """Return a problem in a line: where, which key, what."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     line = parsed.line(loc)
     where = f"{source}:{line}" if line else source

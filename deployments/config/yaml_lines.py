@@ -41,7 +41,7 @@ _WORDS: dict[str, bool | None] = {
 
 
 class YamlProblem(Exception):
-    """What is wrong, and where: line is 1-based, 0 if unknown."""
+    """A fault of the file, and where: line is 1-based, 0 if unknown."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -51,8 +51,11 @@ class YamlProblem(Exception):
 
 @dataclass(slots=True)
 class YamlDocument:
-    """data: dicts, lists, str, int, float, bool, None. lines: key path -> line of the key (or the
-    list item)."""
+    """A parsed file.
+
+    data: dicts, lists, str, int, float, bool, None.
+    lines: key path -> line of the key (or the list item).
+    """
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
@@ -152,7 +155,7 @@ def _value(event: ScalarEvent, line: int) -> str | int | float | bool | None:
 
 
 def plain_value(text: str, line: int = 0) -> str | int | float | bool | None:
-    """What an unquoted scalar means: YAML 1.2's core schema."""
+    """Return what an unquoted scalar means: YAML 1.2's core schema."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):

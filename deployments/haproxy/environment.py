@@ -1,4 +1,4 @@
-"""What Serve reads of its HAProxy from the environment of Ray's processes."""
+"""The environment variables of Ray's processes that Serve reads for its HAProxy."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What HAProxy answers itself, as error objects in files."""
+"""The answers of HAProxy itself, as error objects in files."""
 
 from http import HTTPStatus
 from pathlib import Path

@@ -151,7 +151,7 @@ class _HaproxyFile:
 
 
 class _HaproxySection:
-    """title: its first line. lines: that one and the others, as they stand in the file."""
+    """A section of the file. title: its first line. lines: all its lines, the first one too."""
 
     def __init__(self, title: str, lines: list[str]) -> None:
         self.title = title

@@ -25,7 +25,7 @@ _AGE = "engine_steps_total"  # of two readings of a replica, the one with more s
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """One router's report to the others: its own metrics, and its reading of each replica."""
+    """A router's report to the others: its own metrics, and its reading of each replica."""
 
     router: str
     families: list[MetricFamily]
@@ -33,7 +33,7 @@ class RouterReport(msgspec.Struct, array_like=True):
 
 
 class ApplicationMetrics:
-    """One router's text of the application's metrics.
+    """A router's text of the application's metrics.
 
     own: metrics of this router.
     heard: last stats of the replicas that this router is connected to.

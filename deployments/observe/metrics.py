@@ -198,7 +198,7 @@ class RouterMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """One figure of a replica, read from its EngineStats."""
+    """A metric of a replica, read from its EngineStats."""
 
     name: str
     kind: str

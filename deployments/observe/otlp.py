@@ -76,7 +76,7 @@ def new_context(sample: float) -> TraceContext:
 
 @dataclass(slots=True)
 class Span:
-    """One span of a trace.
+    """A span of a trace.
 
     start, end: Unix seconds.
     error: a code, "" if the span went well.

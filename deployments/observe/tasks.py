@@ -1,11 +1,11 @@
-"""What runs on this thread's event loop, to find what is left behind."""
+"""The tasks on this thread's event loop, to find those that are left behind."""
 
 import asyncio
 from collections import Counter
 
 
 def tasks() -> dict[str, int]:
-    """How many tasks there are of each coroutine function, by its qualified name. On a loop
+    """Return how many tasks there are of each coroutine function, by its qualified name. On a loop
     only."""
     counts = Counter(_name(task) for task in asyncio.all_tasks())
     return dict(sorted(counts.items()))

@@ -128,12 +128,12 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens of typical requests the KV cache holds."""
+        """The number of tokens of typical requests the KV cache holds."""
         return self.memory.positions * self.memory.block_size
 
     @property
     def full_length_requests(self) -> float:
-        """How many requests of max_model_len tokens fit at once."""
+        """The number of requests of max_model_len tokens fit at once."""
         groups, size = self.memory.groups, self.memory.block_size
         assert groups is not None
         if groups.num_whole == len(groups.groups):
@@ -150,8 +150,8 @@ class EnginePlan:
 
     @property
     def replicas_per_node(self) -> int:
-        """How many replicas a node holds: by its GPUs, or on a CPU by its memory and a core for
-        each rank. Where a replica is on several nodes, as many nodes hold this number."""
+        """Return how many replicas a node holds: by its GPUs, or on a CPU by its memory and a core
+        for each rank. Where a replica is on several nodes, as many nodes hold this number."""
         if self.device.kind == "cuda":
             return self.devices_per_node // self.ranks_per_node
         by_memory = self.device.memory // self.used

@@ -56,7 +56,7 @@ class ReplicaSettings:
 
 
 class EngineReplica:
-    """One engine replica.
+    """A replica: one engine, behind channels to the routers.
 
     settings: how to run it, from the configuration. prepare: turns that into the EngineConfig on
     this machine (finds or fetches the model). Serve's replica is up when the engine can serve.

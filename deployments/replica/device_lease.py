@@ -1,7 +1,8 @@
-"""DeviceLease: replicas that share a device by turns. One is awake on it, the others sleep.
+"""DeviceLease: the lease of a device that several replicas share. The replica with the lease is
+awake, the others sleep.
 
-A lock of a file is the turn, so that it is free as soon as its holder has ended, however that came.
-A second file's lock is held by those that wait, so that the holder sees that somebody does.
+The lease is a lock of a file, which is free as soon as its holder has ended, however that came. The
+replicas that wait hold the lock of a second file, so that the holder sees them.
 """
 
 import asyncio
@@ -17,36 +18,36 @@ _BEHIND_SECONDS = 0.1
 
 
 class DeviceLease:
-    """One replica's turn on a device. Raises OSError where the machine's temporary folder cannot be
+    """A replica's lease of a device. Raises OSError where the machine's temporary folder cannot be
     written.
 
-    device: name among the devices of this machine; replicas with the same one take turns.
+    device: name among the devices of this machine; replicas with the same one share it.
     """
 
     def __init__(self, device: str, folder: Path | None = None) -> None:
         folder = folder or Path(tempfile.gettempdir()) / f"manta-devices-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         stem = folder / (re.sub(r"[^A-Za-z0-9_.-]", "-", device) or "all")
-        self._turn = os.open(f"{stem}.turn", os.O_CREAT | os.O_RDWR, 0o600)
+        self._lease = os.open(f"{stem}.turn", os.O_CREAT | os.O_RDWR, 0o600)
         self._waiting = os.open(f"{stem}.waiting", os.O_CREAT | os.O_RDWR, 0o600)
         self.held = False
         self._released = -_BEHIND_SECONDS
 
     def wanted(self) -> bool:
-        """Whether another replica waits for its turn."""
+        """Whether another replica waits for the lease."""
         if not _lock(self._waiting, fcntl.LOCK_EX):
             return True
         fcntl.flock(self._waiting, fcntl.LOCK_UN)
         return False
 
     async def take(self, seconds: float | None = None) -> bool:
-        """Wait until it is this replica's turn; False if that takes longer than seconds."""
+        """Wait for the lease, and return whether it came within so many seconds."""
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        # Who waited while it was this one's turn goes first.
+        # A replica that waited during this one's lease goes first.
         await asyncio.sleep(max(0.0, self._released + _BEHIND_SECONDS - loop.time()))
         try:
-            while not _lock(self._turn, fcntl.LOCK_EX):
+            while not _lock(self._lease, fcntl.LOCK_EX):
                 _lock(self._waiting, fcntl.LOCK_SH)
                 if deadline is not None and loop.time() > deadline:
                     return False
@@ -58,14 +59,14 @@ class DeviceLease:
         return True
 
     def release(self) -> None:
-        """End this replica's turn, so that the next replica can take one. Idempotent."""
+        """End the lease, so that another replica can take it. Idempotent."""
         if self.held:
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            fcntl.flock(self._lease, fcntl.LOCK_UN)
             self.held = False
             self._released = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        for descriptor in (self._turn, self._waiting):
+        for descriptor in (self._lease, self._waiting):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

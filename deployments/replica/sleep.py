@@ -21,14 +21,17 @@ logger = logging.getLogger("manta.replica")
 
 _POLL_SECONDS = 0.1
 _YIELD_SECONDS = 0.5  # without work, before the device is given to one that waits for it
-_TURN_SECONDS = 10.0  # with work, before no more is begun
+_LEASE_SECONDS = 10.0  # with work, before no more is begun
 
 
 @dataclass(frozen=True, slots=True)
 class SleepSettings:
-    """Seconds. idle_seconds: without a request, before the engine sleeps. wait_seconds: that a
-    request is held for at most, while others keep the device. takes_turns: replicas share a
-    device, of which one is awake at a time."""
+    """The settings of an engine that sleeps.
+
+    idle_seconds: seconds without a request, before the engine sleeps.
+    wait_seconds: seconds that a request is held for at most, while others keep the device.
+    takes_turns: whether replicas share a device, of which one is awake at a time.
+    """
 
     idle_seconds: float = 300.0
     wait_seconds: float = 30.0
@@ -36,9 +39,13 @@ class SleepSettings:
 
 
 class ReplicaSleep:
-    """order(what) sends a `Control` and returns its ticket. start(submitted) lets a request go on;
-    refuse(submitted, message) ends it. busy(): how many requests of routers have not ended,
-    those that are held here included."""
+    """The sleep of one replica's engine, and the requests that wait for it to wake.
+
+    order(what): sends a `Control` and returns its ticket.
+    start(submitted): lets a request go on.
+    refuse(submitted, message): ends a request.
+    busy(): returns how many requests of routers have not ended, those that are held here included.
+    """
 
     def __init__(
         self,
@@ -54,7 +61,7 @@ class ReplicaSleep:
         self._start = start
         self._refuse = refuse
         self._busy = busy
-        self._turn = DeviceLease(visible_devices()) if settings.takes_turns else None
+        self._lease = DeviceLease(visible_devices()) if settings.takes_turns else None
         self._open = False  # requests go on
         self._held: list[tuple[float, SubmittedRequest]] = []  # since when
         self._asked = asyncio.Event()
@@ -70,9 +77,9 @@ class ReplicaSleep:
 
     async def before_start(self) -> None:
         """Wait for the device, which the start of the engine needs."""
-        if self._turn is not None and not await self._turn.take(0):
+        if self._lease is not None and not await self._lease.take(0):
             logger.info("waiting for the device, which another replica uses")
-            await self._turn.take()
+            await self._lease.take()
 
     def begin(self) -> None:
         """The engine is ready and awake."""
@@ -100,22 +107,22 @@ class ReplicaSleep:
 
     def close(self) -> None:
         """The engine has ended."""
-        if self._turn is not None:
-            self._turn.release()
-            self._turn.close()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease.close()
 
     async def _run(self) -> None:
         try:
-            await self._take_turns()
+            await self._sleep_and_wake()
         except EngineDead as error:  # its client tells the replica
             logger.info("no more sleep: %s", error)
 
-    async def _take_turns(self) -> None:
+    async def _sleep_and_wake(self) -> None:
         while True:
             await self._until_unused()
             await self._do("sleep", asleep=True)
-            if self._turn is not None:
-                self._turn.release()
+            if self._lease is not None:
+                self._lease.release()
             logger.info("asleep: weights in host memory")
             await self._until_wanted()
             began = time.monotonic()
@@ -135,14 +142,14 @@ class ReplicaSleep:
             now = time.monotonic()
             if self._busy() > self.held:
                 self._used = now
-            wanted = self._turn is not None and self._turn.wanted()
+            wanted = self._lease is not None and self._lease.wanted()
             if not wanted:
                 wanted_since = None
             elif wanted_since is None:
                 wanted_since = now
             unused = now - self._used
             enough = _YIELD_SECONDS if wanted else self._settings.idle_seconds
-            over = wanted_since is not None and now - wanted_since >= _TURN_SECONDS
+            over = wanted_since is not None and now - wanted_since >= _LEASE_SECONDS
             if over or unused >= min(enough, self._settings.idle_seconds):
                 self._open = False
             if not self._open and self._busy() == self.held:
@@ -158,7 +165,7 @@ class ReplicaSleep:
                 continue
             since = min(since for since, _ in self._held)
             left = since + self._settings.wait_seconds - time.monotonic()
-            if self._turn is None or await self._turn.take(max(0.0, left)):
+            if self._lease is None or await self._lease.take(max(0.0, left)):
                 return
             late = time.monotonic() - self._settings.wait_seconds
             for since, submitted in self._held:

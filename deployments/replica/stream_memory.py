@@ -30,7 +30,7 @@ class _Kept:
 
 
 class StreamMemory:
-    """All ids are the engine's."""
+    """The tokens of streams, by the engine's request ids."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Kept] = {}

@@ -18,8 +18,13 @@ _COMPUTES = 0.01  # seconds of CPU in a tick that count as work; the pulse itsel
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """Seconds. tick: between two looks; an engine gives a sign of life as often. silent: without a
-    sign of life. hung: in a step in which the host computes nothing. step: in any step."""
+    """The limits of a step, in seconds.
+
+    step: in any step.
+    tick: between two checks; an engine gives a sign of life as often.
+    silent: without a sign of life.
+    hung: in a step in which the host computes nothing.
+    """
 
     step: float = 30.0
     tick: float = 0.5
@@ -28,7 +33,7 @@ class StallLimits:
 
 
 class Watchdog:
-    """Call `look` every `limits.tick` seconds."""
+    """A check of the engine's signs of life. Call `check` every `limits.tick` seconds."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
@@ -37,8 +42,13 @@ class Watchdog:
         self._silent = self._hung = self._still = 0  # ticks
 
     def check(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
-        """What is wrong, "" if nothing is. pulses: signs of life so far; pulse: the last of them.
-        step: the last step that ended. busy: the engine has work."""
+        """Return what is wrong, "" if nothing is.
+
+        pulses: signs of life so far.
+        pulse: the last of them.
+        step: the last step that ended.
+        busy: whether the engine has work.
+        """
         limits = self._limits
         heard = pulses != self._pulses
         computed = pulse.cpu_seconds - self._cpu_seconds

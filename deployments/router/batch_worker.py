@@ -185,7 +185,7 @@ class BatchWorker:
 
 
 class _Run:
-    """One batch, from where it is to its end."""
+    """The work on one batch, from where it is to its end."""
 
     def __init__(self, worker: BatchWorker, entry: Entry) -> None:
         self._worker = worker

@@ -45,8 +45,8 @@ from engine.text.tokenizer import Tokenizer
 
 
 class Dispatcher:
-    """One model, any number of replicas of it. All methods are called on the event loop that made
-    it."""
+    """The backend of one model with any number of replicas. All methods are called on the event
+    loop that made it."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ LOGPROB_BYTES = 192  # of a log-probability
 
 
 class InflightChoice:
-    """One choice in flight.
+    """A choice in flight.
 
     emitted: output token ids so far.
     place: replica that has the choice, "" while none has.

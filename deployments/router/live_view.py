@@ -25,8 +25,13 @@ from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
 
 
 class ApplicationView:
-    """own: this router's view. others: asks all routers for theirs; those that do not answer are
-    missing. However many look, there is one question to the others at a time."""
+    """The view of all routers, whichever of them is asked.
+
+    However many clients ask, there is one question to the others at a time.
+
+    own: returns this router's view.
+    others: asks all routers for theirs; those that do not answer are missing.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,7 @@ class ApplicationView:
         self.routers = SingleFlight(self._gather)
 
     async def _gather(self) -> list[dict[str, Any]]:
-        """One for each router, by name."""
+        """Return the views of the routers, by name."""
         views = {view["router"]: view for view in await self._others()}
         own = self._own()
         return sorted([*(views | {own["router"]: own}).values()], key=lambda view: view["router"])
@@ -58,7 +63,7 @@ class EventLog:
         self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
 
     def add(self, kind: str, replica: str, why: str = "") -> None:
-        """kind: "joined" or "lost"."""
+        """Add an entry. kind: "joined" or "lost"."""
         self._last.append((time.monotonic(), kind, replica, why))
 
     def entries(self) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -98,13 +103,13 @@ def view_of_model(
 def _last(
     found: Iterable[tuple[float, dict[str, Any]]], count: int, now: float
 ) -> list[dict[str, Any]]:
-    """The newest, the newest one first."""
+    """Return the newest entries, the newest first."""
     newest = sorted(found, key=lambda pair: pair[0], reverse=True)[:count]
     return [{"ago_s": round(now - at, 3), **entry} for at, entry in newest]
 
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
-    """cost: what the next request would be charged; see routing/route.py."""
+    """Return a replica as JSON. cost: of the next request; see routing/route.py."""
     state, column = client.state, client.state.column
     fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {
@@ -125,7 +130,8 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
 
 
 def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
-    """One prompt. replicas: where its choices are. tokens: prompt and output, all choices."""
+    """Return a prompt as JSON. replicas: where its choices are. tokens: prompt and output, all
+    choices."""
     trace, choices = inflight.trace, inflight.choices
     return {
         "id": trace.id,
@@ -143,7 +149,8 @@ def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
 
 
 def _choices(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
-    """first_token_ms: what came of expected_ms, of the placement that the first token came from."""
+    """Yield the routing decisions of a request. first_token_ms: the time that came of expected_ms,
+    of the replica that gave the first token."""
     for at, decision, emitted in trace.placements:
         first = trace.first - at if trace.first > at and not emitted else None
         yield (

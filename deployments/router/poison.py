@@ -57,8 +57,8 @@ class Suspicion:
 
     @property
     def start(self) -> Start:
-        """When the choice's next replica may start it: now, alone among the suspects, or after
-        them."""
+        """The time when the choice's next replica may start it: now, alone among the suspects, or
+        after them."""
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:

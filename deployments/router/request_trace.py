@@ -41,7 +41,7 @@ _WHY = {
 
 
 class RequestTrace:
-    """One prompt and its choices. Times are monotonic seconds; 0 = not yet.
+    """The trace of one prompt and its choices. Times are monotonic seconds; 0 = not yet.
 
     owner: digest of the API key that sent it, "" if keys are not used. Only that key may see it.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What a request needs of a replica, in tokens.
+    """The need of a request, in tokens.
 
     prefix_hashes: of its prompt (prefix_index.hash_prefix). sequences: choices.
     """
@@ -20,9 +20,15 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """replica: its name. reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (it
-    shall have it); "spill" (the replica that has it is too busy); "only". seconds: expected to the
-    first token. cached: prompt tokens expected in its cache. loads_adapter: it must first."""
+    """The choice of a replica for a request.
+
+    replica: its name.
+    reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (it shall have it); "spill"
+        (the replica that has it is too busy); "only".
+    seconds: expected time to the first token.
+    cached: prompt tokens expected in the replica's cache.
+    loads_adapter: whether the replica must load the adapter first.
+    """
 
     replica: str
     reason: str

@@ -22,7 +22,7 @@ _LIMIT = 2**19  # (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
 def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
-    """The hashes of a prompt; the last token is in none, because it is always computed."""
+    """Return the hashes of a prompt; the last token is in none, because it is always computed."""
     prefix_hashes: list[bytes] = []
     if len(token_ids) <= STRIDE:
         return prefix_hashes
@@ -32,20 +32,23 @@ def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> 
 
 
 def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
-    """What the other routers are told: the head of a prompt, which is what prompts share."""
+    """Return the hashes that other routers hear of: those of a prompt's head, which prompts
+    share."""
     return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
 def unpack_hashes(prefix_hashes: bytes) -> list[bytes]:
-    """The hashes that `pack_hashes` joined."""
+    """Return the hashes that `pack_hashes` joined."""
     return [prefix_hashes[at : at + HASH_BYTES] for at in range(0, len(prefix_hashes), HASH_BYTES)]
 
 
 class PrefixIndex:
-    """capacity: pairs of hash and holder, of the fleet's memory; beyond it, or `limit`, the hashes
-    that were used least recently go.
+    """The replicas that hold each prefix, as far as this router knows.
 
     Holders are small integers, the columns of routing.Fleet.
+
+    capacity: pairs of hash and holder that the replicas' caches hold; beyond it, or `limit`, the
+        hashes that were used least recently go.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
@@ -76,7 +79,7 @@ class PrefixIndex:
         return matches[: -limit - 1 : -1]
 
     def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """`holder` will have these hashes: a request with this prefix was sent there."""
+        """Note that `holder` will have these hashes: a request with this prefix was sent there."""
         holders = self._holders
         bit = 1 << holder
         for prefix_hash in reversed(prefix_hashes):  # the head is worth more than its tail
@@ -91,7 +94,7 @@ class PrefixIndex:
             self._size -= gone.bit_count()
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """`holder` turned out not to have these hashes."""
+        """Note that `holder` turned out not to have these hashes."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)
@@ -103,7 +106,8 @@ class PrefixIndex:
                     self._holders[prefix_hash] = known ^ bit
 
     def forget(self, holder: int) -> None:
-        """The replica is gone, or its cache. A walk over everything: tens of ms when full."""
+        """Forget a replica that is gone, or whose cache is. A walk over everything: tens of ms when
+        full."""
         bit = 1 << holder
         self.remove(
             [prefix_hash for prefix_hash, known in self._holders.items() if known & bit], holder

@@ -46,7 +46,8 @@ def route(
     among: Sequence[str] | None = None,
     avoid: str = "",
 ) -> RoutingDecision | None:
-    """None if no replica is available. Changes nothing: tell `Fleet.send` what is really sent.
+    """Return the decision; None if no replica is available. Nothing changes: call `Fleet.send` with
+    what is really sent.
 
     among: the replicas that may be taken; default all.
     avoid: a replica to take only if there is no other, such as the one that has just failed this
@@ -119,7 +120,7 @@ def _choose(
     cached: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
-    """One of the columns `equal`, and why."""
+    """Return one of the columns `equal`, and the reason."""
     if request.adapter:
         if has is not None:
             warm = equal[has[equal]]
@@ -147,7 +148,8 @@ def _of_two(random: Random, cost: NDArray[np.float64], columns: NDArray[np.intp]
 
 
 def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
-    """Rendezvous hashing: a column's rank for a key does not depend on which others there are."""
+    """Return a column by rendezvous hashing: a column's rank for a key does not depend on which
+    others there are."""
     if len(columns) == 1:
         return int(columns[0])
     mixed = fleet.hashes[columns] ^ np.uint64(int.from_bytes(key[:8], "little"))
@@ -158,7 +160,7 @@ def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
 
 
 def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
-    """An index of the columns whose bits are set."""
+    """Return an index of the columns whose bits are set."""
     if not holders & (holders - 1):
         return holders.bit_length() - 1
     data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)

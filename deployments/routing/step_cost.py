@@ -24,7 +24,7 @@ _SWEEPS = 12
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step, of each sequence in it, of each prompt token in it."""
+    """The seconds of a step, of each sequence in it and of each prompt token in it."""
 
     base: float
     sequence: float
@@ -32,7 +32,7 @@ class StepCost(NamedTuple):
 
     @classmethod
     def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
-        """The mean of replicas of one kind; without any, a guess between GPU and CPU."""
+        """Return the mean of replicas of one kind; without any, a guess between GPU and CPU."""
         known = list(costs)
         if not known:
             return cls(0.01, 0.002, 0.0005)
@@ -60,7 +60,7 @@ class StepCostModel:
             )
 
     def observe_frame(self, stats: EngineStats) -> None:
-        """The next frame of a replica, or a later one."""
+        """Note the next frame of a replica, or a later one."""
         last = self._last
         if (
             last is None
@@ -78,7 +78,7 @@ class StepCostModel:
             self._last = stats
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """What a replica did in so many busy seconds."""
+        """Note what a replica did in so many busy seconds."""
         if seconds <= 0:
             return
         self._matrix = [value * self._fade for value in self._matrix]

@@ -1,4 +1,4 @@
-"""Deploying beside other applications of a cluster: what collides, and whose turn it is.
+"""The deployment beside other applications of a cluster: what collides, and who deploys now.
 
 Serve takes the whole list of a cluster's applications and deletes those that are not in it. So the
 applications that are there are put into it again, as they were deployed: that restarts nothing.
@@ -25,7 +25,7 @@ _POLL = 0.1
 
 
 def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
-    """Whether applications can be deployed beside those that are there. Both in Serve's schema.
+    """Check that applications can be deployed beside those that are there. Both in Serve's schema.
 
     Raises ConfigError.
     """
@@ -103,7 +103,7 @@ def check_beside(
 
 
 def check_port(port: int, endpoint: int) -> None:
-    """endpoint: the port that the cluster's HTTP listens on. Raises ConfigError."""
+    """Raise ConfigError unless a configuration has the cluster's port. endpoint: that port."""
     if port != endpoint:
         raise ConfigError(
             f"http.port: {port}, and the one endpoint of this cluster listens on {endpoint} since "
@@ -113,8 +113,8 @@ def check_port(port: int, endpoint: int) -> None:
 
 
 def config_of(application: Any) -> MantaConfig | None:
-    """The configuration in an application of Serve's schema; None: it is not one of ours that
-    answers requests, or of a release with other keys."""
+    """Return the configuration in an application of Serve's schema; None if it is not one of ours
+    that answers requests, or of a release with other keys."""
     application = model_applications.as_dict(application)
     config = application.get("args", {}).get("config")
     ours = application.get("import_path") in (ONE_MODEL, SEVERAL_MODELS)
@@ -130,8 +130,8 @@ def config_of(application: Any) -> MantaConfig | None:
 
 @contextmanager
 def deploying() -> Iterator[None]:
-    """Two that deploy at once would each delete what the other has added. Raises MantaError after
-    a minute, and OSError if Ray's store does not answer."""
+    """Keep other deployments out: two at once would each delete what the other has added. Raises
+    MantaError after a minute, and OSError if Ray's store does not answer."""
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
     while store("put", _DEPLOYING, mine, overwrite=False):  # it was there already

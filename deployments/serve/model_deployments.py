@@ -1,5 +1,4 @@
-"""What Serve is told of a model's engines, and routers of a model: the pools with nothing left
-open, their deployments, and the ServedModel that follows from a configuration."""
+"""The Serve deployments of one model: engine pools, routers, and the settings that both share."""
 
 import json
 import logging

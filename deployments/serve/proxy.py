@@ -1,4 +1,4 @@
-"""What stands before the routers, and what the cluster's processes need for it."""
+"""The proxy before the routers, and the environment that the cluster's processes need for it."""
 
 import logging
 from pathlib import Path
@@ -13,8 +13,8 @@ logger = logging.getLogger("manta.app")
 
 
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """What will stand before the routers; logged, because it decides the cost of a streamed
-    token."""
+    """Return the proxy that will stand before the routers. It is logged, because it decides the
+    cost of a streamed token."""
     if behind_haproxy(config):
         logger.info("HTTP through haproxy")
         return "haproxy"

@@ -73,7 +73,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """What a replica has to know of a request's adapter: `request.adapter` is "name@revision".
+    """The facts that a replica needs of a request's adapter: `request.adapter` is "name@revision".
 
     path: where its files are. version: of its record; 0: the request has begun and keeps this
     revision, though there may be a newer one.
@@ -103,8 +103,9 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
-    """An adapter's name means this revision from now on; "": none. Requests of older versions that
-    have not begun are refused, and other revisions are forgotten. Answered by an AdapterAnswer."""
+    """Say which revision an adapter's name means from now on; "": none. Requests of older versions
+    that have not begun are refused, and other revisions are forgotten. Answered by an
+    AdapterAnswer."""
 
     ticket: int
     name: str
@@ -113,14 +114,14 @@ class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
 
 
 class Recall(msgspec.Struct, array_like=True, tag="recall"):
-    """Asks for the tokens of these streams. Answered by a Recalled."""
+    """Ask for the tokens of these streams. Answered by a Recalled."""
 
     ticket: int
     streams: list[str]
 
 
 class StreamRecord(msgspec.Struct, array_like=True):
-    """One choice of a stream. token_ids: its output. finish, stop_token: as the Delta that ended it
+    """A choice of a stream. token_ids: its output. finish, stop_token: as the Delta that ended it
     has them; "" if none did."""
 
     stream: str
@@ -131,14 +132,14 @@ class StreamRecord(msgspec.Struct, array_like=True):
 
 
 class Recalled(msgspec.Struct, array_like=True, tag="recalled"):
-    """All that the replica knows of the choices of the streams."""
+    """The records of all that the replica knows of the choices of the streams."""
 
     ticket: int
     records: list[StreamRecord]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
-    """The router is alive and has nothing else to send."""
+    """Say that the router is alive and has nothing else to send."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -151,7 +152,7 @@ _from_replica = msgspec.msgpack.Decoder(Hello | Welcome | FromReplica)
 
 @dataclass(frozen=True, slots=True)
 class ChannelLimits:
-    """Seconds and bytes.
+    """The bounds of a channel, in seconds and bytes.
 
     handshake: 3 s is long for three frames inside a cluster and short for a port scanner.
     heartbeat, timeout: five missed heartbeats, so that a second of stalled interpreter is not taken
@@ -169,8 +170,8 @@ class ChannelLimits:
 
 
 class ChannelConnection(asyncio.Protocol):
-    """What both ends share: frames, liveness, bounds. `on_close(connection, reason)` is called
-    exactly once."""
+    """The part that both ends share: frames, liveness, bounds. `on_close(connection, reason)` is
+    called exactly once."""
 
     def __init__(
         self,
@@ -350,7 +351,7 @@ class ReplicaEnd(ChannelConnection):
         self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken))
 
     def since_sent(self, now: float) -> float:
-        """Seconds since the last frame to this router; now is the loop's time."""
+        """Return the seconds since the last frame to this router; now is the loop's time."""
         return now - self._sent
 
     def _receive(self, message: Any) -> None:

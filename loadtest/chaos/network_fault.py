@@ -108,6 +108,6 @@ class NetworkProxy:
 
 
 async def open_proxies(urls: Iterable[str]) -> tuple[list[NetworkProxy], list[int]]:
-    """One for each server, and where it listens."""
+    """Open a proxy for each server, and return where each listens."""
     proxies = [NetworkProxy(Address.of(url)) for url in urls]
     return proxies, [await proxy.start() for proxy in proxies]

@@ -1,4 +1,4 @@
-"""One request under way: it takes the answer apart and becomes a RequestRecord."""
+"""A request under way: it takes the answer apart and becomes a RequestRecord."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from loadtest.scenario.schedule import PhasePlan
 
 
 class _Timing(msgspec.Struct):
-    """What Manta's usage has for requests that send x-return-timing."""
+    """The timing in Manta's usage, for requests that send x-return-timing."""
 
     queue_ms: float | None = None
     migrations: int | None = None
@@ -107,7 +107,8 @@ class RequestAttempt:
         on_done: Callable[["RequestAttempt", RequestRecord, ReceivedAnswer | None], None],
         keep_answer: bool,
     ) -> None:
-        """intended, sent, origin: on the client's clock; the record counts from origin."""
+        """Begin an attempt. intended, sent, origin: on the client's clock; the record counts from
+        origin."""
         self.plan, self.index, self.session, self.spec = plan, index, session, spec
         self.intended, self.sent = intended, sent
         self._origin, self._on_done = origin, on_done
@@ -130,7 +131,7 @@ class RequestAttempt:
 
     @property
     def first_token(self) -> float | None:
-        """Seconds from the intended send to the first tokens."""
+        """The seconds from the intended send to the first tokens."""
         return self._chunks[0][0] - self.intended if self._chunks else None
 
     # Of the connection.

@@ -1,4 +1,4 @@
-"""One client process of a run. Started by runner.py; talks JSON lines over its pipes.
+"""A client process of a run. Started by runner.py; talks JSON lines over its pipes.
 
     stdin   ClientAssignment, then StartSignal with the time 0 of the run; end of file: hang up, go
     stdout  ClientReady, then ProgressReport lines, then ClientFinished. AtBarrier asks for the next

@@ -48,7 +48,7 @@ class Host:
     async def start(
         self, assignment: ClientAssignment, files: dict[str, bytes], references: bytes | None
     ) -> None:
-        """files: by the scenario's dotted key, what is to be read there."""
+        """Start the client. files: contents of the scenario's files, by dotted key."""
         for key, data in files.items():
             path = Path(self._folder.name, key)
             path.write_bytes(data)
@@ -153,7 +153,7 @@ class RayProcess:
 
 
 async def connect(address: str, folders: Sequence[Path], scenario: Scenario) -> list[RayProcess]:
-    """One client for each folder, spread over the nodes. Raises ScenarioError, RunError."""
+    """Start a client for each folder, spread over the nodes. Raises ScenarioError, RunError."""
     try:
         import ray
     except ImportError:

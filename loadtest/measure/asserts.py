@@ -53,7 +53,7 @@ class Assertion(NamedTuple):
 
 
 class AssertionResult(NamedTuple):
-    """value: what the run had, None if it has no such figure."""
+    """The result of an assertion. value: of the run; None if it has no such figure."""
 
     assertion: Assertion
     value: float | None

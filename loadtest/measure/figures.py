@@ -149,7 +149,8 @@ def summarise(
     faults: Sequence[FaultMark] = (),
     reasons: Sequence[str] = (),
 ) -> Summary:
-    """sending_s: how long requests were to be sent, None: from the first to the last.
+    """Return the summary of a run. sending_s: how long requests were to be sent; None: from the
+    first to the last.
 
     at_once: phases whose requests all belong at one moment, so that the client cannot but be late.
     reasons: other causes why the client spoilt the run.

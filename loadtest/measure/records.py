@@ -1,4 +1,4 @@
-"""What a load test writes down: a record for each request, the run's facts, the summary.
+"""The records of a load test: one for each request, the run's facts, the summary.
 
 Times are seconds since the run's start (`RunInfo.started_at`), read from one monotonic clock that
 all client processes of a host share. A latency is counted from `intended_s`, the moment at which
@@ -23,7 +23,7 @@ Verdict = Literal["ok", "client_bottleneck"]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request, as the client saw it.
+    """A request, as the client saw it.
 
     sent_s: the client wrote the request to an open connection, or began to connect; None if it
     never did. connect_s: how long connecting took, 0 on a connection that was open.
@@ -87,7 +87,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def lateness_s(self) -> float | None:
-        """How late the client was, in seconds: its own fault, never the server's."""
+        """The delay of the client, in seconds: its own fault, never the server's."""
         return None if self.sent_s is None else max(0.0, self.sent_s - self.intended_s)
 
     @property
@@ -134,7 +134,7 @@ class FaultMark(msgspec.Struct, frozen=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run, where and when. started_at: RFC 3339 in UTC. scenario: its text."""
+    """The facts of a run: what, where and when. started_at: RFC 3339 in UTC. scenario: its text."""
 
     name: str
     scenario: str
@@ -150,7 +150,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, but for count. All zero for an empty set (count 0)."""
+    """The percentiles of a metric, in seconds but for count. All zero for an empty set (count
+    0)."""
 
     count: int = 0
     mean: float = 0.0
@@ -191,7 +192,7 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant, adapter or phase. settle_s: see Summary."""
+    """The summary of one tenant, adapter or phase. settle_s: see Summary."""
 
     requests: int = 0
     failed: int = 0

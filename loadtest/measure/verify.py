@@ -40,7 +40,7 @@ class ReceivedAnswer:
 
 
 class Reference(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a reference file. pieces: the answer's text, chunk by chunk."""
+    """A line of a reference file. pieces: the answer's text, chunk by chunk."""
 
     key: str
     text: str

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: figures, curves, a timeline with the faults.
+"""The self-contained HTML page of a run: figures, curves, a timeline with the faults.
 
 Nothing is loaded and nothing runs: CSS and SVG are inside, there is no script.
 """
@@ -81,7 +81,7 @@ def subtitle(s: Summary) -> str:
 
 
 def badges(s: Summary) -> list[Cell]:
-    """What a reader must know before any figure."""
+    """Return what a reader must know before any figure."""
     rows = []
     if s.verdict == "client_bottleneck":
         rows.append(Cell("refused: the client was the bottleneck", "bad"))

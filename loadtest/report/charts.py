@@ -46,7 +46,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class ChartPanel:
-    """One plot area of a timeline."""
+    """A plot area of a timeline."""
 
     title: str
     series: Sequence[Series]

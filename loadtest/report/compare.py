@@ -1,4 +1,4 @@
-"""Two runs, or two sets of repeats, side by side, with what chance can explain.
+"""The comparison of two runs, or two sets of repeats, with what chance can explain.
 
 Latencies: the 95 % interval of the relative change comes from a bootstrap. With fewer than three
 runs on a side the requests are drawn again, each with all its tokens, as tokens of one request are
@@ -35,7 +35,7 @@ _HIGHER_IS_BETTER = (*_RATES, "goodput")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run, or repeats of one."""
+    """A run, or repeats of one."""
 
     name: str
     runs: tuple[SavedRun, ...]
@@ -43,7 +43,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """change: b/a - 1, or for shares b - a, between low and high with 95 % confidence.
+    """A row of a comparison. change: b/a - 1, or for shares b - a, between low and high with 95 %
+    confidence.
 
     p: Mann-Whitney's, for a metric's first row; None where there is no such test.
     """
@@ -74,7 +75,8 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """method: how the intervals were made. warnings: what makes the two hard to compare."""
+    """A comparison. method: how the intervals were made. warnings: what makes the two hard to
+    compare."""
 
     a: Side
     b: Side
@@ -123,7 +125,7 @@ def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> C
 
 
 class _Sample:
-    """One metric's values in order, each with the request and the run that it belongs to."""
+    """The values of a metric in order, each with the request and the run that it belongs to."""
 
     def __init__(self, side: Side, metric: str, by_run: bool) -> None:
         parts, units = [], []
@@ -160,7 +162,7 @@ class _Sample:
         return [float(v) for v in self.values[np.minimum(at, len(self.values) - 1)]]
 
     def _draw(self, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """How often each request is in a sample."""
+        """Return how often each request is in a sample."""
         if not self._by_run:
             picks = rng.integers(0, self._count, self._count)
             return np.bincount(picks, minlength=self._count)
@@ -249,7 +251,8 @@ def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
 
 
 def mann_whitney(a: Floats, b: Floats) -> float:
-    """Two-sided p by the normal approximation with ties and continuity. 1.0 if all are alike."""
+    """Return the two-sided p by the normal approximation with ties and continuity. 1.0 if all are
+    alike."""
     both = np.concatenate([a, b])
     _, inverse, counts = np.unique(both, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
@@ -290,7 +293,7 @@ def _warnings(a: Side, b: Side) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """limit: as a share, so +10 % is 0.1; of a share's row, in points."""
+    """A condition on a change. limit: as a share, so +10 % is 0.1; of a share's row, in points."""
 
     metric: str
     above: bool

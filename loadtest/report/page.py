@@ -80,7 +80,7 @@ def keys(labels: Sequence[str]) -> str:
 
 
 def wide_and_narrow(wide: str, narrow: str) -> str:
-    """One of two drawings of the same thing, by the width of the window."""
+    """Return both drawings of the same thing; the window's width decides which one shows."""
     return (
         f'<div class="card"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></div>'
     )

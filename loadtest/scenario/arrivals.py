@@ -1,4 +1,4 @@
-"""When requests are sent: pure functions of their arguments and a seed.
+"""The times when requests are sent: pure functions of their arguments and a seed.
 
 An open-loop schedule is a process of unit rate (gaps of mean 1 and a given coefficient of
 variation) carried through the inverse of the cumulated rate, so every shape of load is a list of

@@ -18,7 +18,7 @@ MAX_LENGTH = 10_000_000
 
 
 class LengthError(ValueError):
-    """No distribution of lengths."""
+    """The error of a text that is no distribution of lengths."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ NAMES: dict[str, NamedWorkload] = {
 
 
 class RequestSpec(NamedTuple):
-    """One request, ready to send. fields: the body's, without those of streaming.
+    """A request, ready to send. fields: the body's, without those of streaming.
 
     expected: output tokens if the server keeps to ignore_eos, else None. cancel_chunks,
     cancel_after: hang up then. key: names the question in a reference file.

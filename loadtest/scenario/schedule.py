@@ -26,7 +26,7 @@ from loadtest.scenario.schema import (
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One client: at t seconds of its phase it sends request `index`, and after each pause in
+    """A client: at t seconds of its phase it sends request `index`, and after each pause in
     `thinks`, counted from the answer, the next one."""
 
     t: float
@@ -36,8 +36,8 @@ class Visit:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """visits: of an open loop, ascending; empty for a closed one. seconds: how long the phase
-    lasts, None for a closed loop that ends with its requests."""
+    """The plan of a phase. visits: of an open loop, ascending; empty for a closed one. seconds: how
+    long the phase lasts, None for a closed loop that ends with its requests."""
 
     phase: Phase
     generator: RequestGenerator

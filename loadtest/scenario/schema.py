@@ -136,7 +136,7 @@ class Steps(_OpenLoop):
 
 
 class AtOnce(_Model):
-    """All of `requests` at time 0: a queue as long as it can be."""
+    """The arrival of all `requests` at time 0: a queue as long as it can be."""
 
     kind: Literal["at_once"]
 

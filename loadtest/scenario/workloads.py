@@ -34,7 +34,7 @@ def uniform(rng: random.Random) -> list[Request]:
 
 
 def single(rng: random.Random) -> list[Request]:
-    """One stream: 128 in, 256 out."""
+    """A stream of 128 tokens in and 256 out."""
     return [_request(rng, 128, 256)]
 
 

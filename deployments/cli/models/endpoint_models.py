@@ -77,8 +77,8 @@ def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminK
 
 
 def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
-    """What a router says of a model that one of them was given so many seconds ago: another may
-    answer, which does not know of it yet. Raises ServerError."""
+    """Return what a router says of a model that one of them was given so many seconds ago: another
+    may answer, which does not know of it yet. Raises ServerError."""
     from deployments.cli.chat import ServerError
 
     try:

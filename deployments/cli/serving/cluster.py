@@ -63,8 +63,11 @@ class Cluster:
         self._deployed = 0.0  # when Serve took our deployment
 
     def start(self, config: MantaConfig, folder: str | None = None) -> None:
-        """folder: for haproxy's sockets and files; the caller removes it. By default a folder that
-        `close` removes. Raises ClusterError."""
+        """Start a cluster of our own, or join one. Raises ClusterError.
+
+        folder: for haproxy's sockets and files; the caller removes it. By default a folder that
+            `close` removes.
+        """
         if not self.own:
             assert self.address is not None
             join(self.address)

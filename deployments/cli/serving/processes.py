@@ -1,4 +1,4 @@
-"""Which processes a `manta serve` has started, from /proc, and their end. Nothing is found on
+"""The processes that a `manta serve` has started, from /proc, and their end. Nothing is found on
 systems without /proc.
 
 While the server lives, they are known by their parents, for the server adopts what was orphaned
@@ -36,7 +36,7 @@ class ProcessInfo:
 
 
 def table() -> dict[int, ProcessInfo]:
-    """All live processes by pid; zombies are not among them."""
+    """Return all live processes by pid; zombies are not among them."""
     processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if (process := read(int(entry.name))) is not None:

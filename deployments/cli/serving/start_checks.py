@@ -15,8 +15,12 @@ from engine.errors import ConfigError
 
 
 class StartCheck(NamedTuple):
-    """check: says what is there; raises ConfigError with the way out. state: what doctor calls its
-    fault. own: whether it is of a Ray that is started here, and not of one that is joined."""
+    """A check of this machine before a start.
+
+    check: returns what there is; raises ConfigError with a suggestion.
+    state: name of the fault in `manta doctor`.
+    own: whether the check is of a Ray that is started here, and not of one that is joined.
+    """
 
     name: str
     check: Callable[[MantaConfig], str]

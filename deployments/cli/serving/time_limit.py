@@ -13,8 +13,8 @@ _overdue = False
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What the call returns or raises. Raises TimeoutError when it takes longer; its thread then
-    goes on, and `leave` is the way to end the process."""
+    """Return what the call returns, or raise what it raises. Raises TimeoutError when it takes
+    longer; its thread then goes on, and `leave` is the way to end the process."""
     global _overdue
     result: list[T] = []
     failure: list[BaseException] = []

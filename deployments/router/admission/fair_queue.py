@@ -76,8 +76,8 @@ class Capacity:
 
     @classmethod
     def over(cls, replicas: Sequence["Capacity"], endings: Sequence[float] = ()) -> "Capacity":
-        """All replicas together: their sums, and the mean of first_seconds. A replica whose rate is
-        unknown is taken to be like the others. endings: of all."""
+        """Return the capacity of all replicas together: their sums, and the mean of first_seconds.
+        A replica whose rate is unknown is taken to be like the others. endings: of all."""
         rows = sum(replica.rows for replica in replicas)
         free = sum(replica.free for replica in replicas)
         first = sum(replica.first_seconds for replica in replicas) / max(1, len(replicas))
@@ -126,7 +126,7 @@ class OutputEstimate:
 
 
 class Ticket(Generic[T]):
-    """One request in the queue."""
+    """A request in the queue."""
 
     __slots__ = ("item", "key", "sequences", "start", "tokens")
 
@@ -148,7 +148,7 @@ class _Key:
 
 
 class FairQueue(Generic[T]):
-    """One router's waiting requests.
+    """The waiting requests of one router.
 
     Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
     had. A request starts where its key's last request ends, or now if the key was idle. So a key
@@ -185,7 +185,7 @@ class FairQueue(Generic[T]):
 
     @property
     def keys(self) -> int:
-        """How many keys are remembered; for tests."""
+        """The number of keys that are remembered; for tests."""
         return len(self._keys)
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
@@ -250,16 +250,16 @@ class FairQueue(Generic[T]):
     def _patience(
         self, capacity: Capacity, most: float = 1.0, with_engine: float = _WHOLE
     ) -> float:
-        """Seconds that a request may wait here: what its engine takes comes on top of it. most,
-        with_engine: times queue_seconds."""
+        """Return the seconds that a request may wait here: what its engine takes comes on top of
+        it. most, with_engine: times queue_seconds."""
         seconds = self._limits.queue_seconds
         left = with_engine * seconds - capacity.first_seconds
         return max(_LEAST * seconds, min(most * seconds, left))
 
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
-        """Seconds until a row is expected to be free for a new request of a key with so many tokens
-        waiting. Requests that began together end together: the rate alone would say that rows come
-        evenly."""
+        """Return the seconds until a row is expected to be free for a new request of a key with so
+        many tokens waiting. Requests that began together end together: the rate alone would say
+        that rows come evenly."""
         if not capacity.endings:
             return 0.0
         ahead = self.sequences * self._ahead(mine) / self.tokens if self.tokens else 0.0
@@ -267,8 +267,8 @@ class FairQueue(Generic[T]):
         return capacity.endings[min(int(rank), len(capacity.endings) - 1)] if rank >= 0 else 0.0
 
     def _bound(self, capacity: Capacity, now: float) -> float:
-        """Tokens that may wait. A burst that fills an idle batch may wait longer, but only for a
-        time: work that is still there then was no burst."""
+        """Return the tokens that may wait. A burst that fills an idle batch may wait longer, but
+        only for a time: work that is still there then was no burst."""
         limits = self._limits
         short = self._patience(capacity) * capacity.rate
         if self.tokens > _CALM * short:

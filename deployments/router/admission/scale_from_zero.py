@@ -1,5 +1,5 @@
-"""Waking: a model whose pools may all be empty is woken by a request, which is told when to come
-back if it will not be held so long."""
+"""Waking: scaling from zero. A request wakes a model whose pools are empty; if the request cannot
+be held until a replica is ready, its error says when to come back."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ UNKNOWN = 5.0  # seconds after which to try again where nobody knows when a repl
 
 
 class Waking:
-    """One router's waking of a model. A model sleeps while it may, no replica is there and nobody
-    has asked for one.
+    """The waking of a model by one router. A model sleeps while it may, no replica is there and
+    nobody has asked for one.
 
     model: name of the model.
     start_seconds: time of a replica's start, until that was measured; None: the model never sleeps,

@@ -16,8 +16,12 @@ logger = logging.getLogger("manta.router")
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """user, admin: the keys when the configuration was built, which count where the files are not
-    on the router's node. files: of both, by their names in the configuration."""
+    """The keys of a configuration.
+
+    user, admin: the keys when the configuration was built, which count where the files are not on
+        the router's node.
+    files: paths of both files, by their names in the configuration.
+    """
 
     user: tuple[ApiKey, ...] = ()
     admin: tuple[ApiKey, ...] = ()
@@ -25,7 +29,7 @@ class KeySettings:
 
 
 class KeyFiles:
-    """`look` blocks for a moment and may run in any one thread at a time."""
+    """The keys in the files as they are now. `poll` blocks, and may run in one thread at a time."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._keys = {"api_keys_file": settings.user, "admin_keys_file": settings.admin}

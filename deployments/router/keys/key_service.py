@@ -41,8 +41,11 @@ class SharedCounts:
         self._put = b""
 
     def base(self, spent: dict[str, dict[str, int]]) -> None:
-        """spent: of UsageLog, from before this application. The first router's word stays: a later
-        one would count the application's own work twice."""
+        """Put what keys had spent before this application. The first router's word stays: a later
+        one would count the application's own work twice.
+
+        spent: from UsageLog.
+        """
         for place, length in (("before-day", 10), ("before-month", 7)):
             counts = {
                 key: KeyCount(0, 0, period, tokens)
@@ -53,8 +56,10 @@ class SharedCounts:
             store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
 
     def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
-        """Tell the own counts; all the others'. periods: the current ones; a router that
-        has counted nothing in them is forgotten."""
+        """Put the own counts, and return those of all other routers.
+
+        periods: the current ones; a router that has counted nothing in them is forgotten.
+        """
         data = msgspec.msgpack.encode(counts)
         if data != self._put:
             store("put", self._own, data)

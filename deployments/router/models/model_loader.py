@@ -231,8 +231,12 @@ class ModelLoader:
 
 @dataclass(frozen=True, slots=True)
 class ChangeModels:
-    """What changes Serve's list; all block. put(name, section): add a model, or change it.
-    remove(name). trouble(name): as of ModelChanges. They raise MantaError."""
+    """The functions that change Serve's list of models. All block, and raise MantaError.
+
+    put(name, section): adds a model, or changes it.
+    remove(name): removes a model.
+    trouble(name): returns why a model does not start, as of ModelChanges.
+    """
 
     put: Callable[[str, Mapping[str, Any]], None]
     remove: Callable[[str], None]
@@ -240,8 +244,8 @@ class ChangeModels:
 
 
 class RouterChanges:
-    """One change after the other; this router knows of a change when it has answered, the others
-    within a second."""
+    """The changes of models over HTTP, one after the other. This router knows of a change when it
+    has answered, the others within a second."""
 
     def __init__(self, change: ChangeModels, front: ModelFront, loader: ModelLoader) -> None:
         self._change, self._front, self._loader = change, front, loader

@@ -12,10 +12,15 @@ from deployments.transport.channel import ChannelLimits
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """wait_seconds: how long a request waits for a replica at most. in_flight: requests at most.
-    waiting: choices that may wait while no replica is ready. losses: replicas, killed from outside,
-    that a request may lose in a row without a token from any. admission: while replicas are
-    ready."""
+    """The bounds of one router's work for a model.
+
+    wait_seconds: how long a request waits for a replica at most.
+    in_flight: requests at most.
+    waiting: choices that may wait while no replica is ready.
+    admission: bounds while replicas are ready.
+    losses: replicas, killed from outside, that a request may lose in a row without a token from
+        any.
+    """
 
     wait_seconds: float = 30.0
     in_flight: int = 4096

@@ -29,9 +29,9 @@ _BLOCK = re.compile(r"(message|service|oneof|enum) (\w+) \{(\})?")
 
 
 def read_proto(path: Path) -> FileDescriptorProto:
-    """What protoc would make of it. Takes what our own files have: one statement a line, messages
-    at the top, enums inside them, scalars and messages as fields. Raises ValueError naming the
-    line of anything else."""
+    """Return the descriptor that protoc would make of a file. Takes what our own files have: one
+    statement a line, messages at the top, enums inside them, scalars and messages as fields. Raises
+    ValueError naming the line of anything else."""
     file = FileDescriptorProto(name=path.name, syntax="proto3")
     open_: list[DescriptorProto | ServiceDescriptorProto | EnumDescriptorProto | str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,12 +1,15 @@
-"""GrpcSettings: where gRPC is served."""
+"""GrpcSettings: the address and the certificate of the gRPC server."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """certificate, key: files in PEM; "" for none. stop_seconds: for streams that run when the
-    server stops."""
+    """The settings of a gRPC server.
+
+    certificate, key: files in PEM; "" for none.
+    stop_seconds: for streams that run when the server stops.
+    """
 
     host: str
     port: int

@@ -122,7 +122,7 @@ def _scope(
 
 
 class AsgiCall:
-    """One request in a task of its own, its body parts in a queue.
+    """A request in a task of its own, with the parts of its body in a queue.
 
     body: JSON object, None for a GET.
     status, headers: status and headers of the answer, once it has started.

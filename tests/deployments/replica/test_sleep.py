@@ -120,7 +120,7 @@ def test_two_models_share_a_device_by_turns() -> None:
 
 def test_a_model_that_always_has_work_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a model that is asked without a pause keeps the device for ever."""
-    monkeypatch.setattr(replica_sleep, "_TURN_SECONDS", 0.3)
+    monkeypatch.setattr(replica_sleep, "_LEASE_SECONDS", 0.3)
     settings = SleepSettings(idle_seconds=60.0, wait_seconds=20.0, takes_turns=True)
 
     async def case() -> None:
