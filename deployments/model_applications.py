@@ -84,7 +84,7 @@ def entry(application: Any) -> CatalogEntry | None:
 def _config(text: str) -> MantaConfig:
     """Return the configuration of a JSON text.
 
-    The result is cached: routers look at all models every few seconds, and few have changed.
+    The result is cached: routers poll all models every few seconds, and few have changed.
     """
     return parse_part(json.loads(text))
 

@@ -205,8 +205,8 @@ class _Completion:
     def _refused(self, response: Any) -> float | None:
         """Return the seconds until the request is made again; None if the response stands.
 
-        The request is made again when no router took it, or when the edge does not know its routers
-        yet: then a path that was there is not.
+        The request is made again when no router took it, or when the proxy does not know its
+        routers yet: then a path that was there is not.
         """
         status = response.status_code
         if status in (502, 504) or (status == 404 and _NOWHERE in response.content):

@@ -14,7 +14,7 @@ LAST = "Last-Event-ID"
 PATIENCE = 60.0  # seconds without news after which a stream is given up
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts; they double
 _LONGEST_TOLD = 5.0  # of what a server says itself
-# While its parts come back a service may say any of these, and Serve's edge 404 for a moment.
+# While its parts come back a service may say any of these, and Serve's proxy 404 for a moment.
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
 # How the last event of a response or a message begins; chats end with [DONE].
 _ENDS = tuple(

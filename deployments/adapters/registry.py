@@ -40,7 +40,7 @@ from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")
 
-POLL_SECONDS = 1.0  # between looks into the watched folder
+POLL_SECONDS = 1.0  # between polls of the watched folder
 FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
 
 

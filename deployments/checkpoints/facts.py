@@ -24,7 +24,7 @@ class ModelFacts:
     family: config.json's model_type. generates: it makes text. quantization: how most weights are
     kept, as in "Q4_K" or "BF16". format: of the weights' files. size_bytes: of these together.
     sizes: of the network by GGUF's names, such as block_count. parameters: how many weights there
-    are, read from the files' heads; 0 if that cannot be told. It takes a while for many tensors.
+    are, read from the files' heads; 0 if that is not known. It takes a while for many tensors.
     """
 
     family: str = ""

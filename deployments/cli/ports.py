@@ -46,7 +46,7 @@ def holder(port: int) -> str | None:
 
 
 def why_not_bindable(host: str, port: int) -> str | None:
-    """Why a server could not listen there, in words with the way out; None if it could."""
+    """Why a server could not listen there, in words with a suggestion; None if it could."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

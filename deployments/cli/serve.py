@@ -28,8 +28,8 @@ from engine.errors import ConfigError
 from engine.shards import read_headers
 
 _POLL = 0.2  # seconds
-_POLL_SECONDS = 5.0  # seconds between two looks at the cluster's nodes
-_BEAT = 2.0  # seconds between two looks at the application
+_POLL_SECONDS = 5.0  # seconds between two polls of the cluster's nodes
+_BEAT = 2.0  # seconds between two polls of the application
 _READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
 
 
@@ -189,7 +189,7 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
     """Wait until /ready answers with status 200. Raises ServeError.
 
-    Serve says "running" a moment before its HTTP edge knows the routers; and where a pool may be
+    Serve says "running" a moment before its proxy knows the routers; and where a pool may be
     empty, before its first replica has begun to start.
     """
     status.update("Waiting for the first good answer")
@@ -217,7 +217,7 @@ def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
 
 
 def _connection(config: MantaConfig) -> http.client.HTTPConnection:
-    """Return a connection to our own edge, which is known by its certificate, whatever name that
+    """Return a connection to our own proxy, which is known by its certificate, whatever name that
     has."""
     address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
     if certificate is None:

@@ -97,7 +97,7 @@ def _join(address: str | None) -> None:
             )
         send_auth_token()
         join(addresses[0])
-    import ray.serve  # before its logger is told: it sets the level when it is imported
+    import ray.serve  # before its logger is set up: it sets the level when it is imported
 
     logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)
 
@@ -176,7 +176,8 @@ def _counts(application: Any) -> dict[str, dict[str, int]]:
 
 
 def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, StatusSnapshot]:
-    """A look at each of several models; {} where there is one. there: Serve's applications."""
+    """Return a poll of each of several models; {} where there is one. there: Serve's
+    applications."""
     names = {name for router in whole.routers for name in router.get("models", {})}
     pages = {}
     for name in sorted(names):
@@ -201,7 +202,7 @@ def _word(state: Any) -> str:
     return str(state.value if isinstance(state, Enum) else state)
 
 
-# -- from what was told to what is shown
+# -- from reports to what is shown
 
 
 def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict[str, Any]:

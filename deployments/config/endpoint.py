@@ -24,7 +24,7 @@ class RouterConfig(Section):
         2,
         ge=1,
         le=256,
-        description="Router processes. Fixed: a change reloads the HTTP edge, which cuts long "
+        description="Router processes. Fixed: a change reloads the HTTP proxy, which cuts long "
         "streams. 2: one can fail.",
     )
     num_cpus: float = Field(
@@ -72,7 +72,7 @@ class RouterConfig(Section):
 
 
 class TlsConfig(Section):
-    """TLS at the HTTP edge, 1.2 or later. In a cluster: docs/deploy.md."""
+    """TLS at the proxy, 1.2 or later. In a cluster: docs/deploy.md."""
 
     certificate: str | None = Field(
         None,
@@ -91,7 +91,7 @@ class TlsConfig(Section):
 
 
 class HttpConfig(Section):
-    """The HTTP edge."""
+    """The HTTP proxy."""
 
     host: str = Field(
         "127.0.0.1",
@@ -112,7 +112,7 @@ class HttpConfig(Section):
         3600,
         ge=1,
         le=7 * 86400,
-        description="The longest stream that survives a change at the edge or the update of its "
+        description="The longest stream that survives a change at the proxy or the update of its "
         "router. 1 h: longer than any answer.",
     )
     api_keys_file: str | None = Field(

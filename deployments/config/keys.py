@@ -61,7 +61,7 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
         key = parse_line(line, f"{path}:{number}", param)
         for what in (key.digest, key.rule.name):
             if what and seen.setdefault(what, number) != number:
-                # Without the key itself; names may be told.
+                # Without the key itself; names may be shown.
                 whose = f"the name {what}" if what == key.rule.name else "this key"
                 message = f"{path}:{number}: {whose} is in line {seen[what]} already"
                 raise ConfigError(message, param=param)

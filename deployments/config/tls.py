@@ -1,5 +1,5 @@
-"""The certificate that the edge shows: checked before anything is started, and trusted by our own
-probe of the edge."""
+"""The certificate that the proxy shows: checked before anything is started, and trusted by our own
+probe of the proxy."""
 
 import ssl
 from pathlib import Path

@@ -6,7 +6,7 @@ their counts, and each router's series carry its name: a series is counted in on
 never goes back. A router that ends takes its series along, as a target of Prometheus does.
 
 Each replica has one series. Of the readings that the routers have of a replica, the newest counts.
-A router passes on the readings that another router told it, so that these series do not go back
+A router passes on the readings that another router has sent it, so that these series do not go back
 either.
 """
 
@@ -117,10 +117,10 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _labelled(told: Iterable[RouterReport]) -> Iterable[MetricFamily]:
+def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
     """The routers' families, each once, with all samples. During an update routers differ."""
     by_name: dict[str, MetricFamily] = {}
-    for report in told:
+    for report in reports:
         for family in report.families:
             into = by_name.setdefault(
                 family.name, MetricFamily(family.name, family.kind, family.help, [])

@@ -137,7 +137,7 @@ class ReplicaAdapters:
                     await self._answer(*job, self._announced(job[1]))
                 jobs.popleft()
         except EngineDead as error:
-            logger.info("adapter %s: %s", name, error.message)  # the routers are told of the death
+            logger.info("adapter %s: %s", name, error.message)  # the routers hear of the death
         finally:
             del self._jobs[name]
 

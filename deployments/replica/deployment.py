@@ -31,7 +31,7 @@ from engine.process.client import EngineClient
 
 logger = logging.getLogger("manta.replica")
 
-_NOTICE_SECONDS = 1.0  # between looks at whether this node is to be drained
+_NOTICE_SECONDS = 1.0  # between polls of whether this node is to be drained
 _BEFORE_DEADLINE = 2.0  # seconds: requests that still run then are handed over
 _ROWS = (
     256  # sequences of a full batch; autoscaling does not plan for slower tokens than these give

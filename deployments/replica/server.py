@@ -326,7 +326,7 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            return  # the router has been told and moves its requests
+            return  # the router knows, and moves its requests
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]

@@ -1,10 +1,10 @@
 """StreamMemory: the tokens of streams that run at a replica or ended there a moment ago.
 
-A client whose router or edge has died comes back with the number of its stream, and the next router
-asks the replicas for the tokens. So the answer goes on after what the client has, at the cost of a
-look into the prefix cache. The tokens are the same, also where computing them again could give
-others. Kept are streams whose client has asked for event ids, for KEEP_SECONDS after their end and
-KEEP_TOKENS in all; the oldest are dropped first.
+A client whose router or proxy has died comes back with the number of its stream, and the next
+router asks the replicas for the tokens. So the answer goes on after what the client has, at the
+cost of a look into the prefix cache. The tokens are the same, also where computing them again could
+give others. Kept are streams whose client has asked for event ids, for KEEP_SECONDS after their end
+and KEEP_TOKENS in all; the oldest are dropped first.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
-KEEP_SECONDS = 180.0  # longer than an edge, a router or a node takes to restart
+KEEP_SECONDS = 180.0  # longer than a proxy, a router or a node takes to restart
 KEEP_TOKENS = 8 * 2**20  # of ended streams: 32 MiB
 _OF_EACH = 128  # a record without tokens counts as so many
 

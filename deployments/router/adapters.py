@@ -21,7 +21,7 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, Delta
 
 LOAD_SECONDS = 120.0  # for a large adapter from a slow store
 ANNOUNCE_SECONDS = 2.0  # for replicas to answer; one that is silent for longer is dead anyway
-_POLL = 0.05  # seconds between looks for a replica
+_POLL = 0.05  # seconds between polls for a replica
 _LOSSES = 2  # replicas that may be lost over one adapter
 _STALE = ("adapter_changed", "adapter_not_found")
 _PAUSE = 0.3  # seconds: the replica may know of a change before the record store does

@@ -1,4 +1,4 @@
-"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}, and told as
+"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}, and sent as
 spans to an OpenTelemetry collector. Pure: times are arguments.
 
 A RequestTrace begins with the request. It is written to when the request is sent to a replica, has

@@ -155,12 +155,12 @@ def _key(app: str) -> str:
     return f"{prefix(app)}deployed"
 
 
-def deployed_at(app: str, told: float) -> float:
-    """Unix seconds at which this very application was last deployed. told: Serve's time,
+def deployed_at(app: str, reported: float) -> float:
+    """Unix seconds at which this very application was last deployed. reported: Serve's time,
     which is also that of the last deployment beside it."""
     record = store("get", _key(app))
-    seen, before = json.loads(record) if record else (told, told)
-    return float(before) if seen == told else told
+    seen, before = json.loads(record) if record else (reported, reported)
+    return float(before) if seen == reported else reported
 
 
 def note_others(now: float, others: Mapping[str, float]) -> None:

@@ -30,11 +30,11 @@ from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (
-    2.0  # seconds; a dead engine is told by its channels at once, this brings its replacement
+    2.0  # seconds; its channels report a dead engine at once, this brings its replacement
 )
 _HEALTH_TIMEOUT = 10.0
 DRAIN_POLL = (
-    0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
+    0.2  # seconds between Serve's polls of an ending replica; its default of 2 is pure waiting
 )
 SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
 KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
@@ -229,9 +229,9 @@ def _grows() -> bool:
     return not _only_ids(report, ids)
 
 
-def _only_ids(told: dict[str, Any], ids: Collection[str]) -> bool:
-    """Whether the monitor's report names nodes by their ids alone. told: the report. Pure."""
-    types = (told.get("autoscaler_report") or {}).get("active_nodes") or {}
+def _only_ids(report: dict[str, Any], ids: Collection[str]) -> bool:
+    """Whether the monitor's report names nodes by their ids alone. Pure."""
+    types = (report.get("autoscaler_report") or {}).get("active_nodes") or {}
     return bool(types) and set(types) <= set(ids)
 
 

@@ -57,7 +57,7 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         # Of each handle and replica, which by default wake ten times a second to set two gauges
         # that Ray collects every ten seconds: a router has a handle for each pool of each model.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-        # Some failed looks and the edge of a node is replaced: below 10 s instead of 30.
+        # Some failed polls and the proxy of a node is replaced: below 10 s instead of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
         # else on the machine, would take nearly all CPU from the engines that stream.

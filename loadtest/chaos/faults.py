@@ -30,7 +30,7 @@ from loadtest.chaos.server_processes import TARGETS, ServerProcess, instance_at
 from loadtest.errors import ScenarioError
 from loadtest.measure.records import FaultMark
 
-_POLL = 0.2  # seconds between looks for the one that comes back
+_POLL = 0.2  # seconds between polls for the one that comes back
 _ACTIONS = ("kill", "pause", "delay")
 NETWORK = "network"  # between clients and server: see network_fault.py
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

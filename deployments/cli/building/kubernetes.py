@@ -199,7 +199,7 @@ def _environment(config: MantaConfig) -> dict[str, str]:
 def _resources(pool: PoolConfig) -> dict[str, str]:
     """The requests of a pod."""
     assert pool.num_cpus is not None  # deployments.app.pools has decided it
-    cpus = math.ceil(pool.num_cpus) + 1  # for routers, the edge and Ray's own processes
+    cpus = math.ceil(pool.num_cpus) + 1  # for routers, the proxy and Ray's own processes
     resources = {"cpu": str(cpus)}
     if pool.num_gpus:
         resources["nvidia.com/gpu"] = str(math.ceil(pool.num_gpus))

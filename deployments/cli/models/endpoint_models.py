@@ -15,7 +15,7 @@ app = typer.Typer(name="models", help="List, add, change and remove models of a 
 _Name = Annotated[str, typer.Argument(help="Name of the model in requests.")]
 _CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
 _POLL = 1.0
-_KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they look every second
+_KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they poll every second
 
 
 @app.command("list")

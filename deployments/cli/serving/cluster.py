@@ -29,7 +29,7 @@ from engine.private_folder import MAX_PATH, private_folder
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
 _DRAIN_MARGIN = 5.0  # seconds for routers to say that they are done
-_DELETE = 25.0  # seconds for replicas and routers to go; the edge is told first, which takes 5
+_DELETE = 25.0  # seconds for replicas and routers to go; the proxy is told first, which takes 5
 # The longest that `close` takes beside the drain.
 STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
 _OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's small messages do

@@ -227,7 +227,7 @@ class FairQueue(Generic[T]):
         # Room comes as the queue drains, this key's part of it with the rest.
         part = mine / self.tokens
         seconds = max(late, excess / (share + part) / rate)
-        # Other refused requests want that room too: each is told a later time.
+        # Other refused requests want that room too: each gets a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
         self._promised = at + tokens / (_PROMISED * rate)
         seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))

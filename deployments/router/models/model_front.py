@@ -24,7 +24,7 @@ from engine.errors import AdapterError, InvalidRequest, MantaError, Overloaded
 from engine.lora.tiers.names import not_found
 from engine.text.tokenizer import Tokenizer
 
-_POLL = 0.2  # seconds between looks at what a model that has left still answers
+_POLL = 0.2  # seconds between polls of what a model that has left still answers
 
 
 class ModelFront:

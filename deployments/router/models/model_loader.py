@@ -1,4 +1,4 @@
-"""ModelLoader: loads the models that a router serves, connects it to their replicas, and looks for
+"""ModelLoader: loads the models that a router serves, connects it to their replicas, and polls for
 what other routers have changed: adapters, and models where these come and go. One look is for all
 models, so that one which nobody asks costs a router nothing."""
 
@@ -35,7 +35,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-_POLL_SECONDS = 1.0  # seconds between looks at whether something was changed by our own commands
+_POLL_SECONDS = 1.0  # seconds between polls of whether something was changed by our own commands
 _FULL_POLL_SECONDS = 10.0  # the same at what Serve and the store have, whoever changed it
 
 FindModels = Callable[[str], dict[str, ServedModel]]

@@ -1,6 +1,6 @@
 """ReplicaCalls: requests to replicas over their channels, answered by ticket.
 
-`recall` asks with them for the tokens of a stream whose router or edge has died.
+`recall` asks with them for the tokens of a stream whose router or proxy has died.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deployments.router.replicas.replica_client import ReplicaClient
 
 RECALL_SECONDS = 2.0  # for all replicas: a new router has to connect first; longer is not worth it
-_POLL = 0.02  # seconds between looks for replicas that were not there yet
+_POLL = 0.02  # seconds between polls for replicas that were not there yet
 
 
 class Ticketed(Protocol):

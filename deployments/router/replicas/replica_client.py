@@ -24,9 +24,9 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 class ReplicaEndpoint:
     """The facts that a replica publishes: where it listens, the secret, and what its engine can do.
 
-    step_tokens: the most tokens of a step. adapter_slots: adapters on the device; 0: not told.
+    step_tokens: the most tokens of a step. adapter_slots: adapters on the device; 0: not reported.
     weights, tokenizer: of checkpoints.resolve.ModelIdentity. start_seconds: that its start took; 0:
-    not told.
+    not reported.
     """
 
     host: str

@@ -126,17 +126,17 @@ def answer_of(event: dict[str, Any]) -> Any:
     return answer
 
 
-def _add_logprobs(choice: Any, told: dict[str, Any] | None) -> None:
-    if told is None:
+def _add_logprobs(choice: Any, logprobs: dict[str, Any] | None) -> None:
+    if logprobs is None:
         return
-    for entry in told.get("content") or ():
+    for entry in logprobs.get("content") or ():
         added = choice.logprobs.add(token=entry["token"], logprob=entry["logprob"])
         for other in entry["top_logprobs"]:
             added.top.add(token=other["token"], logprob=other["logprob"])
     for token, logprob, top in zip(
-        told.get("tokens") or (),
-        told.get("token_logprobs") or (),
-        told.get("top_logprobs") or (),
+        logprobs.get("tokens") or (),
+        logprobs.get("token_logprobs") or (),
+        logprobs.get("top_logprobs") or (),
         strict=True,
     ):
         added = choice.logprobs.add(token=token, logprob=logprob or 0.0)

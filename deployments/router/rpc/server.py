@@ -39,7 +39,7 @@ from deployments.router.serve.handle_call import AsgiApp, AsgiCall
 logger = logging.getLogger("manta.grpc")
 
 _CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
-_HEALTH_SECONDS = 1.0  # between looks for those that watch
+_HEALTH_SECONDS = 1.0  # between polls for those that watch
 _Code = grpc.StatusCode
 # By `type` of an error: of one inside a stream there is no status.
 _KINDS = {
