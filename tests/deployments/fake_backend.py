@@ -120,16 +120,16 @@ def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
     left = list(emitted or ())
     if not left:
         return deltas
-    found = []
+    collected = []
     for delta in deltas:
         tokens = delta.token_ids
         if left:
             assert tokens == left[: len(tokens)], "resumed with other tokens"
             del left[: len(tokens)]
         else:
-            found.append(delta)
-    found[0] = msgspec.structs.replace(found[0], cached=99)
-    return found
+            collected.append(delta)
+    collected[0] = msgspec.structs.replace(collected[0], cached=99)
+    return collected
 
 
 class FakeBackend:
@@ -178,12 +178,12 @@ class FakeBackend:
         }
 
     async def load(self, record: AdapterRecord) -> AdapterInfo:
-        found = self.readers.get(record.path)
-        if found is None:
+        reader = self.readers.get(record.path)
+        if reader is None:
             raise AdapterError(f"{record.path}: is missing", code="adapter_not_found")
-        if isinstance(found, AdapterError):
-            raise found
-        return found
+        if isinstance(reader, AdapterError):
+            raise reader
+        return reader
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
         """There are no replicas."""

@@ -284,21 +284,21 @@ async def spend(
         await asyncio.sleep(0.05)
 
     async def now() -> list[float]:
-        told = await asyncio.to_thread(_tokens, ports) if routers else 0.0
+        tokens_out = await asyncio.to_thread(_tokens, ports) if routers else 0.0
         chunks, answers = (sum(getattr(s, name) for s in open_) for name in ("chunks", "answers"))
-        return [time.monotonic(), chunks, answers, told, *map(cpu_seconds, pids)]
+        return [time.monotonic(), chunks, answers, tokens_out, *map(cpu_seconds, pids)]
 
     before = await now()
     count_calls(counting)
     await asyncio.sleep(seconds)
     count_calls(counting)
-    took, chunks, answers, told, *cpu = (
+    took, chunks, answers, afters, *cpu = (
         after - was for after, was in zip(await now(), before, strict=True)
     )
     for stream in open_:
         stream.transport.abort()
     calls = [await asyncio.to_thread(calls_counted, pid) for pid in counting]
-    return Spent(cpu, took, int(chunks), int(answers), told, calls)
+    return Spent(cpu, took, int(chunks), int(answers), afters, calls)
 
 
 @contextmanager
@@ -369,11 +369,11 @@ def measure(
         for number in range(rounds):
             nothing = run([null["port"]], [null["pid"]], routers=False)
             pids = [routers[0]["pid"], replica["pid"], replica["engine_pid"]]
-            one = run([routers[0]["port"]], pids)
-            router, replica_server, engine = (cpu / one.chunks for cpu in one.cpu)
+            alone = run([routers[0]["port"]], pids)
+            router, replica_server, engine = (cpu / alone.chunks for cpu in alone.cpu)
             ports, pids = [r["port"] for r in routers], [r["pid"] for r in routers]
             two = run(ports, pids, 2 * streams)
-            found = {
+            fields = {
                 # The null path's chunk is one send of two events.
                 "null": 2 * nothing.cpu[0] / nothing.chunks,
                 "router": router,
@@ -382,8 +382,8 @@ def measure(
                 "engine process": engine,
                 "core": core_cost(streams),
             }
-            late = max(spent.tokens / spent.chunks for spent in (one, two))
-            for name, cost in found.items():
+            late = max(spent.tokens / spent.chunks for spent in (alone, two))
+            for name, cost in fields.items():
                 best[name] = min(best.get(name, 1.0), cost)
             engine_side = best["replica server"] + best["engine process"] - best["core"]
             fewest = min(late, result.get("tokens a chunk", late))
@@ -419,19 +419,22 @@ def carried(
 
         async def beside(loaded: list[dict[str, Any]]) -> Spent:
             """What the first spends, while all of these have the same load."""
-            work = [spend([one["port"]], streams, seconds, [one["pid"]], SHORT) for one in loaded]
+            work = [
+                spend([router["port"]], streams, seconds, [router["pid"]], SHORT)
+                for router in loaded
+            ]
             return (await asyncio.gather(*work))[0]
 
         for number in range(rounds):
-            told = []
+            collected = []
             for count in (1, 2):
-                told.append(asyncio.run(beside([first, second][:count])))
-                best[count - 1] = max(best[count - 1], told[-1].answers / told[-1].cpu[0])
+                collected.append(asyncio.run(beside([first, second][:count])))
+                best[count - 1] = max(best[count - 1], collected[-1].answers / collected[-1].cpu[0])
                 time.sleep(0.3)
             result = {"scale": round(2 * best[1] / best[0], 2)}
             result |= {"alone": round(best[0]), "beside one": round(best[1])}
-            for name, one in zip(("", ", beside one"), told, strict=True):
-                result["busy" + name] = round(one.cpu[0] / one.seconds, 2)
+            for name, spent in zip(("", ", beside one"), collected, strict=True):
+                result["busy" + name] = round(spent.cpu[0] / spent.seconds, 2)
             if number and good(result):
                 break
     return result
@@ -451,8 +454,8 @@ def main() -> None:
         uvloop.install()
         asyncio.run(_play(options.role, options.argument))
         return
-    found = measure(options.streams, options.seconds, options.rounds)
-    for name, value in found.items():
+    costs = measure(options.streams, options.seconds, options.rounds)
+    for name, value in costs.items():
         bare = name.endswith(("ratio", "scale", "chunk", "calls"))
         print(f"{name:17} {value:6}{'' if bare else ' us of CPU a chunk'}")
     for name, value in carried(32, options.seconds, options.rounds).items():

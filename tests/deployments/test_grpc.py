@@ -39,12 +39,12 @@ class Caller:
     def __call__(self, method: str, request: Any, service: str = INFERENCE, **more: Any) -> Any:
         _, answer, streamed = methods(service)[method]
         kind = self._channel.unary_stream if streamed else self._channel.unary_unary
-        made = kind(
+        server = kind(
             f"/{service}/{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=answer.FromString,
         )
-        return made(request, **more)
+        return server(request, **more)
 
 
 @asynccontextmanager
@@ -84,24 +84,26 @@ async def test_the_same_as_over_http() -> None:
         texts = [choice["message"]["content"] for choice in right["choices"]]
         assert [choice.text for choice in whole.choices] == texts and all(texts)
         assert whole.usage.completion_tokens == right["usage"]["completion_tokens"]
-        pieces = [one async for one in ask("ChatStream", chat(n=2, seed=3))]
+        pieces = [item async for item in ask("ChatStream", chat(n=2, seed=3))]
         joined = ["", ""]
         for piece in pieces:
             for choice in piece.choices:
                 joined[choice.index] += choice.text
         assert joined == texts and pieces[-1].usage == whole.usage
         assert len(pieces) > 10 and len({piece.id for piece in pieces}) == 1
-        (told,) = (await ask("Chat", chat(logprobs=2))).choices
-        found = [(one.token, one.logprob, len(one.top)) for one in told.logprobs]
+        (fault_text,) = (await ask("Chat", chat(logprobs=2))).choices
+        items = [(item.token, item.logprob, len(item.top)) for item in fault_text.logprobs]
         wanted = scored["logprobs"]["content"]
-        assert found == [(w["token"], pytest.approx(w["logprob"]), 2) for w in wanted]
+        assert items == [(w["token"], pytest.approx(w["logprob"]), 2) for w in wanted]
         request = Generate(sampling=Sampling(max_tokens=9, seed=1, logprobs=1))
         request.token_ids.ids.extend([5, 6, 7])
-        (told,) = (await ask("Generate", request)).choices
-        assert told.text == plain["text"] and told.finish_reason == plain["finish_reason"]
-        assert [one.token for one in told.logprobs] == plain["logprobs"]["tokens"]
+        (fault_text,) = (await ask("Generate", request)).choices
+        assert (
+            fault_text.text == plain["text"] and fault_text.finish_reason == plain["finish_reason"]
+        )
+        assert [item.token for item in fault_text.logprobs] == plain["logprobs"]["tokens"]
         listed = await ask("Models", message("ModelsRequest")())
-        assert [one.id for one in listed.models] == [MODEL]
+        assert [item.id for item in listed.models] == [MODEL]
 
 
 async def test_tools() -> None:
@@ -112,16 +114,16 @@ async def test_tools() -> None:
     request.tools.add(name="weather", parameters=json.dumps(CITY), strict=True)
     request.tool_choice = "weather"
     async with served(backend) as (ask, _):
-        (told,) = (await ask("Chat", request)).choices
-        (call,) = told.tool_calls
+        (item,) = (await ask("Chat", request)).choices
+        (call,) = item.tool_calls
         assert (call.name, json.loads(call.arguments)) == ("weather", PARIS)
-        assert (told.reasoning, told.text, told.finish_reason) == ("hm", "", "stop")
+        assert (item.reasoning, item.text, item.finish_reason) == ("hm", "", "stop")
         name, arguments, ids = "", "", set()
         async for piece in ask("ChatStream", request):
             for choice in piece.choices:
-                for one in choice.tool_calls:
-                    name, arguments = name + one.name, arguments + one.arguments
-                    ids |= {one.id} - {""}
+                for tool_call in choice.tool_calls:
+                    name, arguments = name + tool_call.name, arguments + tool_call.arguments
+                    ids |= {tool_call.id} - {""}
         assert (name, json.loads(arguments), len(ids)) == ("weather", PARIS, 1)
         request.messages.add(role="assistant", tool_calls=[call])
         request.messages.add(role="tool", content="sunny", tool_call_id=call.id)
@@ -147,8 +149,8 @@ async def test_errors() -> None:
     code = grpc.StatusCode
     async with served(backend) as (ask, _):
         for method in ("Chat", "ChatStream"):
-            found, told = await failed(ask(method, chat(temperature=9.0)))
-            assert found == code.INVALID_ARGUMENT and told["manta-param"] == "temperature"
+            status, details = await failed(ask(method, chat(temperature=9.0)))
+            assert status == code.INVALID_ARGUMENT and details["manta-param"] == "temperature"
             unknown = chat()
             unknown.model = "other"
             assert (await failed(ask(method, unknown)))[0] == code.NOT_FOUND
@@ -157,8 +159,8 @@ async def test_errors() -> None:
                 wrong.options = options
                 assert (await failed(ask(method, wrong)))[0] == code.INVALID_ARGUMENT
             backend.refuse = Overloaded("full", retry_after=3)
-            found, told = await failed(ask(method, chat()))
-            assert found == code.UNAVAILABLE and told["retry-after"] == "3"
+            status, details = await failed(ask(method, chat()))
+            assert status == code.UNAVAILABLE and details["retry-after"] == "3"
             backend.refuse = None
         backend.errors = {3: Overloaded("full")}
         assert (await failed(ask("ChatStream", chat())))[0] == code.UNAVAILABLE
@@ -181,9 +183,9 @@ async def test_keys() -> None:
         for key in (None, "Bearer wrong", "right"):
             metadata = () if key is None else (("authorization", key),)
             for method in ("Chat", "ChatStream"):
-                found, told = await failed(ask(method, chat(), metadata=metadata))
-                assert found == grpc.StatusCode.UNAUTHENTICATED
-                assert told["manta-code"] == "invalid_api_key"
+                status, details = await failed(ask(method, chat(), metadata=metadata))
+                assert status == grpc.StatusCode.UNAUTHENTICATED
+                assert details["manta-code"] == "invalid_api_key"
         assert (await ask("Chat", chat(), metadata=(("authorization", "Bearer right"),))).choices
         listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")])
@@ -204,11 +206,11 @@ async def test_health_and_reflection() -> None:
         assert (await ask("Check", asked(), HEALTH)).status == 2
         assert (await watching.read()).status == 2
         watching.cancel()
-        found, _ = await failed(ask("Check", asked(service="other"), HEALTH))
-        assert found == grpc.StatusCode.NOT_FOUND
+        status, _ = await failed(ask("Check", asked(service="other"), HEALTH))
+        assert status == grpc.StatusCode.NOT_FOUND
         wanted = reflection_pb2.ServerReflectionRequest(file_containing_symbol=INFERENCE)
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = [one async for one in stub.ServerReflectionInfo(iter([wanted]))]
+        (answer,) = [item async for item in stub.ServerReflectionInfo(iter([wanted]))]
         (file,) = answer.file_descriptor_response.file_descriptor_proto
         assert FileDescriptorProto.FromString(file) == read_proto(PROTO)
 
@@ -220,14 +222,14 @@ async def test_a_cut_stream_goes_on(kept: bool) -> None:
     async with served(backend) as (ask, _):
 
         async def read(*metadata: tuple[str, str]) -> list[Any]:
-            return [one async for one in ask("ChatStream", chat(seed=1), metadata=metadata)]
+            return [entry async for entry in ask("ChatStream", chat(seed=1), metadata=metadata)]
 
         whole = await read(("x-event-ids", "1"))
         past = dict(backend.kept)
-        assert len(whole) > 10 and all(one.event_id for one in whole)
-        for place, one in enumerate(whole[:-1]):
+        assert len(whole) > 10 and all(entry.event_id for entry in whole)
+        for place, entry in enumerate(whole[:-1]):
             backend.kept = dict(past) if kept else {}
-            rest = await read(("last-event-id", one.event_id))
+            rest = await read(("last-event-id", entry.event_id))
             assert [(r.id, r.choices, r.usage) for r in rest] == [
                 (w.id, w.choices, w.usage) for w in whole[place + 1 :]
             ]

@@ -47,8 +47,8 @@ def exported() -> set[str]:
 
 def panels() -> list[dict[str, Any]]:
     loaded = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    found: list[dict[str, Any]] = loaded["panels"]
-    return found
+    panels: list[dict[str, Any]] = loaded["panels"]
+    return panels
 
 
 def test_what_to_watch_is_exported() -> None:
@@ -94,18 +94,20 @@ def test_the_alerts_ask_for_what_we_export() -> None:
         names = set(re.findall(r"\b(?:ray_)?manta_\w+", expr))
         assert names and names <= served() | exported(), names - served() - exported()
         grouped = re.findall(r"by \(([^)]*)\)", expr)
-        used = {label.strip() for found in grouped for label in found.split(",")}
+        used = {label.strip() for item in grouped for label in item.split(",")}
         used |= set(re.findall(r"(\w+)=~?!?\"", expr)) | set(re.findall(r"(\w+)!=\"", expr))
         assert used <= labels, used - labels
-        told = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
-        assert all(told <= {one.strip() for one in found.split(",")} | {"le"} for found in grouped)
+        findall = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert all(
+            findall <= {entry.strip() for entry in item.split(",")} | {"le"} for item in grouped
+        )
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:
     """Two panels of one id, or a query that ends in the middle: Grafana shows nothing of it."""
     loaded = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     assert {"uid", "title", "schemaVersion", "templating", "time", "panels"} <= loaded.keys()
-    variables = {one["name"] for one in loaded["templating"]["list"]}
+    variables = {item["name"] for item in loaded["templating"]["list"]}
     assert variables == {"datasource", "Application", "Cluster"}  # the names that Ray's have
     ids = [panel["id"] for panel in loaded["panels"]]
     assert len(ids) == len(set(ids))
@@ -189,12 +191,12 @@ class FakeMetric:
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
     from deployments.observe import ray_exporter
 
-    found: dict[str, FakeMetric] = {}
+    by_name: dict[str, FakeMetric] = {}
     for kind in ("Counter", "Gauge"):
         monkeypatch.setattr(
-            ray_exporter.ray_metrics, kind, type(kind, (FakeMetric,), {"made": found})
+            ray_exporter.ray_metrics, kind, type(kind, (FakeMetric,), {"made": by_name})
         )
-    return found
+    return by_name
 
 
 async def test_counters_go_on_and_histograms_are_whole(made: dict[str, FakeMetric]) -> None:
@@ -277,22 +279,25 @@ def router(name: str, metrics: RouterMetrics, **replicas: EngineStats) -> dict[s
         f"engine-{k.replace('_', '/')}": msgspec.structs.asdict(v) for k, v in replicas.items()
     }
     load = {"in_flight": 4, "queued": 1, "queued_tokens": 700}
-    told = {"name": name, "model": "m", **load, "replicas": stats, "metrics": metrics.to_json()}
-    return json.loads(json.dumps(told))
+    fields = {"name": name, "model": "m", **load, "replicas": stats, "metrics": metrics.to_json()}
+    return json.loads(json.dumps(fields))
 
 
 def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     """A load that is counted once for each router; rates since the start of time."""
-    one, two = RouterMetrics(), RouterMetrics()
-    one.first_token.observe(0.05, 100)  # before we looked
+    router_metrics, two = RouterMetrics(), RouterMetrics()
+    router_metrics.first_token.observe(0.05, 100)  # before we looked
     before = StatusSnapshot(
         10.0,
         "manta",
         "RUNNING",
         {"gpu": {"RUNNING": 2}},
-        [router("a", one, gpu_1=EngineStats(step=5, output_tokens=100)), router("b", two)],
+        [
+            router("a", router_metrics, gpu_1=EngineStats(step=5, output_tokens=100)),
+            router("b", two),
+        ],
     )
-    one.first_token.observe(0.5, 3)
+    router_metrics.first_token.observe(0.5, 3)
     two.prompt_size.observe(10.0, 4)
     two.failed.add(2, "overloaded")
     two.routed.add(4, "load")
@@ -306,7 +311,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
         "manta",
         "RUNNING",
         {"gpu": {"RUNNING": 2, "STARTING": 1}, "cpu": {}},
-        [router("a", one, gpu_1=old), router("b", two, gpu_1=new)],
+        [router("a", router_metrics, gpu_1=old), router("b", two, gpu_1=new)],
         {
             "time": 11.0,
             "targets": {"gpu": 3},
@@ -316,22 +321,22 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
         },
         silent=1,
     )
-    found = summarise(after, before)
-    (replica,) = found["replicas"]
+    summary = summarise(after, before)
+    (replica,) = summary["replicas"]
     assert (replica["running"], replica["kv_used"], replica["draining"]) == (3, 0.6, True)
     assert replica["output_tokens_per_second"] == 100.0
-    assert found["pools"]["gpu"]["target"] == 3 and found["pools"]["gpu"]["starting"] == 1
-    assert found["pools"]["cpu"]["kv_used"] is None
-    assert found["rates"]["requests"] == 2.0 and found["rates"]["failed"] == 1.0
-    assert found["rates"]["output_tokens"] == 30.0
-    assert 250 < found["latency_ms"]["first_token"]["p50"] <= 500
-    assert found["latency_ms"]["between_tokens"]["p99"] is None
-    assert found["routed"] == {"load": 4}
-    json.dumps(found)
+    assert summary["pools"]["gpu"]["target"] == 3 and summary["pools"]["gpu"]["starting"] == 1
+    assert summary["pools"]["cpu"]["kv_used"] is None
+    assert summary["rates"]["requests"] == 2.0 and summary["rates"]["failed"] == 1.0
+    assert summary["rates"]["output_tokens"] == 30.0
+    assert 250 < summary["latency_ms"]["first_token"]["p50"] <= 500
+    assert summary["latency_ms"]["between_tokens"]["p99"] is None
+    assert summary["routed"] == {"load": 4}
+    json.dumps(summary)
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(page(found))
+    console.print(page(summary))
     shown = console.export_text()
     for text in (
         "gpu to 3 (of 1 to 4; fewer after 120 s of calm): a trend [x]",
@@ -344,9 +349,9 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
 
 def test_status_without_an_earlier_look_or_any_router() -> None:
     """The first second of an application, and the last."""
-    found = summarise(StatusSnapshot(1.0, "manta", "DEPLOYING", {"cpu": {"STARTING": 1}}, []))
-    assert found["rates"]["requests"] is None and found["model"] is None
-    page(found)
+    summary = summarise(StatusSnapshot(1.0, "manta", "DEPLOYING", {"cpu": {"STARTING": 1}}, []))
+    assert summary["rates"]["requests"] is None and summary["model"] is None
+    page(summary)
     fresh = router("new", RouterMetrics())
     before = StatusSnapshot(1.0, "manta", "RUNNING", {}, [router("gone", RouterMetrics())])
     page(summarise(StatusSnapshot(2.0, "manta", "RUNNING", {}, [fresh]), before))

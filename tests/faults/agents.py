@@ -262,8 +262,8 @@ async def _part(
 async def moved(broken: Broken, answer: Answer) -> bool:
     """It went on at another replica after its first tokens."""
     for id in answer.ids:
-        found = await asyncio.to_thread(_get, broken, f"/v1/requests/{id}")
-        for part in found.get("parts", ()):
+        trace = await asyncio.to_thread(_get, broken, f"/v1/requests/{id}")
+        for part in trace.get("parts", ()):
             if any(hop["emitted_tokens"] for hop in part["route"]):
                 return True
     return False
@@ -275,8 +275,8 @@ def _get(broken: Broken, path: str) -> dict[str, Any]:
 
     url = f"http://127.0.0.1:{broken.port}{broken.prefix}{path}"
     try:
-        with urllib.request.urlopen(url, timeout=10) as found:
-            return dict(json.loads(found.read()))
+        with urllib.request.urlopen(url, timeout=10) as server:
+            return dict(json.loads(server.read()))
     except urllib.error.URLError:  # what a router that is gone knew
         return {}
 
@@ -330,7 +330,7 @@ async def kill_once(
     order = list(right) * each
     random.Random(sum(run.kills.values())).shuffle(order)
     began = [(kind, *await read(broken, kind)) for kind in order]
-    while any(len(one.events) < SEEN and not task.done() for _, one, task in began):
+    while any(len(item.events) < SEEN and not task.done() for _, item, task in began):
         await asyncio.sleep(0.002)
     victims = broken.find(target)
     run.kills[target] += victims[run.kills[target] % len(victims)].send(signal.SIGKILL)

@@ -63,7 +63,10 @@ class Said:
                 self.finishes[index] = choice["finish_reason"]
             if choice.get("logprobs"):
                 self.logprobs.setdefault(index, []).extend(
-                    [(one["token"], Near(one["logprob"])) for one in (item, *item["top_logprobs"])]
+                    [
+                        (case["token"], Near(case["logprob"]))
+                        for case in (item, *item["top_logprobs"])
+                    ]
                     for item in choice["logprobs"]["content"]
                 )
         if event.get("usage"):

@@ -88,16 +88,16 @@ class Broken:
             victims: list[int] = []
             while not victims and not all(task.done() for task in tasks):
                 replicas = (await self.states())["replicas"]
-                victims = [one["engine_pid"] for one in replicas if one["running"]]
+                victims = [replica["engine_pid"] for replica in replicas if replica["running"]]
             if victims:
                 await kill(victims[0])
             said = await asyncio.gather(*tasks)
             for got, right in zip(said, wanted, strict=True):
                 assert got.outcome == right.outcome
             await self.settled(120)  # another replica in its place
-            if victims and any(one.migrations for one in said):
+            if victims and any(replica.migrations for replica in said):
                 break
-        assert any(one.migrations for one in said)
+        assert any(replica.migrations for replica in said)
         return wanted, said
 
     async def seen(self) -> int:
@@ -114,7 +114,7 @@ class Broken:
         for state in routers:
             state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
             state["resident_mib"] = round(resident_mib(state["pid"]), 1)
-        replicas = [await _each(each.stats, self.replicas) for each in self._engines()]
+        replicas = [await _each(engine.stats, self.replicas) for engine in self._engines()]
         return {"routers": routers, "replicas": list(itertools.chain.from_iterable(replicas))}
 
     async def idle(self, seconds: float = 5.0) -> None:
@@ -122,10 +122,10 @@ class Broken:
         began = time.monotonic()
         while True:
             states = await self.states()
-            held = [value for one in states["routers"] for value in one["held"].values()]
-            for one in states["replicas"]:
-                held += [one["running"], one["waiting"], one["in_flight"]]
-                held.append(one["total_blocks"] - one["free_blocks"])
+            held = [value for router in states["routers"] for value in router["held"].values()]
+            for router in states["replicas"]:
+                held += [router["running"], router["waiting"], router["in_flight"]]
+                held.append(router["total_blocks"] - router["free_blocks"])
             if not any(held):
                 return
             assert time.monotonic() < began + seconds, states
@@ -134,15 +134,17 @@ class Broken:
     async def streams_on(self, victim: ServerProcess) -> int | None:
         """Choices that this engine or replica has; None if it does not say so within a second."""
         # The less busy ones answer.
-        calls = [each.stats.remote() for each in self._engines() for _ in range(3 * self.replicas)]
+        calls = [
+            engine.stats.remote() for engine in self._engines() for _ in range(3 * self.replicas)
+        ]
         try:
             async with asyncio.timeout(1):
-                found = await asyncio.gather(*calls, return_exceptions=True)
+                results = await asyncio.gather(*calls, return_exceptions=True)
         except TimeoutError:
             return None
-        for one in found:
-            if isinstance(one, dict) and victim.pid in (one["pid"], one["engine_pid"]):
-                return int(one["in_flight"])
+        for result in results:
+            if isinstance(result, dict) and victim.pid in (result["pid"], result["engine_pid"]):
+                return int(result["in_flight"])
         return None
 
     async def settled(self, seconds: float = 60.0) -> float:
@@ -174,13 +176,13 @@ def _await_running(apps: Sequence[str], seconds: float = 300.0) -> None:
 
 async def _each(method: Any, count: int) -> list[dict[str, Any]]:
     """Serve sends a call to the less busy one, so as many at once reach all, nearly always."""
-    found: dict[int, dict[str, Any]] = {}
+    by_name: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + 20
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"only {len(found)} of {count} answer"
+    while len(by_name) < count:
+        assert time.monotonic() < deadline, f"only {len(by_name)} of {count} answer"
         for state in await asyncio.gather(*(method.remote() for _ in range(2 * count))):
-            found[state["pid"]] = state
-    return [found[pid] for pid in sorted(found)]
+            by_name[state["pid"]] = state
+    return [by_name[pid] for pid in sorted(by_name)]
 
 
 @contextlib.contextmanager
@@ -199,7 +201,7 @@ def deployed(
     models: several are the same one under these names, with replicas of their own."""
     from ray import serve
 
-    one = {
+    fields = {
         "model": str(model),
         "pools": {"cpu": {"replicas": replicas, "num_cpus": num_cpus}},
     }
@@ -211,10 +213,10 @@ def deployed(
             "app_name": NAME,
             "route_prefix": f"/{NAME}",
             "http": {"proxy": "serve", "port": cluster.port},
-            "models": dict.fromkeys(models, one),
+            "models": dict.fromkeys(models, fields),
         }
     else:
-        common |= {"served_name": NAME, **one}
+        common |= {"served_name": NAME, **fields}
     config = parse_config(common | settings, {})
     apps = [NAME, *(model_app(NAME, name) for name in models if several)]
     try:

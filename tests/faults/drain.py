@@ -362,7 +362,7 @@ def main() -> int:
     title = ", ".join(f"{count} x {what}" for what, count in report["events"].items())
     out.with_suffix(".svg").write_text(picture(run, f"{title}: {report['requests']} requests", ""))
     lines = [{"kind": "event", **asdict(mark)} for mark in run.kills]
-    lines += [{"kind": "request", **asdict(one)} for one in run.requests]
+    lines += [{"kind": "request", **asdict(request)} for request in run.requests]
     out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "marks"}, indent=1))

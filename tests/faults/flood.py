@@ -72,9 +72,9 @@ class Client:
         body["max_tokens"] = dice.randint(*self._tokens)
         at = time.monotonic()
         said = await ask(self._port, body)
-        one = Asked(at, said, time.monotonic())
-        asked.append(one)
-        return one
+        asked_one = Asked(at, said, time.monotonic())
+        asked.append(asked_one)
+        return asked_one
 
     async def closed(self, users: int, seconds: float) -> list[Asked]:
         """Each user asks again when it has its answer; one that is refused, a little later."""
@@ -105,13 +105,15 @@ async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
     """Requests in an engine beyond its rows, looked at twice a second."""
     while True:
         stats = await asyncio.to_thread(live.replica_stats)
-        found.append(max(one["running"] + one["waiting"] for one in stats.values()) - rows)
+        found.append(
+            max(stats_of["running"] + stats_of["waiting"] for stats_of in stats.values()) - rows
+        )
         await asyncio.sleep(0.5)
 
 
 def rate(asked: list[Asked], since: float, until: float, *, good: bool) -> float:
     """Answers a second that ended in this time."""
-    count = sum((one.good if good else one.whole) and since <= one.end < until for one in asked)
+    count = sum((item.good if good else item.whole) and since <= item.end < until for item in asked)
     return count / (until - since)
 
 
@@ -128,7 +130,7 @@ async def flood(live: Live, report: Report, options: argparse.Namespace) -> None
     calm = await client.closed(REPLICAS * rows, options.warm_up + options.seconds / 2)
     # Without its beginning: users who begin together have no answer for as long as one takes.
     capacity = rate(calm, began, began + options.seconds / 2, good=False)
-    assert capacity, f"no user got an answer: {Counter(one.said.error for one in calm)}"
+    assert capacity, f"no user got an answer: {Counter(item.said.error for item in calm)}"
     beyond: list[int] = []
     watch = asyncio.create_task(most_beyond(live, rows, beyond))
     began = time.monotonic()
@@ -136,21 +138,21 @@ async def flood(live: Live, report: Report, options: argparse.Namespace) -> None
     watch.cancel()
     report.lines += [
         {
-            "at_s": round(one.at - began, 3),
-            "status": one.said.status,
-            "first_s": round(one.first, 3) if one.whole else None,
-            "s": round(one.end - one.at, 3),
-            "retry_after": one.said.headers.get("retry-after"),
+            "at_s": round(item.at - began, 3),
+            "status": item.said.status,
+            "first_s": round(item.first, 3) if item.whole else None,
+            "s": round(item.end - item.at, 3),
+            "retry_after": item.said.headers.get("retry-after"),
         }
-        for one in asked
+        for item in asked
     ]
-    refused = [one for one in asked if one.said.status in (429, 503)]
-    lost = [one for one in asked if not one.whole and one.said.status not in (429, 503)]
-    first = sorted(one.first for one in asked if one.whole)
-    late = sorted(one.end - one.at for one in refused)
-    let_in = Counter(int((one.at - began) // 5) for one in asked if one.said.status == 200)
+    refused = [item for item in asked if item.said.status in (429, 503)]
+    lost = [item for item in asked if not item.whole and item.said.status not in (429, 503)]
+    first = sorted(item.first for item in asked if item.whole)
+    late = sorted(item.end - item.at for item in refused)
+    let_in = Counter(int((item.at - began) // 5) for item in asked if item.said.status == 200)
     stretches = [let_in[part] for part in range(int((options.warm_up + options.seconds) // 5))]
-    for error, times in Counter(one.said.error for one in lost).items():
+    for error, times in Counter(item.said.error for item in lost).items():
         print(f"{times} times: {error}", file=sys.stderr)
     print(f"let in, by stretches of 5 s: {stretches}", file=sys.stderr)
     # Without its beginning here, too: the flood finds empty engines.
@@ -167,7 +169,7 @@ async def flood(live: Live, report: Report, options: argparse.Namespace) -> None
     if late:
         report.add("flood/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
         report.add("flood/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=500)
-    without = sum("retry-after" not in one.said.headers for one in refused)
+    without = sum("retry-after" not in item.said.headers for item in refused)
     report.add("flood/refusals without Retry-After", without, "", most=0)
     report.add("flood/neither an answer nor a refusal", len(lost), "", most=0)
     report.add("flood/let in within 5 s, least", min(stretches[1:]), "")

@@ -68,13 +68,15 @@ class Run:
 
     def goodput(self, begin: float, end: float) -> float:
         """Right answers in time to what came in these seconds, a second."""
-        return sum(one.good for one in self.requests if begin <= one.at_s < end) / (end - begin)
+        return sum(request.good for request in self.requests if begin <= request.at_s < end) / (
+            end - begin
+        )
 
     def against_quiet(self) -> dict[str, Any]:
         """What the kills cost: choices that moved, and good answers against the time before."""
-        moved = [one for one in self.requests if one.moves]
+        moved = [request for request in self.requests if request.moves]
         streams = [kill.streams for kill in self.kills if kill.streams is not None]
-        last = max(one.at_s for one in self.requests)
+        last = max(request.at_s for request in self.requests)
         before, rest = self.goodput(0, self.quiet), self.goodput(self.quiet, last)
         slope = 0.0
         if len({at for at, _ in self.memory}) > 1:
@@ -82,9 +84,9 @@ class Run:
         return {
             "streams_on_victims": sum(streams),
             "kills_with_known_streams": len(streams),
-            "moves": sum(one.moves for one in moved),
+            "moves": sum(request.moves for request in moved),
             "moved_requests": len(moved),
-            "moved_requests_right": sum(one.ok for one in moved),
+            "moved_requests_right": sum(request.ok for request in moved),
             "goodput_quiet_per_s": round(before, 3),
             "goodput_with_kills_per_s": round(rest, 3),
             "goodput_share": round(rest / before, 3),
@@ -93,12 +95,14 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         gaps = sorted(self.requests, key=lambda one: one.gap_s)
-        firsts = sorted(one.first_s - one.at_s for one in self.requests)
+        firsts = sorted(request.first_s - request.at_s for request in self.requests)
         count = len(gaps)
         return {
             "requests": count,
-            "failed": sum(one.error != "" and "instead of" not in one.error for one in gaps),
-            "different": sum("instead of" in one.error for one in gaps),
+            "failed": sum(
+                request.error != "" and "instead of" not in request.error for request in gaps
+            ),
+            "different": sum("instead of" in request.error for request in gaps),
             "kills": len(self.kills),
             "seconds": round(self.seconds, 1),
             "requests_per_s": round(self.rate, 2),
@@ -109,11 +113,12 @@ class Run:
             "longest_first_event_s": round(firsts[-1], 3),
             "median_first_event_s": round(firsts[count // 2], 3),
             "longest_gaps": [
-                {"gap_s": round(one.gap_s, 3), "at_s": round(one.gap_at_s, 2)} for one in gaps[-8:]
+                {"gap_s": round(request.gap_s, 3), "at_s": round(request.gap_at_s, 2)}
+                for request in gaps[-8:]
             ],
             "load_average": round(os.getloadavg()[1], 1),  # above the cores: others were at work
             "kill_marks": [asdict(kill) for kill in self.kills],
-            "errors": [one.error for one in gaps if one.error][:5],
+            "errors": [request.error for request in gaps if request.error][:5],
         }
 
 
@@ -211,7 +216,7 @@ async def kill_under_load(
         while (at := round(time.monotonic() - began, 2)) < whole:
             run.replicas.append((at, await broken.seen()))
             routers = await asyncio.to_thread(broken.find, "router")
-            run.memory.append((at, sum(resident_mib(one.pid) for one in routers)))
+            run.memory.append((at, sum(resident_mib(router.pid) for router in routers)))
             await asyncio.sleep(1)
 
     async with asyncio.TaskGroup() as group:

@@ -98,8 +98,8 @@ async def beside(live: Live, dear: tuple[str, dict[str, Any]] | None) -> tuple[l
 async def run(live: Live, report: Report) -> None:
     for name, dear in {"nothing": None, **DEAR}.items():
         said, (status, seconds) = await beside(live, dear)
-        gap = max(one.gap for one in said)
-        errors = [one.error for one in said if one.error]
+        gap = max(answer.gap for answer in said)
+        errors = [answer.error for answer in said if answer.error]
         line = {"beside": name, "status": status, "s": round(seconds, 2), "pause_s": round(gap, 3)}
         report.lines.append(line | {"streams": len(said), "errors": errors})
         print(json.dumps(report.lines[-1]), flush=True)

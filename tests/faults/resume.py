@@ -139,7 +139,7 @@ async def under_kills(
         http_client=async_http_client(transport=counting),
     ) as client:
         right = await asyncio.gather(*(ask(client, body) for body in asked))
-        assert not any(one.error for one in right), right
+        assert not any(answer.error for answer in right), right
         over = asyncio.Event()
 
         async def keep_asking(first: int) -> None:
@@ -181,9 +181,9 @@ def main() -> int:
         else:
             model = tiny_model(Path(folder) / "tiny", positions=8192)
         with live_server(model, fake=not options.real, engine=engine) as live:
-            found = asyncio.run(_run(live, options))
-    print(json.dumps(found.told(), indent=2))
-    return 1 if found.wrong or not found.cut else 0
+            run = asyncio.run(_run(live, options))
+    print(json.dumps(run.told(), indent=2))
+    return 1 if run.wrong or not run.cut else 0
 
 
 async def _run(live: Live, options: argparse.Namespace) -> Run:

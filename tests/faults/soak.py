@@ -55,7 +55,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
     print(f"capacity {carried:.2f} requests/s; {rate:.2f} are sent", file=sys.stderr)
     # What a stream that moves has to compute again, alone on its replica.
     alone = [await load.one(number, 0.0) for number in range(4)]
-    prefill = statistics.median(one.first_s - one.at_s for one in alone)
+    prefill = statistics.median(item.first_s - item.at_s for item in alone)
     before = await broken.states()
     run = await kill_under_load(
         load, rate=rate, seconds=seconds, kills=options.kills, quiet=QUIET * seconds
@@ -78,25 +78,27 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
 
 def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What was not there before: in words, empty if nothing."""
-    found = []
+    collected = []
     for was, now in zip(before["routers"], after["routers"], strict=True):
         assert was["pid"] == now["pid"], "a router was replaced"
-        found += more_tasks("router", was["tasks"], now["tasks"])
+        collected += more_tasks("router", was["tasks"], now["tasks"])
         if now["open_files"] > was["open_files"] + FILES:
-            found.append(f"a router's open files: {was['open_files']}, then {now['open_files']}")
+            collected.append(
+                f"a router's open files: {was['open_files']}, then {now['open_files']}"
+            )
         if now["resident_mib"] > was["resident_mib"] + MIB:
-            found.append(f"a router's MiB: {was['resident_mib']}, then {now['resident_mib']}")
-        found += [f"a router's {what}: {count}" for what, count in now["held"].items() if count]
+            collected.append(f"a router's MiB: {was['resident_mib']}, then {now['resident_mib']}")
+        collected += [f"a router's {what}: {count}" for what, count in now["held"].items() if count]
     most: Counter[str] = Counter()
-    for one in before["replicas"]:
-        most |= Counter(one["tasks"])
+    for replica in before["replicas"]:
+        most |= Counter(replica["tasks"])
     for now in after["replicas"]:
         if now["free_blocks"] != now["total_blocks"]:
-            found.append(f"blocks in use: {now['total_blocks'] - now['free_blocks']}")
+            collected.append(f"blocks in use: {now['total_blocks'] - now['free_blocks']}")
         if now["running"] or now["waiting"] or now["in_flight"]:
-            found.append("requests at a replica")
-        found += more_tasks("replica", most, now["tasks"])
-    return found
+            collected.append("requests at a replica")
+        collected += more_tasks("replica", most, now["tasks"])
+    return collected
 
 
 def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
@@ -203,7 +205,7 @@ def main() -> int:
     title = f"{report['kills']} kills in {options.minutes:g} minutes, {report['requests']} requests"
     out.with_suffix(".svg").write_text(picture(run, title))
     lines = [{"kind": "kill", **asdict(kill)} for kill in run.kills]
-    lines += [{"kind": "request", **asdict(one)} for one in run.requests]
+    lines += [{"kind": "request", **asdict(request)} for request in run.requests]
     out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

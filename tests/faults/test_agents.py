@@ -22,8 +22,8 @@ GRPC_PORT = free_port()
 def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     model = agent_model(tmp_path_factory.mktemp("models") / "agent")
     settings = {**SETTINGS, "grpc": {"port": GRPC_PORT}}
-    with deployed(shared_cluster, model, None, replicas=2, **settings) as found:
-        yield found
+    with deployed(shared_cluster, model, None, replicas=2, **settings) as server:
+        yield server
 
 
 def test_the_same_answers(broken: Broken) -> None:
@@ -59,10 +59,10 @@ def test_over_grpc(broken: Broken) -> None:
             response_deserializer=answer.FromString,
         )(request)
         seen, text, finish, tokens = 0, "", "", 0
-        async for one in stream:
-            for choice in one.choices:
+        async for item in stream:
+            for choice in item.choices:
                 text, finish = text + choice.reasoning + choice.text, choice.finish_reason
-            tokens = one.usage.completion_tokens or tokens
+            tokens = item.usage.completion_tokens or tokens
             seen += 1
             if kill and seen == SEEN:
                 for victim in (broken.find("engine"))[:2]:

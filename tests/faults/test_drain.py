@@ -26,12 +26,12 @@ def test_scale_downs_updates_and_a_notice(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        told, log = process.communicate(timeout=360)
+        output, log = process.communicate(timeout=360)
     finally:
         process.terminate()  # it ends its cluster
         process.wait(60)
-    print(told)
-    assert process.returncode == 0, told + log[-4000:]
+    print(output)
+    assert process.returncode == 0, output + log[-4000:]
     report = json.loads(out.with_suffix(".json").read_text())
     events = {"scale-down": 4, "configuration update": 1, "model update": 1, "notice": 1}
     assert report["events"] == events and report["requests"] > 100

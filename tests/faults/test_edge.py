@@ -32,8 +32,8 @@ TENANTS = ("x-tenant: one", "x-tenant: two")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     model: Path = tiny_model(tmp_path_factory.mktemp("models") / "tiny", positions=8192)
     limits = {"drain_seconds": 1.0, "share_by": "x-tenant"}
-    with live_server(model, fake=True, engine={"max_num_seqs": ROWS}, limits=limits) as found:
-        yield found
+    with live_server(model, fake=True, engine={"max_num_seqs": ROWS}, limits=limits) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def idle(live: Live) -> bool:
     return all(
         len(state["replicas"]) == REPLICAS
         and not any(state["held"].values())
-        and not any(one["running"] for one in state["replicas"].values())
+        and not any(replica["running"] for replica in state["replicas"].values())
         for state in states
     )
 
@@ -87,11 +87,11 @@ def test_a_router_is_killed_and_whole_answers_come_from_the_other(
             assert not isinstance(answer, BaseException), answer
             assert answer["choices"][0]["message"]["content"] == right.texts[0]
         said: list[Said] = await asyncio.gather(*streams)
-        same = [one for one in said if one.outcome == right.outcome]
+        same = [reply for reply in said if reply.outcome == right.outcome]
         print(f"router killed: 8 of 8 whole answers, {len(same)} of 8 streams")
         assert 1 <= len(same) < 8, "the other router's, and only these"
         again = await asyncio.gather(*(ask(live.port, BODY) for _ in range(4)))
-        assert all(one.outcome == right.outcome for one in again)
+        assert all(reply.outcome == right.outcome for reply in again)
 
     asyncio.run(case())
     print(f"all in order after {until(lambda: idle(live), 40):.1f} s")
@@ -114,25 +114,25 @@ def test_the_edge_is_killed_and_comes_back(
         # Other nodes' edges go to the same routers.
         others = [asyncio.create_task(ask(port, BODY)) for port in live.routers.values()]
         await asyncio.sleep(0.7)
-        before = {one.pid for one in instance.find("router")}
+        before = {answer.pid for answer in instance.find("router")}
         victims = instance.find(target)
         assert victims
         for victim in victims:
             victim.send(signal.SIGKILL)
         began = time.monotonic()
         said = await asyncio.gather(*streams)
-        broke = [one for one in said if one.error]
+        broke = [answer for answer in said if answer.error]
         print(f"{target}: {len(broke)} of 4 streams broke")
         assert len(broke) == (4 if target == "haproxy" else 0)
-        for one in said:
-            whole = one.outcome == right.outcome
-            assert whole or right.texts[0].startswith(one.texts.get(0, "")), "not what was said"
-        for one in await asyncio.gather(*others):
-            assert one.outcome == right.outcome, "a connection that was not the edge's"
+        for answer in said:
+            whole = answer.outcome == right.outcome
+            assert whole or right.texts[0].startswith(answer.texts.get(0, "")), "not what was said"
+        for answer in await asyncio.gather(*others):
+            assert answer.outcome == right.outcome, "a connection that was not the edge's"
         while (await ask(live.port, BODY)).outcome != right.outcome:
             assert time.monotonic() < began + 25, "the edge did not come back"
             await asyncio.sleep(0.2)
-        assert {one.pid for one in instance.find("router")} == before, "others were touched"
+        assert {answer.pid for answer in instance.find("router")} == before, "others were touched"
         return time.monotonic() - began
 
     took = asyncio.run(case())

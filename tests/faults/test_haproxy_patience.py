@@ -44,12 +44,12 @@ async def test_silent_streams_live_and_stuck_clients_go() -> None:
     behind = server.sockets[0].getsockname()[1]
     with running(EdgeSettings(), [behind], client_seconds=SECONDS) as edge:
         port = edge.port
-        silent, one = await open_(b"GET /silent HTTP/1.1\r\nHost: x\r\n\r\n", port)
+        silent, first = await open_(b"GET /silent HTTP/1.1\r\nHost: x\r\n\r\n", port)
         sending, two = await open_(b"GET /head HTTP/1.1\r\nHo", port)
         _, three = await open_(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n", port)
         assert b" 408 " in await asyncio.wait_for(sending.read(), 4 * SECONDS)
         await asyncio.wait_for(cut_off.wait(), 6 * SECONDS)
         assert (await asyncio.wait_for(silent.readuntil(b"0\r\n\r\n"), 10)).count(b"x\r\n") == 2
-        for writer in (one, two, three):
+        for writer in (first, two, three):
             writer.close()
     server.close()

@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def broken(shared_cluster: Cluster, model: Any) -> Iterator[Broken]:
     settings: dict[str, Any] = {"engine": {"max_loras": 2}, "limits": {"drain_seconds": 2.0}}
     settings["adapters"] = {"paths": {TUNED: str(make_folder(model.parent / TUNED))}}
-    with deployed(shared_cluster, model, **settings) as found:
-        yield found
+    with deployed(shared_cluster, model, **settings) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def asked(broken: Broken) -> list[tuple[dict[str, Any], Said]]:
         await broken.settled()
         wanted = await bodies(broken)
         said = await asyncio.gather(*map(broken.ask, wanted))
-        assert not any(one.error for one in said), said
+        assert not any(answer.error for answer in said), said
         return list(zip(wanted, said, strict=True))
 
     return run(case())
@@ -101,7 +101,7 @@ def test_a_replica_is_killed(broken: Broken, asked: Asked, target: str, after: f
             broken.kill(target)
 
         said = await same_under(broken, asked, fault)
-        gap = max(one.gap for one in said)
+        gap = max(answer.gap for answer in said)
         print(f"{target} killed after {after} s: longest gap {gap:.2f} s")
         assert gap < MAX_GAP
 
@@ -123,8 +123,8 @@ def test_a_replica_is_killed_while_it_loads_an_adapter(broken: Broken) -> None:
             while not victims and not loaded:  # whichever has it
                 assert not task.done(), "it was too quick"
                 replicas = (await broken.states())["replicas"]
-                loaded = [one["engine_pid"] for one in replicas if one["adapters"]]
-                victims = [one["engine_pid"] for one in replicas if one["running"]]
+                loaded = [replica["engine_pid"] for replica in replicas if replica["adapters"]]
+                victims = [replica["engine_pid"] for replica in replicas if replica["running"]]
             for engine in broken.find("engine"):
                 if engine.pid in (loaded or victims):
                     assert engine.send(signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
         print(
             f"all killed: first answer after {first:.1f} s (a start alone takes {load:.1f} s), "
             f"finished after {time.monotonic() - began:.1f} s, "
-            f"longest gap {max(one.gap for one in said):.1f} s"
+            f"longest gap {max(reply.gap for reply in said):.1f} s"
         )
         competing = max(1.0, broken.replicas / len(os.sched_getaffinity(0)))  # for the cores
         assert first <= load * competing + 5
@@ -208,7 +208,7 @@ def test_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
 
     async def case() -> None:
         await broken.settled()
-        before = {one["engine_pid"] for one in (await broken.states())["replicas"]}
+        before = {replica["engine_pid"] for replica in (await broken.states())["replicas"]}
         ends: list[tuple[int, str, str]] = []
 
         async def fault() -> None:
@@ -218,9 +218,12 @@ def test_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
         said = await same_under(broken, asked, fault)
         status, head, body = ends[0]
         assert status == 500 and "x-should-retry: false" in head and "engine_error" in body
-        gap, moves = max(one.gap for one in said), sum(one.migrations for one in said)
+        gap, moves = (
+            max(replica.gap for replica in said),
+            sum(replica.migrations for replica in said),
+        )
         await broken.settled()
-        after = {one["engine_pid"] for one in (await broken.states())["replicas"]}
+        after = {replica["engine_pid"] for replica in (await broken.states())["replicas"]}
         assert len(before - after) == 2, "engines that it killed"
         assert moves >= 2 and gap < MAX_GAP
         print(f"a poison: 2 processes gone, {moves} moves, longest gap {gap:.2f} s")
@@ -247,12 +250,12 @@ def test_a_device_is_lost(broken: Broken, asked: Asked) -> None:
             ends.append(time.monotonic() - began)
 
         said = await same_under(broken, asked, fault)
-        gap, moves = max(one.gap for one in said), sum(one.migrations for one in said)
+        gap, moves = max(answer.gap for answer in said), sum(answer.migrations for answer in said)
         print(f"device lost: process gone after {ends[0]:.2f} s, {moves} moves, gap {gap:.2f} s")
         assert moves >= 1 and gap < MAX_GAP and ends[0] < 1
         await broken.settled()
         after = await broken.states()
-        pids = [{one["pid"] for one in states["replicas"]} for states in (before, after)]
+        pids = [{answer["pid"] for answer in states["replicas"]} for states in (before, after)]
         assert len(pids[0] & pids[1]) == broken.replicas - 1, "its replica was not replaced"
         assert (await broken.ask(asked[0][0])).outcome == asked[0][1].outcome
 
@@ -272,7 +275,7 @@ def test_an_engine_crashes(broken: Broken, asked: Asked, number: signal.Signals)
             broken.kill("engine", number=number)
 
         said = await same_under(broken, asked, fault, rounds=4)
-        gap, moves = max(one.gap for one in said), sum(one.migrations for one in said)
+        gap, moves = max(answer.gap for answer in said), sum(answer.migrations for answer in said)
         print(f"{number.name}: {moves} moves, longest gap {gap:.2f} s")
         assert moves >= 4 and gap < MAX_GAP
 
@@ -294,7 +297,7 @@ def test_an_engine_hangs(broken: Broken, asked: Asked) -> None:
             said = await same_under(broken, asked, fault)
         finally:
             alive = stopped[0].send(signal.SIGCONT)
-        gap = max(one.gap for one in said)
+        gap = max(answer.gap for answer in said)
         print(f"engine stopped: longest gap {gap:.1f} s; still there: {alive}")
         assert 2 < gap < 8, "no sign of life for 3 s"
         await broken.settled()
@@ -324,14 +327,14 @@ def test_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
             broken.kill("controller")
             await leave()
             new.extend(await asyncio.gather(*(broken.ask(body | SHORT) for body, _ in asked)))
-            assert before not in [one.pid for one in broken.find("controller")]
+            assert before not in [process.pid for process in broken.find("controller")]
             broken.kill("engine")
 
         short = await asyncio.gather(*(broken.ask(body | SHORT) for body, _ in asked))
         began = time.monotonic()
         said = await same_under(broken, asked, fault)
-        assert [one.outcome for one in new] == [one.outcome for one in short]
-        assert max(one.gap for one in said) < MAX_GAP
+        assert [entry.outcome for entry in new] == [entry.outcome for entry in short]
+        assert max(entry.gap for entry in said) < MAX_GAP
         again = await broken.ask({"messages": CHAT, "max_tokens": 5})
         assert not again.error
         await broken.settled()
@@ -350,12 +353,12 @@ def test_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
     async def case() -> None:
         await broken.settled()
         body, right = asked[0]
-        routers = {one.pid for one in broken.find("router")}
+        routers = {process.pid for process in broken.find("router")}
         tasks = [asyncio.create_task(broken.ask(body)) for _ in range(4)]
         await asyncio.sleep(0.7)
         broken.kill("proxy")
         began = time.monotonic()
-        assert all(one.error for one in await asyncio.gather(*tasks)), "who answered?"
+        assert all(process.error for process in await asyncio.gather(*tasks)), "who answered?"
         await broken.idle()
         while (await broken.ask(body | SHORT)).error:
             assert time.monotonic() < began + 20, "the proxy did not come back"
@@ -363,7 +366,7 @@ def test_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
         took = time.monotonic() - began
         print(f"Serve's proxy killed: an answer again after {took:.1f} s")
         assert took <= 10
-        assert routers <= {one.pid for one in broken.find("router")}, "others were touched"
+        assert routers <= {process.pid for process in broken.find("router")}, "others were touched"
         assert (await broken.ask(body)).outcome == right.outcome
 
     run(case())
@@ -382,8 +385,8 @@ def test_a_router_is_killed(broken: Broken, asked: Asked) -> None:
             await asyncio.sleep(0.5)
             broken.kill("router")
             said = await asyncio.gather(*tasks)
-            whole = [one for one in said if one.outcome == right.outcome]
-            cut = [one for one in said if one.error]
+            whole = [answer for answer in said if answer.outcome == right.outcome]
+            cut = [answer for answer in said if answer.error]
             print(f"router killed: {len(whole)} streams whole, {len(cut)} cut")
             assert len(whole) + len(cut) == 12
             if len(whole) >= 2:

@@ -49,8 +49,8 @@ def broken(shared_cluster: Cluster, default_model: Path, adapter: Path) -> Itera
         num_cpus=0.5,
         engine=engine,
         adapters=adapters,
-    ) as found:
-        yield found
+    ) as server:
+        yield server
 
 
 def bodies(stop: str) -> list[dict[str, Any]]:
@@ -93,7 +93,9 @@ def test_same_text_from_another_replica(
         said = await asyncio.gather(*tasks)
         for got, right in zip(said, wanted, strict=True):
             assert got.outcome == right.outcome
-        print(f"{number.name} after {after} s: longest gap {max(one.gap for one in said):.2f} s")
+        print(
+            f"{number.name} after {after} s: longest gap {max(answer.gap for answer in said):.2f} s"
+        )
 
     asyncio.run(case())
 
@@ -112,9 +114,9 @@ def test_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
         while not victims:  # whichever has it
             assert not task.done(), "it was too quick"
             replicas = (await broken.states())["replicas"]
-            victims = [one["engine_pid"] for one in replicas if one["running"]]
+            victims = [replica["engine_pid"] for replica in replicas if replica["running"]]
         await asyncio.sleep(0.5)
-        (engine,) = (one for one in broken.find("engine") if one.pid == victims[0])
+        (engine,) = (replica for replica in broken.find("engine") if replica.pid == victims[0])
         assert engine.send(signal.SIGKILL)
         return await task
 

@@ -22,11 +22,11 @@ START = 60.0  # seconds: 25 on two quiet cores
 def manta(*arguments: str, **environment: str) -> tuple[int, str, float]:
     """Exit code, output, seconds."""
     began = time.monotonic()
-    kept = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    by_name = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     done = subprocess.run(
         [sys.executable, "-m", "deployments.cli.main", *arguments],
         cwd=ROOT,
-        env=kept | environment,
+        env=by_name | environment,
         capture_output=True,
         text=True,
         timeout=100,
@@ -36,13 +36,13 @@ def manta(*arguments: str, **environment: str) -> tuple[int, str, float]:
 
 def below(process: "subprocess.Popen[str]", title: str) -> int:
     """The one process of a server with that title."""
-    found = [
+    items = [
         pid
         for pid in descendants(process.pid)
         if title in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     ]
-    assert len(found) == 1, found
-    return found[0]
+    assert len(items) == 1, items
+    return items[0]
 
 
 def test_a_lost_node_is_started_again_and_then_given_up(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_the_next_server_ends_what_a_killed_one_left(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         time.sleep(1)  # much of it ends by itself
-        left = [found for pid in ours if (found := read(pid)) is not None]
+        left = [text for pid in ours if (text := read(pid)) is not None]
         known = leftovers()
         print(f"left behind: {left}")
-        assert all(one.pid in known or read(one.pid) is None for one in left), known
+        assert all(item.pid in known or read(item.pid) is None for item in left), known
         code, output, _ = manta("serve", str(tmp_path / "none.gguf"), "--address", "local")
         assert code == 2, output
         config = tmp_path / "manta.yaml"

@@ -55,10 +55,10 @@ class Nodes:
     def processes(self) -> list[int]:
         """The raylet of the spot node and all below it: workers, replicas, engines."""
         table = _table()
-        found = [self.spot.all_processes["raylet"][0].process.pid]
-        for pid in found:
-            found += [p.pid for p in table.values() if p.parent == pid]
-        return found
+        collected = [self.spot.all_processes["raylet"][0].process.pid]
+        for pid in collected:
+            collected += [p.pid for p in table.values() if p.parent == pid]
+        return collected
 
 
 COMMON = {
@@ -121,7 +121,7 @@ async def run_there(broken: Broken, test: str) -> tuple[list[dict[str, Any]], li
         tasks += [asyncio.create_task(broken.ask(body)) for body in more]
         await asyncio.sleep(0.7)
         replicas = (await broken.handle.state.remote())["replicas"]
-        if any(one["running"] for name, one in replicas.items() if "gpu" in name):
+        if any(replica["running"] for name, replica in replicas.items() if "gpu" in name):
             return asked, tasks
     await asyncio.gather(*tasks)
     raise AssertionError("nothing ran there")
@@ -130,7 +130,7 @@ async def run_there(broken: Broken, test: str) -> tuple[list[dict[str, Any]], li
 async def answers(broken: Broken, asked: list[dict[str, Any]]) -> list[Said]:
     """What is right for each of them."""
     right = await asyncio.gather(*map(broken.ask, asked))
-    assert not any(one.error for one in right), right
+    assert not any(answer.error for answer in right), right
     return right
 
 
@@ -158,19 +158,19 @@ def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
         finally:
             for pid in pids:
                 with_pid(pid)
-        assert [one.outcome for one in said] == [one.outcome for one in right]
-        moved = sum(one.migrations for one in said)
+        assert [answer.outcome for answer in said] == [answer.outcome for answer in right]
+        moved = sum(answer.migrations for answer in said)
         print(f"{moved} choices moved")
         assert moved >= 1
-        return max(one.gap for one in said)
+        return max(answer.gap for answer in said)
 
     async def afterwards() -> float:
         """The replicas are elsewhere, and nobody holds anything of those that are gone."""
         took = await broken.settled(90)
         state = await broken.handle.state.remote()
         assert not any(state["held"].values()), state["held"]
-        for one in state["replicas"].values():
-            assert (one["running"], one["free_blocks"]) == (0, one["total_blocks"])
+        for replica in state["replicas"].values():
+            assert (replica["running"], replica["free_blocks"]) == (0, replica["total_blocks"])
         return took
 
     try:
@@ -205,9 +205,9 @@ def test_a_node_gets_notice(nodes: Nodes) -> None:
 
         async def client(number: int) -> None:
             while not over.is_set():
-                one = await broken.ask(asked[number])
-                assert one.outcome == right[number].outcome
-                said.append(one)
+                outcome = await broken.ask(asked[number])
+                assert outcome.outcome == right[number].outcome
+                said.append(outcome)
 
         await asyncio.gather(*map(client, range(len(asked))))
         return said
@@ -239,8 +239,8 @@ def test_a_node_gets_notice(nodes: Nodes) -> None:
             await asyncio.sleep(0.1)
         print(f"notice: nothing new after {refused:.1f} s, replaced after {replaced:.1f} s")
         while any(  # the last streams there end by themselves
-            one["running"]
-            for name, one in (await broken.handle.state.remote())["replicas"].items()
+            replica["running"]
+            for name, replica in (await broken.handle.state.remote())["replicas"].items()
             if "gpu" in name and name in before
         ):
             assert time.monotonic() < began + 58, "they would be cut at the deadline"
@@ -250,7 +250,7 @@ def test_a_node_gets_notice(nodes: Nodes) -> None:
         await asyncio.sleep(2)
         over.set()
         said = await work
-        print(f"{len(said)} requests, none wrong; gap {max(one.gap for one in said):.2f} s")
+        print(f"{len(said)} requests, none wrong; gap {max(replica.gap for replica in said):.2f} s")
         assert 0 < refused < 4 and replaced
 
     asyncio.run(case())

@@ -34,9 +34,9 @@ BODY |= {"ignore_eos": True, "stream": True}
 
 async def test_a_deadline_ends_what_waits_and_what_streams():
     """A deadline that only the client keeps, while the engine goes on for nobody."""
-    async with fleet(admission=AdmissionLimits(queue_seconds=10.0)) as one:
-        one.engines["r0"].pace = PACE
-        app = build_asgi(one.dispatcher)
+    async with fleet(admission=AdmissionLimits(queue_seconds=10.0)) as server:
+        server.engines["r0"].pace = PACE
+        app = build_asgi(server.dispatcher)
         client = Client(app)
         short = ((b"content-type", b"application/json"), (b"x-deadline-seconds", b"0.001"))
         reply = await client.request("POST", "/v1/completions", json.dumps(BODY).encode(), short)
@@ -44,12 +44,12 @@ async def test_a_deadline_ends_what_waits_and_what_streams():
         long = {**BODY, "max_tokens": 2000, "deadline_seconds": 0.3}
         reply = await client.post("/v1/completions", long)
         assert reply.status == 200 and reply.events()[-1]["error"]["code"] == "deadline_exceeded"
-        await until(lambda: one.load() == {"r0": 0})
+        await until(lambda: server.load() == {"r0": 0})
         busy = [
             asyncio.create_task(client.post("/v1/completions", {**BODY, "max_tokens": 100}))
             for _ in range(2 * ROWS)
         ]
-        await until(lambda: one.dispatcher.state().queued >= 4)
+        await until(lambda: server.dispatcher.state().queued >= 4)
         waiting = await client.post("/v1/completions", {**BODY, "deadline_seconds": 0.2})
         assert waiting.json()["error"]["code"] == "deadline_exceeded"
         await asyncio.gather(*busy)

@@ -58,8 +58,8 @@ def broken(model: Path) -> Iterator[Broken]:
             router={"replicas": 1, "num_cpus": 0},
             pools={"cpu": {"replicas": 2, "num_cpus": 1.0}},
             engine={**ENGINE, "pipeline_parallel": 2, "pipeline_nodes": 2},
-        ) as found:
-            yield found
+        ) as server:
+            yield server
         serve.shutdown()
     finally:
         ray.shutdown()
@@ -79,14 +79,16 @@ def connections_of(pid: int) -> set[frozenset[str]]:
 def stage_of(broken: Broken, engine: int) -> ServerProcess:
     """The other rank of an engine: what it is connected to."""
     ours = connections_of(engine)
-    ranks = [one for one in broken.instance.processes() if "engine.process.rank" in one.title]
-    (found,) = [rank for rank in ranks if connections_of(rank.pid) & ours]
-    return found
+    ranks = [
+        process for process in broken.instance.processes() if "engine.process.rank" in process.title
+    ]
+    (lost_rank,) = [rank for rank in ranks if connections_of(rank.pid) & ours]
+    return lost_rank
 
 
 def raylet_above(broken: Broken, process: ServerProcess) -> int:
     """Of its node."""
-    table = {one.pid: one for one in broken.instance.processes()}
+    table = {item.pid: item for item in broken.instance.processes()}
     while "raylet/raylet" not in process.title.split()[0]:
         process = table[process.parent]
     return process.pid
@@ -104,7 +106,7 @@ def test_a_replica_on_two_nodes_is_one(broken: Broken, model: Path) -> None:
 
     async def kill(engine: int, *, whole: bool) -> None:
         """Its stage on the other node, or the replica on this one."""
-        table = {one.pid: one for one in broken.instance.processes()}
+        table = {process.pid: process for process in broken.instance.processes()}
         stage, replica = stage_of(broken, engine), table[table[engine].parent]
         assert raylet_above(broken, stage) != raylet_above(broken, replica)
         os.kill(replica.pid if whole else stage.pid, signal.SIGKILL)
@@ -115,7 +117,7 @@ def test_a_replica_on_two_nodes_is_one(broken: Broken, model: Path) -> None:
         for whole in (False, True):
             wanted, said = await broken.same_under_kills(asked, partial(kill, whole=whole))
             assert wanted[0].texts[0] == text
-            print(f"longest gap {max(one.gap for one in said):.2f} s")
+            print(f"longest gap {max(answer.gap for answer in said):.2f} s")
 
     asyncio.run(case())
 

@@ -43,8 +43,8 @@ def broken(
         num_cpus=2.0,
         router={"replicas": 1, "num_cpus": 0},
         engine={**ENGINE, request.param: 2},
-    ) as found:
-        yield found
+    ) as server:
+        yield server
 
 
 def ranks_of(engine: int) -> list[int]:
@@ -73,6 +73,6 @@ def test_a_killed_rank_ends_its_replica_and_no_stream(broken: Broken) -> None:
 
     async def case() -> None:
         _, said = await broken.same_under_kills(asked, kill)
-        print(f"longest gap {max(one.gap for one in said):.2f} s")
+        print(f"longest gap {max(answer.gap for answer in said):.2f} s")
 
     asyncio.run(case())

@@ -52,8 +52,8 @@ def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         num_cpus=0.5,
         router={"replicas": 1, "num_cpus": 0},
         engine=ENGINE,
-    ) as found:
-        yield found
+    ) as server:
+        yield server
 
 
 def test_a_lost_state_is_computed_again(broken: Broken) -> None:
@@ -80,6 +80,6 @@ def test_a_lost_state_is_computed_again(broken: Broken) -> None:
         assert not first.error and first.outcome == second.outcome
         await broken.idle(20)
         replicas = (await broken.states())["replicas"]
-        assert any(one["prefix_hits"] for one in replicas), "nothing was found again"
+        assert any(replica["prefix_hits"] for replica in replicas), "nothing was found again"
 
     asyncio.run(case())

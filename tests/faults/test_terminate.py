@@ -113,7 +113,7 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
         late = await ask(port, BODY | {"max_tokens": 1})
         assert (late.status, late.headers["retry-after"]) == (503, "5"), late
         assert '"draining"' in late.error and time.monotonic() < began + DRAIN
-        assert [one.outcome for one in await asyncio.gather(*tasks)] == [right.outcome] * 2
+        assert [item.outcome for item in await asyncio.gather(*tasks)] == [right.outcome] * 2
         print(f"the last token after {time.monotonic() - began:.1f} s")
         broken = await long
         print(f"too long, after {time.monotonic() - began:.1f} s: {broken.error}")
@@ -126,7 +126,7 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
         began = time.monotonic()
         assert process.wait(30) == 0
         print(f"exit {time.monotonic() - began:.1f} s after the last token")
-        assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
+        assert len(ours) > 3 and not [our.title for our in ours if our.send(0)]
 
 
 def test_installed_from_the_wheel_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_installed_from_the_wheel_a_second_sigterm_ends_at_once(tmp_path: Path) 
         began = time.monotonic()
         assert asyncio.run(cut(port, process)).error
         assert process.wait(10) == 0
-        while left := [one.title for one in ours if one.send(0)]:  # each ends when it sees it
+        while left := [our.title for our in ours if our.send(0)]:  # each ends when it sees it
             assert time.monotonic() - began < 10, left
             time.sleep(0.1)
         assert len(ours) > 3

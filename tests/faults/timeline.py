@@ -12,14 +12,15 @@ def picture(run: Run, title: str, happened: str = " killed") -> str:
     for each kill, or what else happened to its target."""
     done = sorted(run.requests, key=lambda one: one.gap_at_s)
     changes = sorted(
-        [(one.at_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests]
+        [(request.at_s, 1) for request in run.requests]
+        + [(request.end_s, -1) for request in run.requests]
     )
     xs, ys, now = [0.0], [0.0], 0
     for at, change in changes:
         now += change
         xs.append(at)
         ys.append(float(now))
-    failed = [one for one in done if not one.ok]
+    failed = [request for request in done if not request.ok]
     gaps = [
         Series("a stream", [o.gap_at_s for o in done], [o.gap_s for o in done], 0, "dots"),
         Series("2 s", [0.0, run.seconds], [2.0, 2.0], 7, dash=True),

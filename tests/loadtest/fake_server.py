@@ -200,7 +200,7 @@ class FakeServer:
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             b"transfer-encoding: chunked\r\nx-request-id: r1\r\n" + extra.encode() + b"\r\n"
         )
-        told = (body.get("stream_options") or {}).get("continuous_usage_stats")
+        each_chunk = (body.get("stream_options") or {}).get("continuous_usage_stats")
         kind = {"id": "r1", "object": "chat.completion.chunk" if chat else "text_completion"}
         if chat:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
@@ -232,7 +232,7 @@ class FakeServer:
             if shows_ids:
                 choice["token_ids"] = piece
             event: dict[str, Any] = {**kind, "choices": [choice]}
-            if told:
+            if each_chunk:
                 event["usage"] = {"completion_tokens": at + len(piece)}
             self._event(writer, event)
             await writer.drain()

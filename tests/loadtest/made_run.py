@@ -41,13 +41,13 @@ def make_records(
 ) -> list[RequestRecord]:
     """Poisson arrivals. With faults: all stand still from 20 s to 22.5 s, and some streams end."""
     rng = random.Random(seed)
-    t, made = 0.0, []
+    t, collected = 0.0, []
 
     def passed(moment: float) -> float:  # nothing moves during the fault
         return 22.5 + (moment - 20) * 0.02 if faults and 20 < moment < 22.5 else moment
 
     while (t := t + rng.expovariate(rate)) < seconds:
-        index = len(made)
+        index = len(collected)
         now = t + rng.lognormvariate(-3.0, 0.5) * slower
         chunks = []
         for _ in range(rng.randint(8, 60)):
@@ -56,7 +56,7 @@ def make_records(
         cut = faults and t < 20 < now and rng.random() < 0.35
         if cut:
             chunks = [c for c in chunks if c[0] < 20]
-        made.append(
+        collected.append(
             RequestRecord(
                 index=index,
                 phase="main",
@@ -73,7 +73,7 @@ def make_records(
                 replica=("a", "b")[index % 2] if not 20 < t < 26 else "b",
             )
         )
-    return made
+    return collected
 
 
 def summarise(records: list[RequestRecord], *, name: str, faults: bool = False) -> Summary:
@@ -84,7 +84,7 @@ def summarise(records: list[RequestRecord], *, name: str, faults: bool = False) 
     itl = [b[0] - a[0] for r in good for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
     end = max(r.end_s for r in records)
     tokens = sum(r.output_tokens for r in records)
-    kept = sum(t < 0.15 for t in ttft)
+    total = sum(t < 0.15 for t in ttft)
     groups = {
         tenant: GroupSummary(
             requests=len(mine),
@@ -129,11 +129,11 @@ def summarise(records: list[RequestRecord], *, name: str, faults: bool = False) 
         e2e=percentiles([r.e2e_s for r in good]),
         goodput=Goodput(
             slo={"ttft": 0.15},
-            good=kept,
+            good=total,
             total=len(records),
-            fraction=kept / len(records),
-            low=kept / len(records) - 0.01,
-            high=kept / len(records) + 0.01,
+            fraction=total / len(records),
+            low=total / len(records) - 0.01,
+            high=total / len(records) + 0.01,
         ),
         errors={"cut": failed} if failed else {},
         finish_reasons={"length": len(good)},

@@ -25,15 +25,15 @@ def gaps_of(found):
 
 def test_constant_is_even_from_zero() -> None:
     """An off-by-one at the start makes 49 or 51 requests of 5/s over 10 s."""
-    found = times(arrivals.constant(5), 0, duration=10)
-    assert found == [pytest.approx(i / 5) for i in range(50)]
+    arrival_times = times(arrivals.constant(5), 0, duration=10)
+    assert arrival_times == [pytest.approx(i / 5) for i in range(50)]
 
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 2.5])
 def test_rate_and_burstiness(cv: float) -> None:
     """Shape and scale of the gamma swapped: the mean is right and the bursts are not."""
-    found = times(arrivals.constant(50), cv, requests=40_000)
-    gaps = gaps_of(found)
+    arrival_times = times(arrivals.constant(50), cv, requests=40_000)
+    gaps = gaps_of(arrival_times)
     assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.06)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.06)
     assert all(gap >= 0 for gap in gaps)
@@ -41,31 +41,31 @@ def test_rate_and_burstiness(cv: float) -> None:
 
 def test_poisson_counts() -> None:
     """A process with the right mean and the wrong variance, or with a memory."""
-    found = times(arrivals.constant(20), 1, duration=5_000)
+    arrival_times = times(arrivals.constant(20), 1, duration=5_000)
     counts = [0] * 5_000
-    for t in found:
+    for t in arrival_times:
         counts[int(t)] += 1
     assert statistics.fmean(counts) == pytest.approx(20, rel=0.02)
     assert statistics.variance(counts) == pytest.approx(20, rel=0.1)
-    short = [gap for gap in gaps_of(found) if gap > 0.05]
+    short = [gap for gap in gaps_of(arrival_times) if gap > 0.05]
     assert statistics.fmean(short) - 0.05 == pytest.approx(0.05, rel=0.05)
 
 
 def test_bursts_come_only_when_on() -> None:
     """Requests in the pause, or bursts that drift against the clock."""
-    found = times(arrivals.bursts(100, 2, 8), 1, duration=1_000)
-    assert all(t % 10 < 2 for t in found)
-    assert len(found) == pytest.approx(100 * 2 * 100, rel=0.03)
+    arrival_times = times(arrivals.bursts(100, 2, 8), 1, duration=1_000)
+    assert all(t % 10 < 2 for t in arrival_times)
+    assert len(arrival_times) == pytest.approx(100 * 2 * 100, rel=0.03)
     base = times(arrivals.bursts(100, 2, 8, 5), 1, duration=1_000)
     assert sum(t % 10 >= 2 for t in base) == pytest.approx(5 * 8 * 100, rel=0.06)
 
 
 def test_ramp_rises_linearly() -> None:
     """A ramp in steps, or with its area wrong."""
-    found = times(arrivals.ramp(0, 100, 100), 0, duration=100)
-    assert len(found) == pytest.approx(5_000, abs=2)
+    arrival_times = times(arrivals.ramp(0, 100, 100), 0, duration=100)
+    assert len(arrival_times) == pytest.approx(5_000, abs=2)
     for end in (25, 50, 75):
-        assert sum(t < end for t in found) == pytest.approx(end * end / 2, abs=2)
+        assert sum(t < end for t in arrival_times) == pytest.approx(end * end / 2, abs=2)
     down = times(arrivals.ramp(100, 10, 100), 1, duration=200)
     assert sum(t < 100 for t in down) == pytest.approx(5_500, rel=0.05)
     assert sum(t >= 100 for t in down) == pytest.approx(1_000, rel=0.12)
@@ -73,9 +73,9 @@ def test_ramp_rises_linearly() -> None:
 
 def test_steps_end() -> None:
     """The last step that goes on for ever."""
-    found = times(arrivals.steps([10, 40, 20], 10), 0)
-    assert [sum(a <= t < a + 10 for t in found) for a in (0, 10, 20)] == [100, 400, 200]
-    assert max(found) < 30
+    arrival_times = times(arrivals.steps([10, 40, 20], 10), 0)
+    assert [sum(a <= t < a + 10 for t in arrival_times) for a in (0, 10, 20)] == [100, 400, 200]
+    assert max(arrival_times) < 30
 
 
 @given(
@@ -101,10 +101,10 @@ def _rng(seed):
 
 def test_seed_is_the_schedule() -> None:
     """A schedule that depends on the process, the platform or the hash seed."""
-    found = times(arrivals.constant(10), 1, seed=7, requests=3)
-    assert found == times(arrivals.constant(10), 1, seed=7, requests=3)
-    assert found != times(arrivals.constant(10), 1, seed=8, requests=3)
-    assert found == [0.048539, 0.219217, 0.554849]  # written down once
+    arrival_times = times(arrivals.constant(10), 1, seed=7, requests=3)
+    assert arrival_times == times(arrivals.constant(10), 1, seed=7, requests=3)
+    assert arrival_times != times(arrivals.constant(10), 1, seed=8, requests=3)
+    assert arrival_times == [0.048539, 0.219217, 0.554849]  # written down once
 
 
 def test_mooncake_trace(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_mooncake_trace(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    found = arrivals.read_trace(path, speed=2)
-    assert found == [(0.0, 700, 6, (1, 3)), (1.0, 600, 5, (1, 2))]
+    arrival_times = arrivals.read_trace(path, speed=2)
+    assert arrival_times == [(0.0, 700, 6, (1, 3)), (1.0, 600, 5, (1, 2))]
 
 
 def test_azure_trace(tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ class Respawning:
             self.children = [c for c in self.children if c not in dead]
             self.children += [self.spawn() for _ in dead]
             self.died = None
-        found = [_read(c.pid) for c in self.children if c.poll() is None]
-        return [p for p in found if p is not None]
+        _reads = [_read(c.pid) for c in self.children if c.poll() is None]
+        return [p for p in _reads if p is not None]
 
     def close(self) -> None:
         for child in self.children:

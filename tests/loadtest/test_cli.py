@@ -129,7 +129,7 @@ def test_nothing_is_sent_when_something_is_wrong(scenario: Path, tmp_path: Path)
         for rate in ("0", "-1", "1000000000"):
             done = cli("run", scenario, *url, "--set", f"phases.1.arrivals.rate={rate}")
             assert done.returncode == 2 and "phases.1.arrivals.rate" in done.stderr
-        for arguments, told in [
+        for arguments, item in [
             ([scenario, *url, "--assert", "p98_ttft<1s"], "did you mean 'p99_ttft'"),
             ([trace, *url], "empty trace"),
             (
@@ -145,7 +145,7 @@ def test_nothing_is_sent_when_something_is_wrong(scenario: Path, tmp_path: Path)
         ]:
             done = cli("run", *arguments)
             assert done.returncode == 2, (arguments, done.stderr)
-            assert told in done.stderr and "Traceback" not in done.stderr
+            assert item in done.stderr and "Traceback" not in done.stderr
         assert server.seen == []
     assert not (tmp_path / "never").exists()
 

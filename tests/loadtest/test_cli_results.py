@@ -76,9 +76,9 @@ def test_bad_faults_end_before_any_request(scenario: Path, tmp_path: Path) -> No
     """A misspelt fault must not cost a run, nor must one without a victim."""
     with FakeServer() as server:
         base = ("run", scenario, "--url", server.url, "--out", tmp_path / "out")
-        for chaos, told in (("kill-severs@1s", "no target"), ("kill-replica@1s", "no replica")):
+        for chaos, item in (("kill-severs@1s", "no target"), ("kill-replica@1s", "no replica")):
             done = cli(*base, "--chaos", chaos)
-            assert done.returncode == 2 and told in done.stderr, done.stderr
+            assert done.returncode == 2 and item in done.stderr, done.stderr
         assert server.seen == []
     scenario.write_text(SCENARIO + "chaos: [kill-replica]\n")
     done = cli("run", scenario, "--dry-run")

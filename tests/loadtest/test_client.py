@@ -81,11 +81,11 @@ def test_times_are_right() -> None:
 def test_tokens_of_chunks() -> None:
     """Chunks of four tokens counted as one each: TPOT four times too long, tokens missing."""
     with FakeServer(per_chunk=4, gap=0.01) as server:
-        told = load(server, tokens(FAST), target=", chunk_usage: true")
+        run_of = load(server, tokens(FAST), target=", chunk_usage: true")
         blind = load(server, tokens(FAST))
-    assert all(r.chunks_exact and [n for _, n in r.chunks] == [4, 4] for r in told)
+    assert all(r.chunks_exact and [n for _, n in r.chunks] == [4, 4] for r in run_of)
     assert all(not r.chunks_exact and r.output_tokens == 8 and len(r.chunks) == 2 for r in blind)
-    assert not any(r.missing_tokens or r.doubled_tokens for r in told + blind)
+    assert not any(r.missing_tokens or r.doubled_tokens for r in run_of + blind)
 
 
 FAULTS = {
@@ -118,11 +118,11 @@ def test_every_fault_is_told() -> None:
             target=", chunk_timeout: 700ms",
         )
         # Arrival order is not index order when two connections race; count classes instead.
-        found = Counter((r.error_class, r.error_code) for r in records)
+        counter = Counter((r.error_class, r.error_code) for r in records)
     wanted = Counter({(None, None): 2})
     for expected in FAULTS.values():
         wanted[expected] += 2
-    assert found == wanted
+    assert counter == wanted
     cut = [r for r in records if r.error_class in ("cut", "stream_error", "timeout") and r.chunks]
     s = summarise(records, RUN)
     assert s.failed == 2 * len(FAULTS) and s.succeeded == 2
@@ -325,10 +325,10 @@ def test_stop_hangs_up() -> None:
 
 def test_several_urls_take_turns() -> None:
     """All of the load on the first of two proxies."""
-    with FakeServer() as one, FakeServer() as two:
-        text = f"target: {{url: ['{one.url}', '{two.url}/v1']}}\n" + tokens(FAST, count=10)
+    with FakeServer() as fake_server, FakeServer() as two:
+        text = f"target: {{url: ['{fake_server.url}', '{two.url}/v1']}}\n" + tokens(FAST, count=10)
         records = asyncio.run(_load(text))
-    assert all(r.ok for r in records) and len(one.seen) == len(two.seen) == 5
+    assert all(r.ok for r in records) and len(fake_server.seen) == len(two.seen) == 5
 
 
 def test_connections_are_reused_and_idle_ones_dropped() -> None:

@@ -27,8 +27,8 @@ def side(name: str, *seeds: int, slower: float = 1.0, faults: bool = False) -> S
 
 def test_slower_server_is_found() -> None:
     """A fifth more latency is what a comparison is there for."""
-    found = compare(side("a", 1), side("b", 2, slower=1.2), resamples=300)
-    rows = {row.metric: row for row in found.rows}
+    comparison = compare(side("a", 1), side("b", 2, slower=1.2), resamples=300)
+    rows = {row.metric: row for row in comparison.rows}
     for name in ("p50_ttft", "p50_tpot", "p50_itl", "p90_ttft", "p50_e2e"):
         assert rows[name].verdict == "worse", rows[name]
         assert rows[name].low < 0.2 < rows[name].high, rows[name]
@@ -40,8 +40,8 @@ def test_chance_is_no_difference() -> None:
     """Two runs of one server differ; a tool that then cries wolf is turned off."""
     wrong = total = 0
     for seed in range(4):
-        found = compare(side("a", 10 + seed), side("b", 30 + seed), resamples=100)
-        latencies = [row for row in found.rows if row.metric.split("_")[0] in ("p50", "p90")]
+        comparison = compare(side("a", 10 + seed), side("b", 30 + seed), resamples=100)
+        latencies = [row for row in comparison.rows if row.metric.split("_")[0] in ("p50", "p90")]
         wrong += sum(row.shown for row in latencies)
         total += len(latencies)
     assert wrong <= 0.15 * total
@@ -56,9 +56,9 @@ def test_repeats_are_drawn_as_runs() -> None:
 
     a = days("a", [1.0, 1.15, 0.9, 1.05], 1)
     b = days("b", [1.1, 0.95, 1.2, 1.0], 11)
-    found = compare(a, b, resamples=300)
-    assert "runs, then requests" in found.method
-    row = next(row for row in found.rows if row.metric == "p50_tpot")
+    comparison = compare(a, b, resamples=300)
+    assert "runs, then requests" in comparison.method
+    row = next(row for row in comparison.rows if row.metric == "p50_tpot")
     assert not row.shown
     single = compare(Side("a", a.runs[:1]), Side("b", b.runs[:1]), resamples=300)
     assert next(r for r in single.rows if r.metric == "p50_tpot").shown
@@ -78,8 +78,8 @@ def test_mann_whitney_against_known_values() -> None:
 
 def test_error_rate_difference() -> None:
     """Failures are counted in points: twice nothing is still nothing."""
-    found = compare(side("a", 1), side("b", 2), resamples=50)
-    row = next(row for row in found.rows if row.metric == "error_rate")
+    comparison = compare(side("a", 1), side("b", 2), resamples=50)
+    row = next(row for row in comparison.rows if row.metric == "error_rate")
     assert (row.a, row.b, row.change, row.shown) == (0, 0, 0, False)
     many = side("b", 2)
     rng = random.Random(0)
@@ -101,20 +101,20 @@ def test_wrong_answers_are_told() -> None:
         fast.runs[0].summary, verified_ok=1, verified_different=19, missing_tokens=3
     )
     wrong = Side("b", (SavedRun(Path("b"), summary, fast.runs[0].records),))
-    told = compare(good, wrong, resamples=50).warnings
-    assert "b: 19 of 20 answers that were compared are wrong" in told
-    assert "b: 3 tokens are missing, 0 came twice" in told
+    warnings = compare(good, wrong, resamples=50).warnings
+    assert "b: 19 of 20 answers that were compared are wrong" in warnings
+    assert "b: 3 tokens are missing, 0 came twice" in warnings
     assert not any("compared" in text for text in compare(good, fast, resamples=50).warnings)
 
 
 def test_conditions() -> None:
     """A gate that fails by chance is removed; one that misreads its limit guards nothing."""
-    found = compare(side("a", 1), side("b", 2, slower=1.2), resamples=200)
-    told = {
-        text: parse_conditions(text)[0].met(found)
+    comparison = compare(side("a", 1), side("b", 2, slower=1.2), resamples=200)
+    by_text = {
+        text: parse_conditions(text)[0].met(comparison)
         for text in ("p50_ttft>+10%", "p50_ttft>+40%", "p50_ttft<-5%", "error_rate>+0%")
     }
-    assert list(told.values()) == [True, False, False, False]
+    assert list(by_text.values()) == [True, False, False, False]
     assert len(parse_conditions("p99_ttft>+10%, tokens_per_s<-5%")) == 2
     for text, what in (("p99_ttft>10", "cannot read"), ("p98_ttft>1%", "no figure"), ("", "read")):
         with pytest.raises(ScenarioError, match=what):
@@ -134,10 +134,10 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_page_and_table() -> None:
     """The page and the terminal must tell the same story."""
-    found = compare(side("<a>", 1), side("b", 2, slower=1.2), resamples=50)
-    text = comparison_page(found)
+    comparison = compare(side("<a>", 1), side("b", 2, slower=1.2), resamples=50)
+    text = comparison_page(comparison)
     assert "<a>" not in text and "&lt;a&gt;" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(drawing)
-    for row in tidy(found.rows):
+    for row in tidy(comparison.rows):
         assert row[0] in text and row[3] in text and row[6] in text

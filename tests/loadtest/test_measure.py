@@ -56,10 +56,10 @@ def test_itl_where_chunks_do_not_tell() -> None:
 def test_percentiles_are_numpys() -> None:
     """Nearest-rank percentiles disagree with every other tool on small runs."""
     values = [0.1 * i for i in range(1, 11)]
-    found = percentiles(values)
-    assert found.p90 == pytest.approx(np.percentile(values, 90))
-    assert (found.count, found.min, found.max) == (10, 0.1, 1.0)
-    assert found.std == pytest.approx(np.std(values), abs=1e-6)
+    percentiles_of = percentiles(values)
+    assert percentiles_of.p90 == pytest.approx(np.percentile(values, 90))
+    assert (percentiles_of.count, percentiles_of.min, percentiles_of.max) == (10, 0.1, 1.0)
+    assert percentiles_of.std == pytest.approx(np.std(values), abs=1e-6)
     assert percentiles([]) == Percentiles()
 
 
@@ -171,7 +171,7 @@ def test_assertions() -> None:
     assert holds("p99_ttft<390ms, goodput>=99%, errors.cut==0") == [False, True, True]
     assert holds("p99_queue<1s, migrations==0, fairness_tenants>0.5") == [False] * 3
     assert [a.value for a in parse("no_service<2m, error_rate<1%, requests>1")] == [120, 0.01, 1]
-    told = {
+    fields = {
         "p99_tft<1s": "did you mean 'p99_ttft'",
         "failed=0": "no assertion",
         "failed==0ms": "not a time",
@@ -180,7 +180,7 @@ def test_assertions() -> None:
         "": "no assertion",
         "ttft<1s": "unknown metric",
     }
-    for text, message in told.items():
+    for text, message in fields.items():
         with pytest.raises(ValueError, match=message):
             parse(text)
 

@@ -64,14 +64,14 @@ def test_files_come_along(tmp_path: Path) -> None:
         "  - {name: two, arrivals: {kind: poisson, rate: 1}, requests: 1,\n"
         "     work: {tenants: [{name: z, key_file: c.key}]}}\n"
     )
-    found = dict(files_of(parse(text, folder=tmp_path)))
-    assert {key: path.name for key, path in found.items()} == {
+    items = dict(files_of(parse(text, folder=tmp_path)))
+    assert {key: path.name for key, path in items.items()} == {
         "target.key_file": "a.key",
         "work.tenants.1.key_file": "b.key",
         "phases.0.arrivals.file": "t.jsonl",
         "phases.1.work.tenants.0.key_file": "c.key",
     }
     moved = parse(
-        text, "s", tmp_path, {key: str(tmp_path / "a.key") for key in found if "0.a" not in key}
+        text, "s", tmp_path, {key: str(tmp_path / "a.key") for key in items if "0.a" not in key}
     )
     assert moved.work.tenants[1].key_file == tmp_path / "a.key"

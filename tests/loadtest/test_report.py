@@ -41,10 +41,10 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("run")
-    make_run(made, name='<img src=x onerror="alert(1)">', faults=True, seconds=30.0)
-    write_report(made)
-    return made
+    folder = tmp_path_factory.mktemp("run")
+    make_run(folder, name='<img src=x onerror="alert(1)">', faults=True, seconds=30.0)
+    write_report(folder)
+    return folder
 
 
 def test_page_is_escaped_and_loads_nothing(folder: Path) -> None:
@@ -165,9 +165,9 @@ def test_page_fits_400_pixels(folder: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     shutil.rmtree(tmp_path / "profile", ignore_errors=True)
-    found = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert found, done.stderr[-2000:]
-    visible, needed = json.loads(found[1])
+    match = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert match, done.stderr[-2000:]
+    visible, needed = json.loads(match[1])
     assert 380 <= visible <= 400 and needed <= visible
 
 

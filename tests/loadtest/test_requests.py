@@ -60,13 +60,13 @@ def test_copies_have_the_same_lengths_and_prompts_of_their_own() -> None:
     Dealt out to twice the processes, each has the lengths of one that there was."""
     wanted = workloads.build("dialogue", 5)
     specs = generator(5, name="dialogue", copies=3, first=True)
-    found = [(ids(specs.spec(i)), specs.spec(i).expected) for i in range(24)]
-    assert found[::3] == wanted[:8]
-    for number, (prompt, expected) in enumerate(found):
+    items = [(ids(specs.spec(i)), specs.spec(i).expected) for i in range(24)]
+    assert items[::3] == wanted[:8]
+    for number, (prompt, expected) in enumerate(items):
         assert (len(prompt), expected) == (len(wanted[number // 3][0]), wanted[number // 3][1])
-    assert len({tuple(prompt) for prompt, _ in found}) == 24
+    assert len({tuple(prompt) for prompt, _ in items}) == 24
     for process in range(6):  # of 6, where there were 2
-        lengths = [(len(prompt), expected) for prompt, expected in found[process::6]]
+        lengths = [(len(prompt), expected) for prompt, expected in items[process::6]]
         assert lengths == [(len(p), out) for p, out in wanted[process // 3 : 8 : 2]]
     for work in ({"name": "chat"}, {"name": "dialogue", "output": 5}):
         with pytest.raises(ValueError, match="copies: only of the requests of a list"):
@@ -76,10 +76,10 @@ def test_copies_have_the_same_lengths_and_prompts_of_their_own() -> None:
 def test_sharegpt_lengths() -> None:
     """The inverse CDF scaled twice, or not at all."""
     specs = generator(name="sharegpt")
-    found = [specs.spec(i) for i in range(1500)]
-    assert statistics.fmean(len(ids(spec)) for spec in found) == pytest.approx(114, rel=0.15)
-    assert statistics.fmean(spec.expected for spec in found) == pytest.approx(322, rel=0.06)
-    assert all(spec.fields["ignore_eos"] for spec in found)
+    items = [specs.spec(i) for i in range(1500)]
+    assert statistics.fmean(len(ids(spec)) for spec in items) == pytest.approx(114, rel=0.15)
+    assert statistics.fmean(spec.expected for spec in items) == pytest.approx(322, rel=0.06)
+    assert all(spec.fields["ignore_eos"] for spec in items)
 
 
 def test_lengths() -> None:
@@ -154,8 +154,8 @@ def test_conversations_grow() -> None:
     assert second[: len(first)] == first
     assert [m["role"] for m in second] == ["system", "user", "assistant", "user"]
     tokens = generator(name="tokens", input=10, output=1)
-    one, two = ids(tokens.spec(40, 40)), ids(tokens.spec(41, 40))
-    assert two[:10] == one and len(two) == 20
+    outcome, two = ids(tokens.spec(40, 40)), ids(tokens.spec(41, 40))
+    assert two[:10] == outcome and len(two) == 20
 
 
 def test_trace_blocks_are_shared() -> None:

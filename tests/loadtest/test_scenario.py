@@ -76,9 +76,9 @@ def test_good() -> None:
 def test_bad(old: str, new: str, told: str) -> None:
     """A wrong value that is found after an hour of load, or told without its place."""
     assert old in GOOD
-    found = problems(GOOD.replace(old, new, 1))
-    assert told in found and found.startswith(("s.yaml:", "phase "))
-    assert len([line for line in found.splitlines() if "required" not in line]) == 1
+    texts = problems(GOOD.replace(old, new, 1))
+    assert told in texts and texts.startswith(("s.yaml:", "phase "))
+    assert len([line for line in texts.splitlines() if "required" not in line]) == 1
 
 
 def test_every_problem_at_once() -> None:
@@ -96,8 +96,8 @@ def test_empty_trace(tmp_path: Path) -> None:
 
 def test_work_of_a_trace_without_one() -> None:
     """The client processes die of an assertion when the run has begun."""
-    told = problems(GOOD, work={"name": "trace"})
-    assert "phases.0" in told and "kind trace" in told
+    texts = problems(GOOD, work={"name": "trace"})
+    assert "phases.0" in texts and "kind trace" in texts
 
 
 @pytest.mark.parametrize(

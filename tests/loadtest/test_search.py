@@ -108,20 +108,24 @@ def test_finds_the_highest_rate_of_a_known_queue(start: float) -> None:
     """A search that is off by a fifth buys a fifth too many GPUs, from wherever it starts."""
     queue = Queue()
     truth = queue.highest(0.95, 0.1)
-    found = highest(Trials(queue, search()), start=start)
-    assert found.best is not None and found.first_broken is not None and found.ended == "found"
-    assert abs(found.best / truth - 1) < 0.08, (found.best, truth)
-    assert found.first_broken / found.best <= 1.05
+    highest_load = highest(Trials(queue, search()), start=start)
+    assert (
+        highest_load.best is not None
+        and highest_load.first_broken is not None
+        and highest_load.ended == "found"
+    )
+    assert abs(highest_load.best / truth - 1) < 0.08, (highest_load.best, truth)
+    assert highest_load.first_broken / highest_load.best <= 1.05
 
 
 def test_short_runs_are_repeated_until_clear() -> None:
     """Twenty requests cannot tell 95 % from 99 %: deciding on them is a coin's toss."""
     queue = Queue(seconds=10.0)
     truth = queue.highest(0.95, 0.1)
-    found = highest(Trials(queue, search(), repeats=8), start=4.0)
-    assert found.best is not None and abs(found.best / truth - 1) < 0.15
-    near = [t for t in found.trials if 0.8 < t.load / truth < 1.25]
-    far = [t for t in found.trials if t.load > 1.6 * truth]
+    highest_load = highest(Trials(queue, search(), repeats=8), start=4.0)
+    assert highest_load.best is not None and abs(highest_load.best / truth - 1) < 0.15
+    near = [t for t in highest_load.trials if 0.8 < t.load / truth < 1.25]
+    far = [t for t in highest_load.trials if t.load > 1.6 * truth]
     assert max(t.repeats for t in near) > 1 and all(t.repeats == 1 for t in far)
 
 
@@ -138,8 +142,8 @@ def test_failures_break_the_limit() -> None:
         ] * max(0, int((rate - 20) * 200))
         return summary, [*records, *failed]
 
-    found = highest(Trials(refusing, search()), start=1.0)
-    assert found.best is not None and found.best < 22
+    highest_load = highest(Trials(refusing, search()), start=1.0)
+    assert highest_load.best is not None and highest_load.best < 22
 
 
 def test_resumes_without_running_again(tmp_path: Path) -> None:
@@ -157,11 +161,11 @@ def test_resumes_without_running_again(tmp_path: Path) -> None:
     with pytest.raises(CutOff):
         highest(Trials(breaking, resume(tmp_path, search()), folder=tmp_path), start=1.0)
     before = list(queue.runs)
-    found = highest(Trials(queue, resume(tmp_path, search()), folder=tmp_path), start=1.0)
+    highest_load = highest(Trials(queue, resume(tmp_path, search()), folder=tmp_path), start=1.0)
     assert len(before) == 4 and not set(before) & set(queue.runs[4:])
     straight = highest(Trials(Queue(seconds=50.0), search()), start=1.0)
-    assert (found.best, found.first_broken) == (straight.best, straight.first_broken)
-    assert read_search(tmp_path).best == found.best
+    assert (highest_load.best, highest_load.first_broken) == (straight.best, straight.first_broken)
+    assert read_search(tmp_path).best == highest_load.best
     with pytest.raises(ScenarioError, match="another scenario"):
         resume(tmp_path, search("p95_ttft<1s"))
     (tmp_path / "search.json").write_text("{")
@@ -173,19 +177,23 @@ def test_sweep_stops_when_saturated_and_finds_the_knee() -> None:
     """Beyond saturation every figure is about the queue's length, which is the run's length."""
     queue = Queue()  # saturates at 40/s; by Erlang's formula the SLO ends between 20 and 30
     assert 20 < queue.highest(0.95, 0.1) < 30
-    found = sweep(Trials(queue, search()), loads_of("10..100:10"))
-    assert found.ended.startswith("saturated at") and max(queue.runs) <= 60
-    assert [t.saturated for t in found.trials][:3] == [False] * 3
-    assert found.knee in (20.0, 30.0)
-    assert found.best == 20.0 and found.first_broken == 30.0
+    highest_load = sweep(Trials(queue, search()), loads_of("10..100:10"))
+    assert highest_load.ended.startswith("saturated at") and max(queue.runs) <= 60
+    assert [t.saturated for t in highest_load.trials][:3] == [False] * 3
+    assert highest_load.knee in (20.0, 30.0)
+    assert highest_load.best == 20.0 and highest_load.first_broken == 30.0
 
 
 def test_ends_of_the_range() -> None:
     """Without a bound a search on an idle or dead server never ends."""
-    found = highest(Trials(Queue(), search("p95_ttft<10s")), start=1.0, top=8.0)
-    assert found.best == 8.0 and found.first_broken is None and "highest" in found.ended
-    found = highest(Trials(Queue(service=1e6, seconds=5000.0), search()), start=1.0)
-    assert found.best is None and "lowest" in found.ended
+    highest_load = highest(Trials(Queue(), search("p95_ttft<10s")), start=1.0, top=8.0)
+    assert (
+        highest_load.best == 8.0
+        and highest_load.first_broken is None
+        and "highest" in highest_load.ended
+    )
+    highest_load = highest(Trials(Queue(service=1e6, seconds=5000.0), search()), start=1.0)
+    assert highest_load.best is None and "lowest" in highest_load.ended
 
 
 def test_client_bottleneck_ends_the_search() -> None:
@@ -216,8 +224,8 @@ def test_whole_loads() -> None:
         return Summary(run=INFO), [record] * 200
 
     trials = Trials(closed, search(), open_loop=False)
-    found = highest(trials, start=1.0, whole=True)
-    assert found.best == 11 and found.first_broken == 12
+    highest_load = highest(trials, start=1.0, whole=True)
+    assert highest_load.best == 11 and highest_load.first_broken == 12
     assert all(load == int(load) for load in tried)
 
 
@@ -253,9 +261,11 @@ def test_counts_by_request() -> None:
         )
 
     records = [record(), record(error_class="cut"), record(cancelled=True), record(stream=False)]
-    found = {text: count(records, parse_slo(text)[0]) for text in ("p50_itl<0.2s", "p50_ttft<2s")}
-    assert found["p50_itl<0.2s"].total == 2 and found["p50_itl<0.2s"].good == pytest.approx(0.75)
-    assert found["p50_ttft<2s"] == Count(1.0, 2)
+    by_text = {text: count(records, parse_slo(text)[0]) for text in ("p50_itl<0.2s", "p50_ttft<2s")}
+    assert by_text["p50_itl<0.2s"].total == 2 and by_text["p50_itl<0.2s"].good == pytest.approx(
+        0.75
+    )
+    assert by_text["p50_ttft<2s"] == Count(1.0, 2)
     assert count(records, parse_slo("error_rate<1%")[0]) == Count(2.0, 3)
 
 

@@ -37,8 +37,8 @@ def main(folder: str, told: str) -> int:
 
     def serve(driver: Driver, _: str) -> None:
         _spawn("plain")
-        for what, told in _STEPS if until else ():
-            driver.report(**told)
+        for what, item in _STEPS if until else ():
+            driver.report(**item)
             if what == "model":
                 driver.ignore(signal.SIGINT)
                 for program in programs:

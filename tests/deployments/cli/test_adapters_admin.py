@@ -46,7 +46,7 @@ def test_over_http(tmp_path):
                 assert status == 200 and answer["model"] == "legal"
                 assert (await call("GET", f"/v1/models/{name}"))[1]["parent"] == "m"
             _, models = await call("GET", "/v1/models")
-            assert [(one["id"], one["parent"]) for one in models["data"]] == [
+            assert [(entry["id"], entry["parent"]) for entry in models["data"]] == [
                 ("m", None),
                 ("legal", "m"),
             ]
@@ -108,8 +108,8 @@ def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
     sys.addaudithook(_audit)  # for good: there is no way to take one back
 
     async def case():
-        given = AdapterSettings("m", roots=(str(root), "s3://bucket/models"))
-        async with Fleet(1, loras=2, adapters=given) as fleet:
+        adapter_settings = AdapterSettings("m", roots=(str(root), "s3://bucket/models"))
+        async with Fleet(1, loras=2, adapters=adapter_settings) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
             async def add(name: str, path: str) -> tuple[int, str]:
@@ -139,15 +139,17 @@ def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
 def test_a_link_that_comes_later(tmp_path):
     """A folder that was allowed when it was added, or found in the watched one, and is a link
     to somewhere else when it is read again."""
-    made = [tmp_path / name for name in ("root/a", "watch/b", "watch/c")]
+    folders = [tmp_path / name for name in ("root/a", "watch/b", "watch/c")]
 
     async def case():
-        for folder in made:
+        for folder in folders:
             make_folder(folder)
         # The operator's own names may have links, and more letters than a caller's.
         (tmp_path / "roots (all)").symlink_to(tmp_path / "root")
-        given = settings(tmp_path / "roots (all)", watch=str(tmp_path / "watch"))
-        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+        adapter_settings = settings(tmp_path / "roots (all)", watch=str(tmp_path / "watch"))
+        async with Fleet(
+            1, loras=2, adapters=adapter_settings, tokenizer=tiny_tokenizer()
+        ) as fleet:
             await fleet.dispatcher.adapters.start()
             client = Client(build_asgi(fleet.dispatcher))
 
@@ -161,7 +163,7 @@ def test_a_link_that_comes_later(tmp_path):
             assert await post("/v1/adapters", name="a", path="a") == (200, "")
             for name in "ab":
                 assert await post("/v1/adapters", name=name) == (200, "")
-            for folder in made:
+            for folder in folders:
                 folder.rename(tmp_path / folder.name)
                 folder.symlink_to(tmp_path / folder.name)
                 make_folder(tmp_path / folder.name, r=32)
@@ -187,7 +189,7 @@ def test_admin_keys(tmp_path):
         user, admin = (hashlib.sha256(key).digest() for key in (b"user", b"admin"))
         add = json.dumps({"name": "legal", "path": "legal"}).encode()
         async with Fleet(1, loras=2, adapters=settings(tmp_path)) as fleet:
-            for users, admins, given, status in (
+            for users, admins, header, status in (
                 ((), (), None, 200),
                 ((user,), (), None, 401),
                 ((user,), (), b"user", 403),
@@ -200,16 +202,16 @@ def test_admin_keys(tmp_path):
                 options = ApiOptions(api_keys=frozenset(users), admin_keys=frozenset(admins))
                 client = Client(build_asgi(fleet.dispatcher, options))
                 headers = [(b"content-type", b"application/json")]
-                headers += [(b"authorization", b"Bearer " + given)] if given else []
+                headers += [(b"authorization", b"Bearer " + header)] if header else []
                 for method, path, body in (
                     ("POST", "/v1/adapters", add),
                     ("GET", "/v1/adapters", b""),
                     ("GET", "/v1/adapters/legal", b""),
                 ):
                     reply = await client.request(method, path, body, headers)
-                    assert reply.status == status, (users, admins, given, path)
+                    assert reply.status == status, (users, admins, header, path)
                 reply = await client.request("GET", "/v1/models", b"", headers)
-                assert reply.status == (401 if users and not given else 200)
+                assert reply.status == (401 if users and not header else 200)
 
     run(case())
 

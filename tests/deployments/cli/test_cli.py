@@ -206,9 +206,9 @@ def server() -> Iterator[Callable[[Handler], str]]:
         return f"http://127.0.0.1:{running[-1].server_port}"
 
     yield start
-    for item in running:
-        item.shutdown()
-        item.server_close()
+    for inflight in running:
+        inflight.shutdown()
+        inflight.server_close()
 
 
 def reply(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
@@ -303,9 +303,9 @@ def test_chat_goes_on_when_its_stream_is_cut() -> None:
 def test_chat_names_the_url_that_it_called(server: Callable[[Handler], str]) -> None:
     """ ".../chat/completions answered 404": a path without the /v1 that was really asked for."""
     url = server(lambda h, b: reply(h, 404, {"error": {"message": "gone"}}))
-    for given in (url, f"{url}/v1", f"{url}/v1/"):
+    for case in (url, f"{url}/v1", f"{url}/v1/"):
         with pytest.raises(MantaError) as raised:
-            list(chat.ChatServer(given).stream_chat({"messages": []}))
+            list(chat.ChatServer(case).stream_chat({"messages": []}))
         assert raised.value.message == f"{url}/v1/chat/completions answered 404: gone"
 
 
@@ -550,8 +550,8 @@ def test_doctor_tries_what_serve_checks(
         tls = TlsConfig.model_construct(certificate="a", key="b")
         config = config.model_copy(update={"http": config.http.model_copy(update={"tls": tls})})
     names = {"noexec": "edge", "ray": "ray folder", "port": "ports", "certificate": "edge"}
-    found = {check.name: check for check in doctor._start_checks(config) if check.state != "ok"}
-    assert names[fault] in found and found[names[fault]].way_out
+    by_name = {check.name: check for check in doctor._start_checks(config) if check.state != "ok"}
+    assert names[fault] in by_name and by_name[names[fault]].way_out
     monkeypatch.setattr(serve, "read_target", lambda spec: config)
     with pytest.raises(ConfigError):
         serve.run("default", address="local")
@@ -589,9 +589,9 @@ def test_doctor_refuses_an_open_cluster(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(doctor, "listeners", lambda: [open_port])
     monkeypatch.setattr(doctor, "holder", lambda port: "pid 1 (ray::Dashboard)")
     monkeypatch.setattr(doctor, "auth_token_source", lambda: None)
-    found = [check for check in doctor._ray() if check.state == "MISSING"]
-    assert found
-    assert "RAY_AUTH_MODE=token" in found[0].way_out
+    _rays = [check for check in doctor._ray() if check.state == "MISSING"]
+    assert _rays
+    assert "RAY_AUTH_MODE=token" in _rays[0].way_out
     monkeypatch.setattr(doctor, "auth_token_source", lambda: "a file")
     assert all(check.state == "ok" for check in doctor._ray())
 
@@ -667,10 +667,10 @@ def test_a_service_on_the_network_without_keys_is_told_of(
     file.write_text("secret\n")
     file.chmod(0o600)
     config = tmp_path / "manta.yaml"
-    given = f"\n  api_keys_file: {file}" if keys else ""
-    config.write_text(f"model: default\nhttp:\n  host: '{host}'\n  port: 8123{given}\n")
-    found = [one for one in doctor.checks(load_config(config)) if one.name == "API keys"]
-    assert [one.state for one in found] == ["note"] * warns
+    setting = f"\n  api_keys_file: {file}" if keys else ""
+    config.write_text(f"model: default\nhttp:\n  host: '{host}'\n  port: 8123{setting}\n")
+    checks = [check for check in doctor.checks(load_config(config)) if check.name == "API keys"]
+    assert [check.state for check in checks] == ["note"] * warns
     monkeypatch.setattr(serve, "Cluster", lambda address: SimpleNamespace(own=True))
     monkeypatch.setattr(start_checks, "why_not_bindable", lambda host, port: "a test")
     with pytest.raises(ConfigError, match="a test"):
@@ -703,8 +703,8 @@ def test_a_shard_that_is_cut_short_is_told_before_ray_is_started(tmp_path: Path)
     (model / "model.safetensors").write_bytes((500).to_bytes(8, "little") + b'{"a":')
     done = manta("serve", str(model), "--port", str(port), "--address", "local")
     assert done.returncode == 2 and "Starting Ray" not in done.stdout + done.stderr
-    told = " ".join(done.stderr.split())
-    assert "model.safetensors: truncated or not safetensors: 13 bytes, header 500" in told, told
+    text = " ".join(done.stderr.split())
+    assert "model.safetensors: truncated or not safetensors: 13 bytes, header 500" in text, text
 
 
 def test_addresses_that_are_not_ours() -> None:
@@ -722,17 +722,17 @@ def metrics_told(pids: Sequence[int]) -> list[int]:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inodes.add(os.readlink(entry))
-    found = []
-    open_ = [one for one in ports.listeners() if f"socket:[{one.inode}]" in inodes]
+    collected = []
+    open_ = [listener for listener in ports.listeners() if f"socket:[{listener.inode}]" in inodes]
     assert len(open_) > 4, "Ray's own, at least"
-    for one in open_:
-        if one.address not in ("127.0.0.1", "::1"):
+    for listener in open_:
+        if listener.address not in ("127.0.0.1", "::1"):
             with contextlib.suppress(OSError, HTTPException):
-                connection = HTTPConnection("127.0.0.1", one.port, timeout=2)
+                connection = HTTPConnection("127.0.0.1", listener.port, timeout=2)
                 connection.request("GET", "/metrics")
                 if b"# HELP" in connection.getresponse().read():
-                    found.append(one.port)
-    return found
+                    collected.append(listener.port)
+    return collected
 
 
 @pytest.mark.slow

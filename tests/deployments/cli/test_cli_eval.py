@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
         {"q": " who sat ", "options": ["the cat", "the log"], "key": "a"},
         {"q": "on what", "options": ["the cat", "the mat"], "key": "b"},
     ]
-    text = "".join(json.dumps(each) + "\n" for each in documents)
+    text = "".join(json.dumps(document) + "\n" for document in documents)
     (tmp_path / "animals.jsonl").write_text(text)
     (tmp_path / "choice.yaml").write_text(CHOICE)
     (tmp_path / "answer.yaml").write_text(ANSWER)
@@ -67,8 +67,8 @@ def test_other_tokens_are_refused_before_a_model_is_loaded(
     file = folder / "other" / "tokenizer.json"
     changed = json.loads(file.read_text())
     vocab = changed["model"]["vocab"]
-    one, two = tokenizer.encode("the cat").tokens[:2]
-    vocab[one], vocab[two] = vocab[two], vocab[one]
+    first_token, two = tokenizer.encode("the cat").tokens[:2]
+    vocab[first_token], vocab[two] = vocab[two], vocab[first_token]
     file.write_text(json.dumps(changed))
     (folder / "text.txt").write_text("the cat")
     monkeypatch.setattr(score, "load_model", None)
@@ -86,13 +86,13 @@ def test_figures_and_thresholds(folder: Path) -> None:
     (folder / "text.txt").write_text("the cat sat on the mat and the dog sat on the log")
     tasks = ("--task", folder / "choice.yaml", "--task", folder / "answer.yaml")
     text = ("--text", folder / "text.txt", "--dtype", "float32")
-    code, found = evaluate(model, *text, *tasks, "--min-accuracy", "1.0")
-    figures = found["model"]
+    code, output = evaluate(model, *text, *tasks, "--min-accuracy", "1.0")
+    figures = output["model"]
     assert isinstance(figures, dict) and figures["perplexity"] > 1 and figures["tokens"] > 10
-    assert code == 1 and found["problems"]
+    assert code == 1 and output["problems"]
     assert all(figures["tasks"][name]["questions"] == 2 for name in ("animals", "words"))
-    code, found = evaluate(model, *text, "--against", model, "--max-kl", "1e-9")
-    agreement = found["agreement"]
+    code, output = evaluate(model, *text, "--against", model, "--max-kl", "1e-9")
+    agreement = output["agreement"]
     assert code == 1 and isinstance(agreement, dict)  # the other's are of 16 bits
     assert 1e-9 < agreement["kl"] < 0.01 < 0.9 < agreement["same_token"]
 

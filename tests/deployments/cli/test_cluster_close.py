@@ -35,10 +35,10 @@ def test_what_was_deployed_in_its_place_stays(
     gone: list[str] = []
     monkeypatch.setattr(serve, "delete", lambda name, **_: gone.append(name))
     monkeypatch.setattr("deployments.cli.serving.cluster.forget_app", lambda _: None)
-    kept: dict[str, bytes] = {}
+    by_name: dict[str, bytes] = {}
 
     def store(what: str, key: str, *value: bytes, **_: bool) -> bytes | None:
-        return kept.get(key) if what == "get" else kept.update({key: value[0]})
+        return by_name.get(key) if what == "get" else by_name.update({key: value[0]})
 
     monkeypatch.setattr("deployments.serve.coexistence.store", store)
     cluster = Cluster("10.0.0.1:6379")

@@ -70,8 +70,8 @@ def test_a_port_that_nothing_will_ever_listen_on_is_told() -> None:
 def test_applications_that_are_not_ours_are_no_configurations() -> None:
     """A KeyError about somebody else's application, and nothing can be deployed any more."""
     ours = {"import_path": "deployments.app:build", "args": {"config": {"model": "/models/a"}}}
-    found = config_of(ours)
-    assert found is not None and found.name() == "a"
+    config = config_of(ours)
+    assert config is not None and config.name() == "a"
     assert config_of({**ours, "import_path": "theirs:app"}) is None
     assert config_of({**ours, "args": {"config": {"modle": "of another release"}}}) is None
     assert config_of({"import_path": "theirs:app"}) is None
@@ -80,23 +80,23 @@ def test_applications_that_are_not_ours_are_no_configurations() -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Ray's store, as `put`, `get` and `del` of it do."""
-    kept: dict[str, bytes] = {}
+    by_name: dict[str, bytes] = {}
     lock = threading.Lock()
 
     def store(what: str, key: str, value: bytes = b"", overwrite: bool = True) -> Any:
         with lock:
             if what == "get":
-                return kept.get(key)
+                return by_name.get(key)
             if what == "del":
-                return kept.pop(key, None)
-            there = key in kept
+                return by_name.pop(key, None)
+            there = key in by_name
             if overwrite or not there:
-                kept[key] = value
+                by_name[key] = value
             return there
 
     monkeypatch.setattr(coexistence, "store", store)
     monkeypatch.setattr(coexistence, "_POLL", 0.001)
-    return kept
+    return by_name
 
 
 def test_deployments_take_turns(kept: dict[str, bytes]) -> None:

@@ -72,13 +72,13 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(folder: Path, **told: Any) -> Iterator[Serving]:
-    one = Serving(folder, **told)
+    server = Serving(folder, **told)
     try:
-        yield one
+        yield server
     finally:
-        one.process.kill()
-        one.process.wait()
-        for pid in one.all:
+        server.process.kill()
+        server.process.wait()
+        for pid in server.all:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -99,89 +99,91 @@ def test_a_signal_to_the_whole_group(
 ) -> None:
     """What `timeout`, a supervisor and a closed terminal send ended Ray before us: we waited a
     minute for it, were ended by it with code 1, and haproxy went on listening."""
-    with serving(tmp_path, until=until) as one:
-        one.is_there()
-        os.killpg(one.process.pid, number)
-        os.killpg(one.process.pid, number)  # as `timeout` does: it is no second one
-        assert one.ends(5) == code, one.output
-        assert ("close 60.0" in one.output) == closes
-        assert "Traceback" not in one.output
+    with serving(tmp_path, until=until) as server:
+        server.is_there()
+        os.killpg(server.process.pid, number)
+        os.killpg(server.process.pid, number)  # as `timeout` does: it is no second one
+        assert server.ends(5) == code, server.output
+        assert ("close 60.0" in server.output) == closes
+        assert "Traceback" not in server.output
 
 
 def test_ctrl_c_without_end(tmp_path: Path) -> None:
     """One in the last moments ended the process by the signal, with another code."""
-    with serving(tmp_path, until="ray") as one:
-        one.is_there()
-        while one.process.poll() is None:
-            os.killpg(one.process.pid, signal.SIGINT)
+    with serving(tmp_path, until="ray") as server:
+        server.is_there()
+        while server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGINT)
             time.sleep(0.005)
-        assert one.ends(5) == 130, one.output
-        assert "Traceback" not in one.output
+        assert server.ends(5) == 130, server.output
+        assert "Traceback" not in server.output
 
 
 def test_a_supervisor_that_signals_every_process(tmp_path: Path) -> None:
     """A cgroup's SIGTERM (systemd's default) ends Ray with us, which is no loss."""
-    with serving(tmp_path, until="beat") as one:
-        one.is_there()
-        for pid in (*one.all, one.process.pid):
+    with serving(tmp_path, until="beat") as server:
+        server.is_there()
+        for pid in (*server.all, server.process.pid):
             os.kill(pid, signal.SIGTERM)
-        assert one.ends(5) == 0, one.output
-        assert "starting again" not in one.output
+        assert server.ends(5) == 0, server.output
+        assert "starting again" not in server.output
 
 
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_stop_that_ray_does_not_answer(tmp_path: Path, hurry: bool) -> None:
     """SIGTERM waited for ever in a call to Ray; a second one had to be known of."""
-    with serving(tmp_path, until="beat", stays=True, limits={"drain_seconds": 60.0 * hurry}) as one:
-        one.is_there()
-        one.process.terminate()
+    with serving(
+        tmp_path, until="beat", stays=True, limits={"drain_seconds": 60.0 * hurry}
+    ) as server:
+        server.is_there()
+        server.process.terminate()
         if hurry:
-            one.until("close")
+            server.until("close")
             time.sleep(0.2)
-            one.process.terminate()
-        assert one.ends(5) == 0, one.output
+            server.process.terminate()
+        assert server.ends(5) == 0, server.output
 
 
 @pytest.mark.parametrize(("program", "name"), [("raylet", "raylet"), ("gcs_server", "GCS")])
 def test_a_lost_node_is_started_again(tmp_path: Path, program: str, name: str) -> None:
     """After the raylet's end the server stayed for ever, silent, and healed nothing."""
-    with serving(tmp_path, until="beat", limits={"restarts": 1}) as one:
-        one.is_there()
-        os.kill(one.pids[program], signal.SIGKILL)
-        one.until(f"the {name} of Manta's Ray has ended; starting again (1 of 1 in an hour)")
-        one.output = ""
-        one.is_there()
-        os.kill(one.pids["raylet"], signal.SIGKILL)
-        assert one.ends(5) == 1, one.output
-        assert "limits.restarts is 1" in one.output
+    with serving(tmp_path, until="beat", limits={"restarts": 1}) as server:
+        server.is_there()
+        os.kill(server.pids[program], signal.SIGKILL)
+        server.until(f"the {name} of Manta's Ray has ended; starting again (1 of 1 in an hour)")
+        server.output = ""
+        server.is_there()
+        os.kill(server.pids["raylet"], signal.SIGKILL)
+        assert server.ends(5) == 1, server.output
+        assert "limits.restarts is 1" in server.output
 
 
 def test_a_ray_that_is_silent_is_lost(tmp_path: Path) -> None:
     """A GCS that stands still answers nothing, and nobody noticed."""
-    with serving(tmp_path, until="serving", silent=0.5, limits={"restarts": 0}) as one:
-        assert one.ends(8) == 1, one.output
-        assert "Ray has not answered" in one.output
+    with serving(tmp_path, until="serving", silent=0.5, limits={"restarts": 0}) as server:
+        assert server.ends(8) == 1, server.output
+        assert "Ray has not answered" in server.output
 
 
 def test_what_a_killed_server_leaves_is_known(tmp_path: Path) -> None:
     """haproxy outlived a killed server and sent requests to whoever got its backends' ports. The
     next server finds it, and takes nobody else's processes for its own."""
-    with serving(tmp_path, until="beat") as one:
-        one.is_there()
-        assert not set(processes.leftovers()) & one.all, "its server lives"
-        one.process.kill()
-        one.process.wait()
-        assert {one.pids["raylet"], one.pids["plain"]} <= set(processes.leftovers())
+    with serving(tmp_path, until="beat") as server:
+        server.is_there()
+        assert not set(processes.leftovers()) & server.all, "its server lives"
+        server.process.kill()
+        server.process.wait()
+        assert {server.pids["raylet"], server.pids["plain"]} <= set(processes.leftovers())
         # Its processes have children of their own, which would outlive the test.
-        by = f"{one.process.pid}."
+        by = f"{server.process.pid}."
         assert processes.kill(
             lambda: {
                 pid
                 for pid in processes.leftovers()
-                if pid in one.all or processes.marked([pid]).get(pid, "").startswith(by)
+                if pid in server.all or processes.marked([pid]).get(pid, "").startswith(by)
             }
         )
-        assert processes.read(one.pids["raylet"]) is None
+        assert processes.read(server.pids["raylet"]) is None
     assert os.getpid() not in processes.leftovers()
 
 
@@ -213,8 +215,8 @@ def test_a_container_seen_from_its_host(marked: Start) -> None:
     like the leftovers of one that has ended."""
     other = marked("1.1.4711")
     ours = marked(f"1.1.{processes._namespace()}")
-    found = processes.leftovers()
-    assert ours.pid in found and other.pid not in found
+    leftover = processes.leftovers()
+    assert ours.pid in leftover and other.pid not in leftover
 
 
 def test_signals_that_come_twice() -> None:

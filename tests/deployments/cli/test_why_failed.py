@@ -28,14 +28,16 @@ def test_the_deepest_cause(message: str, found: str) -> None:
 
 def test_what_a_replica_waits_for() -> None:
     """A model that no node has room for, and a command that only counts seconds."""
-    told = (
+    text = (
         "Deployment 'engine-cpu' in application 'manta.b' has 1 replicas that have taken more than "
         "30s to be scheduled. This may be due to waiting for the cluster to auto-scale or for a "
         'runtime environment to be installed. Resources required for each replica: {"CPU": 2.0, '
         '"GPU": 0.5}, total resources available: {}. Use `ray status` for more details.'
     )
-    found = why_waiting(["", told, "app"])
-    assert found.startswith("no node has 2 CPU, 0.5 GPU free") and "(pools.gpu.num_gpus, " in found
-    found = why_waiting([told.replace(', "GPU": 0.5', "")])
-    assert found.startswith("no node has 2 CPU free") and "(pools.cpu.num_cpus)" in found
-    assert why_waiting([told.replace("scheduled", "initialized"), ""]) == ""
+    reason = why_waiting(["", text, "app"])
+    assert (
+        reason.startswith("no node has 2 CPU, 0.5 GPU free") and "(pools.gpu.num_gpus, " in reason
+    )
+    reason = why_waiting([text.replace(', "GPU": 0.5', "")])
+    assert reason.startswith("no node has 2 CPU free") and "(pools.cpu.num_cpus)" in reason
+    assert why_waiting([text.replace("scheduled", "initialized"), ""]) == ""

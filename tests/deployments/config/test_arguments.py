@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 
 MACHINE = NodeCapacity(16.0, 4.0)
 POOL = [{}, {"num_gpus": 0.5}, {"replicas": 2}, {"min_replicas": 0, "max_replicas": 3}]
-POOLS = [{"gpu": one} for one in POOL] + [{"cpu": {"num_cpus": 2}}, {"cpu": {}, "gpu": {}}]
+POOLS = [{"gpu": pool} for pool in POOL] + [{"cpu": {"num_cpus": 2}}, {"cpu": {}, "gpu": {}}]
 ENGINES = [
     {"sleep_in_host_memory": True},
     {"max_loras": 2},
@@ -70,18 +70,18 @@ def schema_of(config: MantaConfig) -> dict[str, dict[str, Any]]:
     """Serve's applications of a configuration, on a machine of our own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NodeCapacity, "here", lambda: MACHINE)
-        found = app.serve_config(config)["applications"]
-    return {one["name"]: one for one in found}
+        applications = app.serve_config(config)["applications"]
+    return {application["name"]: application for application in applications}
 
 
 def read_again(application: dict[str, Any]) -> MantaConfig:
     """The arguments as the function that Serve calls with them reads them."""
     module, _, name = application["import_path"].partition(":")
-    found: list[MantaConfig] = []
+    collected: list[MantaConfig] = []
     with pytest.MonkeyPatch.context() as patch:
 
         def stop(config: MantaConfig, *_: Any, **__: Any) -> Any:
-            found.append(config)
+            collected.append(config)
             raise InterruptedError
 
         patch.setattr(app, "assemble", stop)
@@ -92,7 +92,7 @@ def read_again(application: dict[str, Any]) -> MantaConfig:
             getattr(importlib.import_module(module), name)(
                 json.loads(json.dumps(application["args"]))
             )
-    return found[0]
+    return collected[0]
 
 
 def check(data: dict[str, Any]) -> None:
@@ -107,8 +107,8 @@ def check(data: dict[str, Any]) -> None:
         for section in ("http", "limits", "scaling", "log", "usage", "engine"):
             if section in written:
                 assert getattr(again, section) == getattr(config, section) or config.models
-        kept = again.model_dump(exclude_defaults=True)
-        assert {**kept, "pools": written.get("pools")} == {"pools": None, **written}
+        dumped = again.model_dump(exclude_defaults=True)
+        assert {**dumped, "pools": written.get("pools")} == {"pools": None, **written}
     if config.models:
         assert entries(config.app_name, applications).keys() == config.models.keys()
 
@@ -127,16 +127,18 @@ def test_store_bytes_can_be_turned_on(several: bool) -> None:
     data |= {"models": {"a": {"model": "/m"}}} if several else {"model": "/m"}
     applications = schema_of(parse_config(data, {}, check_files=False))
     (routers,) = (
-        one
-        for one in applications.values()
-        if any(part["name"] == "router" for part in one["deployments"])
+        application
+        for application in applications.values()
+        if any(part["name"] == "router" for part in application["deployments"])
     )
     assert read_again(routers).http.store_bytes == 10_000_000
     assert {"name": "router", "num_replicas": 1} in routers["deployments"]
     data["http"] = {}
     more = schema_of(parse_config({**data, "router": {"replicas": 3}}, {}, check_files=False))
     same = schema_of(parse_config(data, {}, check_files=False))
-    assert [one["args"] for one in more.values()] == [one["args"] for one in same.values()]
+    assert [application["args"] for application in more.values()] == [
+        application["args"] for application in same.values()
+    ]
 
 
 def test_a_model_can_be_added_where_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_a_model_can_be_added_where_answers_are_kept(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(app.coexistence, "deploying", lambda: pytest.MonkeyPatch.context())
     monkeypatch.setattr(app, "apply", lambda schema, there: applied.append(schema))
     app.put_model(base, "b", {"model": "/m"})
-    assert [one["name"] for one in applied[0]["applications"]] == ["manta.b"]
+    assert [application["name"] for application in applied[0]["applications"]] == ["manta.b"]
 
 
 def test_several_models_may_sleep_by_what_they_have_in_common() -> None:

@@ -41,29 +41,29 @@ def faults(folder: Path, text: str) -> list[str]:
 
 def test_all_keys_have_defaults(tmp_path):
     """A demo that needs a page of settings."""
-    given = load_config(write(tmp_path, "model: default"), {})
-    assert given == MantaConfig() == parse_config(environment={})
+    config = load_config(write(tmp_path, "model: default"), {})
+    assert config == MantaConfig() == parse_config(environment={})
     assert MantaConfig().http.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# model: default\n", "---\n", "null\n"])
 def test_a_file_with_nothing_in_it_is_refused(tmp_path, text):
     """Bug: a file that was cut short, or another than was meant, served the small default model."""
-    (found,) = faults(tmp_path, text)
-    assert found.endswith("there is nothing in it; the least is `model: default`")
+    (fault,) = faults(tmp_path, text)
+    assert fault.endswith("there is nothing in it; the least is `model: default`")
 
 
 def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
     """Bug: `num_gpus: 2` reserved two GPUs for each replica and used one, without a word."""
-    for given in (2, 1.5):
-        (found,) = faults(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}")
-        assert "an engine uses a GPU for each rank" in found and "more replicas" in found
-    for given in (0.5, 1, 64):
-        (found,) = faults(tmp_path, f"pools:\n  cpu: {{num_gpus: {given}}}")
-        assert f"pools.cpu.num_gpus is {given}" in found and "take pools.gpu" in found
-    for given in (0, 0.25, 1):
-        pools = load_config(write(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}"), {}).pools
-        assert pools["gpu"].num_gpus == given
+    for gpus in (2, 1.5):
+        (fault,) = faults(tmp_path, f"pools:\n  gpu: {{num_gpus: {gpus}}}")
+        assert "an engine uses a GPU for each rank" in fault and "more replicas" in fault
+    for gpus in (0.5, 1, 64):
+        (fault,) = faults(tmp_path, f"pools:\n  cpu: {{num_gpus: {gpus}}}")
+        assert f"pools.cpu.num_gpus is {gpus}" in fault and "take pools.gpu" in fault
+    for gpus in (0, 0.25, 1):
+        pools = load_config(write(tmp_path, f"pools:\n  gpu: {{num_gpus: {gpus}}}"), {}).pools
+        assert pools["gpu"].num_gpus == gpus
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel", "pipeline_parallel"])
@@ -78,12 +78,12 @@ def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
 )
 def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, why, key):
     """Bug: Ray gives a replica one GPU, and its second rank fails at the start, or shares it."""
-    (found,) = faults(tmp_path, f"engine: {{{key}: 2}}\npools:\n  {pool}")
-    assert why.replace("tensor_parallel", key) in found
+    (fault,) = faults(tmp_path, f"engine: {{{key}: 2}}\npools:\n  {pool}")
+    assert why.replace("tensor_parallel", key) in fault
     if "num_gpus: 3" in pool:
         both = "engine: {tensor_parallel: 2, pipeline_parallel: 2}"
-        (found,) = faults(tmp_path, f"{both}\npools:\n  {pool}")
-        assert "num_gpus is 3 and tensor_parallel 2 x pipeline_parallel 2: each rank" in found
+        (fault,) = faults(tmp_path, f"{both}\npools:\n  {pool}")
+        assert "num_gpus is 3 and tensor_parallel 2 x pipeline_parallel 2: each rank" in fault
     load_config(write(tmp_path, f"engine: {{{key}: 2}}\npools: {{gpu: {{}}, cpu: {{}}}}"), {})
 
 
@@ -105,20 +105,20 @@ def test_a_replica_on_several_nodes_is_one_placement_group(tmp_path):
     actor = built.ray_actor_options
     assert (actor["num_gpus"], actor["num_cpus"], actor["resources"]) == (4, 4, {"a": 0.5})
     assert "label_selector" not in actor
-    for given, why in (
+    for item, why in (
         ("gpu: {num_gpus: 2}", "num_gpus is 2 and .* on pipeline_nodes 2, 4 on each: each rank"),
         ("gpu: {num_gpus: 8}", "an engine uses a GPU for each rank"),
         ("cpu: {engine: {pipeline_parallel: 1}}", "engine.pipeline_nodes is 2 and engine.pipe"),
     ):
-        (found,) = faults(tmp_path, f"{engine}\npools: {{{given}}}")
-        assert re.search(why, found)
-    (found,) = faults(tmp_path, "engine: {pipeline_parallel: 3, pipeline_nodes: 2}")
-    assert "2 nodes cannot have equally many of pipeline_parallel 3 stages" in found
+        (fault,) = faults(tmp_path, f"{engine}\npools: {{{item}}}")
+        assert re.search(why, fault)
+    (fault,) = faults(tmp_path, "engine: {pipeline_parallel: 3, pipeline_nodes: 2}")
+    assert "2 nodes cannot have equally many of pipeline_parallel 3 stages" in fault
 
 
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
     """One error a try; a misspelt key that is silently ignored."""
-    found = faults(
+    fault = faults(
         tmp_path,
         """\
         modle: default
@@ -135,7 +135,7 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
         zzz: 1
         """,
     )
-    assert found == [
+    assert fault == [
         "1: modle: unknown key; did you mean model?",
         "3: engine.blok_size: unknown key; did you mean block_size?",
         "4: engine.block_size: must be a valid integer, got '16'",
@@ -171,8 +171,8 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
 )
 def test_a_key_in_a_wrong_place_is_told_its_right_one(tmp_path: Path, text: str, hint: str) -> None:
     """A list of thirty keys for somebody who wrote `max_model_len` without `engine`."""
-    (found,) = faults(tmp_path, text)
-    assert f": unknown key; did you mean {hint}" in found
+    (fault,) = faults(tmp_path, text)
+    assert f": unknown key; did you mean {hint}" in fault
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_a_key_in_a_wrong_place_is_told_its_right_one(tmp_path: Path, text: str,
 )
 def test_bad_values_name_line_and_key(tmp_path, text, line, part):
     """A message that leaves the reader to search the file."""
-    (found,) = faults(tmp_path, text)
-    assert part in found
+    (fault,) = faults(tmp_path, text)
+    assert part in fault
     if line:
-        assert found.startswith(f"{line}: ")
+        assert fault.startswith(f"{line}: ")
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_bad_values_name_line_and_key(tmp_path, text, line, part):
 )
 def test_yaml_that_bites(tmp_path, text, line, part):
     """Bombs, objects and ambiguities of YAML; a traceback instead of a message."""
-    (found,) = faults(tmp_path, text)
-    assert part in found
+    (fault,) = faults(tmp_path, text)
+    assert part in fault
     if line:
-        assert found.startswith(f"{line}: ")
+        assert fault.startswith(f"{line}: ")
 
 
 def test_files_that_are_no_configuration(tmp_path):
@@ -291,11 +291,11 @@ def test_the_model_folder_is_checked_first(tmp_path):
     """A typo in a path that shows after minutes, in a replica's log, as a restart loop."""
     assert "no such folder" in faults(tmp_path, "model: ./absent")[0]
     (tmp_path / "empty").mkdir()
-    (found,) = faults(tmp_path, "replicas: 1\nmodel: empty")
-    assert found.startswith("2: model: ") and "config.json" in found
+    (fault,) = faults(tmp_path, "replicas: 1\nmodel: empty")
+    assert fault.startswith("2: model: ") and "config.json" in fault
     model_folder(tmp_path / "odd", architectures=["LammaForCausalLM"])
-    (found,) = faults(tmp_path, "model: odd")
-    assert "LammaForCausalLM" in found and "LlamaForCausalLM" in found
+    (fault,) = faults(tmp_path, "model: odd")
+    assert "LammaForCausalLM" in fault and "LlamaForCausalLM" in fault
     good = model_folder(tmp_path / "good")
     config = load_config(write(tmp_path, "model: good"), {})
     assert config.model == str(good), "relative to the file"
@@ -355,8 +355,8 @@ def test_key_files_of_others_are_refused(tmp_path):
     path.write_text("# comment\nabc\n  def  \n")
     assert read_api_keys(path) == (ApiKey(key_digest("abc")), ApiKey(key_digest("def")))
     path.chmod(0o644)
-    (found,) = faults(tmp_path, "http:\n  api_keys_file: keys")
-    assert found.startswith("2: http.api_keys_file: ") and "chmod 600" in found
+    (fault,) = faults(tmp_path, "http:\n  api_keys_file: keys")
+    assert fault.startswith("2: http.api_keys_file: ") and "chmod 600" in fault
 
 
 def test_a_key_may_have_rights_and_limits(tmp_path):

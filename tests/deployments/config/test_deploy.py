@@ -93,7 +93,10 @@ def test_the_head_has_its_clouds_client(path: Path) -> None:
     failed in its log, and no worker ever started."""
     cloud = read(path)["provider"]["type"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    packages = {re.split(r"[\[><=;]", one)[0] for one in project["optional-dependencies"][cloud]}
+    packages = {
+        re.split(r"[\[><=;]", requirement)[0]
+        for requirement in project["optional-dependencies"][cloud]
+    }
     config = prepared(path)
     assert f"cd ~/manta && make install EXTRAS={cloud}" in config["setup_commands"]
     (checked,) = re.findall(r"python -c 'import ([^']*)' &&", config["head_start_ray_commands"][-1])
@@ -134,23 +137,25 @@ def test_every_process_gets_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     done = subprocess.run(["sh", "-c", script], env=clean, capture_output=True, text=True)
-    given = {k: v for k, v in json.loads(done.stdout).items() if k.startswith("RAY")}
-    assert given.pop("RAY_AUTH_MODE") == "token"
-    assert given.pop("RAY_gcs_rpc_server_reconnect_timeout_s") == "600"
-    folder = Path(given["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+    by_k = {k: v for k, v in json.loads(done.stdout).items() if k.startswith("RAY")}
+    assert by_k.pop("RAY_AUTH_MODE") == "token"
+    assert by_k.pop("RAY_gcs_rpc_server_reconnect_timeout_s") == "600"
+    folder = Path(by_k["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
     try:
         assert folder.stat().st_mode & 0o777 == 0o700 and len(str(folder)) <= 26
-        launcher = Path(given["RAY_SERVE_HAPROXY_BINARY_PATH"])
+        launcher = Path(by_k["RAY_SERVE_HAPROXY_BINARY_PATH"])
         assert os.access(launcher, os.X_OK) and launcher.parent == folder
-        assert given == needed(str(folder))
+        assert by_k == needed(str(folder))
     finally:
         shutil.rmtree(folder)
     (head,) = read(ROOT / "deploy" / "rayservice.yaml")["spec"]["rayClusterConfig"][
         "headGroupSpec"
     ]["template"]["spec"]["containers"]
-    pod = {name: value for name, value in given.items() if not value.startswith(str(folder))}
+    pod = {name: value for name, value in by_k.items() if not value.startswith(str(folder))}
     pod["RAY_SERVE_HAPROXY_BINARY_PATH"] = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
-    assert {one["name"]: one["value"] for one in head["env"] if "value" in one} == pod
+    assert {
+        variable["name"]: variable["value"] for variable in head["env"] if "value" in variable
+    } == pod
 
 
 SUBNETS = [
@@ -286,20 +291,22 @@ def test_rayservice_is_what_kuberay_and_serve_take() -> None:
         grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
         assert grace > 80 > load_config(ROOT / "deploy" / "manta.yaml", {}).limits.drain_seconds
 
-    given = yaml.safe_load(spec["serveConfigV2"])
-    ServeDeploySchema.model_validate(given)
-    (mine,) = given["applications"]
+    serve_schema = yaml.safe_load(spec["serveConfigV2"])
+    ServeDeploySchema.model_validate(serve_schema)
+    (mine,) = serve_schema["applications"]
     built = rayservice(load_config(ROOT / "deploy" / "manta.yaml", {}))
     theirs = built["spec"].pop("serveConfigV2")
     hint = "run: manta build deploy/manta.yaml --kubernetes, and put it into deploy/rayservice.yaml"
-    assert given == json.loads(json.dumps(theirs)), hint
+    assert serve_schema == json.loads(json.dumps(theirs)), hint
     assert {**service, "spec": {"rayClusterConfig": cluster}} == built, hint
     ports = [
         port["containerPort"] for port in groups[0]["template"]["spec"]["containers"][0]["ports"]
     ]
-    assert given["http_options"]["port"] in ports
+    assert serve_schema["http_options"]["port"] in ports
     # What a group can hold is what its pool may have.
-    limits = {one["name"]: one["autoscaling_config"] for one in mine["deployments"]}
+    limits = {
+        deployment["name"]: deployment["autoscaling_config"] for deployment in mine["deployments"]
+    }
     for group in groups[1:]:
         pool = limits[f"engine-{group['groupName']}"]
         assert (group["minReplicas"], group["maxReplicas"]) == (
@@ -354,7 +361,9 @@ def test_pods_are_what_kubernetes_takes() -> None:
     (container,) = spec["containers"]
     assert container["resources"]["requests"] == {"cpu": "7", "memory": "8Gi"}
     assert container["image"] == "me/manta:1"
-    (edge,) = [one["value"] for one in container["env"] if one["name"] == "MANTA_EDGE"]
+    (edge,) = [
+        variable["value"] for variable in container["env"] if variable["name"] == "MANTA_EDGE"
+    ]
     assert EdgeSettings.decode(edge) == EdgeSettings(connections=64, prefix="/")
     gpus = gpu["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert gpus == "1"
@@ -382,7 +391,7 @@ def test_pods_keep_models_and_reach_gated_ones() -> None:
             assert volume in template["spec"]["volumes"]
             (container,) = template["spec"]["containers"]
             assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
-            (token,) = [one for one in container["env"] if one["name"] == "HF_TOKEN"]
+            (token,) = [variable for variable in container["env"] if variable["name"] == "HF_TOKEN"]
             secret = token["valueFrom"]["secretKeyRef"]
             assert secret == {"name": "manta-hub", "key": "token", "optional": True}
     with pytest.raises(ConfigError, match="--cache-claim My_Claim: "):
@@ -419,7 +428,7 @@ def test_several_models_have_groups_of_their_own() -> None:
     requests = [
         group["template"]["spec"]["containers"][0]["resources"]["requests"] for group in groups
     ]
-    assert [one["memory"] for one in requests] == ["99Gi", "8Gi", "32Gi"]
+    assert [request["memory"] for request in requests] == ["99Gi", "8Gi", "32Gi"]
     for template in pods(built):
         whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}}
         kubernetes_validate.validate({**whole, "template": template}, "1.34", strict=True)
@@ -434,8 +443,8 @@ def test_several_models_have_groups_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"models\.a\.pools must be there"):
         rayservice(parse_config({"models": {"a": {"model": "org/a"}}}, {}))
     with pytest.raises(ConfigError, match=r"models\.a\.pools\.cpu\.num_cpus must be there"):
-        one = {"model": "org/a", "pools": {"cpu": {}}}
-        rayservice(parse_config({"models": {"a": one}}, {}))
+        request = {"model": "org/a", "pools": {"cpu": {}}}
+        rayservice(parse_config({"models": {"a": request}}, {}))
     with pytest.raises(ConfigError, match="pods with GPUs of their own"):
         naps = {"engine": {"sleep_in_host_memory": True}, "pools": {"gpu": {"num_gpus": 0.5}}}
         rayservice(parse_config({"models": {"a": {"model": "org/a", **naps}}}, {}))
@@ -467,12 +476,12 @@ def test_the_image_has_what_it_runs_and_its_user_has_no_rights() -> None:
     assert all((ROOT / name).exists() for name in sources)
     assert text.count("pip install") == text.count("-c /manta/constraints.txt /manta") == 2
     for target in ("cpu", "cuda"):
-        told = dict(stages[target])
-        assert told["USER"] == "1000:1000" and "/health" in told["HEALTHCHECK"]
-        assert (told["ENTRYPOINT"], told["CMD"]) == ('["manta"]', '["serve", "default"]')
+        items = dict(stages[target])
+        assert items["USER"] == "1000:1000" and "/health" in items["HEALTHCHECK"]
+        assert (items["ENTRYPOINT"], items["CMD"]) == ('["manta"]', '["serve", "default"]')
         assert "useradd" not in parents[target] and parents[parents[target]] == "base"
     kubernetes = pods(read(ROOT / "deploy" / "rayservice.yaml"))[0]["spec"]["containers"][0]
-    assert {one["mountPath"] for one in kubernetes["volumeMounts"]} == WRITTEN
+    assert {mount["mountPath"] for mount in kubernetes["volumeMounts"]} == WRITTEN
     for name in ("MANTA_CACHE", "HF_HOME", "TRITON_CACHE_DIR"):
         assert f"{name}=/cache/" in text
 
@@ -484,10 +493,10 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest")
 def test_compose_starts_what_the_file_builds() -> None:
     """A key of a service that compose does not know; a port for everyone; a root folder that is
     written to."""
-    found = read(ROOT / "deploy" / "compose.yaml")
-    assert set(found) == {"name", "x-manta", "services", "volumes"}
+    text = read(ROOT / "deploy" / "compose.yaml")
+    assert set(text) == {"name", "x-manta", "services", "volumes"}
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    for service in found["services"].values():
+    for service in text["services"].values():
         # All of them are keys of a service in the Compose Specification.
         assert set(service) <= {
             *("command", "ports", "volumes", "read_only", "tmpfs", "shm_size", "init", "user"),
@@ -504,7 +513,7 @@ def test_compose_starts_what_the_file_builds() -> None:
         assert (ROOT / service["build"]["dockerfile"]).exists()
         seconds = int(service["stop_grace_period"].removesuffix("s"))
         assert seconds > parse_config({}, {}).limits.drain_seconds
-    (device,) = found["services"]["manta-cuda"]["deploy"]["resources"]["reservations"]["devices"]
+    (device,) = text["services"]["manta-cuda"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
@@ -574,8 +583,8 @@ def test_notices_are_understood(notice: ModuleType, metadata: tuple[str, dict[st
     base, answers = metadata
     assert notice.aws_notice(base) is None and notice.gcp_notice(base) is None
     end = datetime.now(UTC) + timedelta(seconds=118)
-    told = {"action": "terminate", "time": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
-    answers["/latest/meta-data/spot/instance-action"] = json.dumps(told)
+    fields = {"action": "terminate", "time": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    answers["/latest/meta-data/spot/instance-action"] = json.dumps(fields)
     answers["/computeMetadata/v1/instance/preempted"] = "FALSE"
     assert 110 < notice.aws_notice(base) <= 118
     assert notice.gcp_notice(base) is None
@@ -586,16 +595,16 @@ def test_notices_are_understood(notice: ModuleType, metadata: tuple[str, dict[st
 
 def test_ray_is_told_until_it_has_understood(notice: ModuleType, tmp_path: Path) -> None:
     """The notice comes while the head restarts, and is never repeated."""
-    told: list[int] = []
+    collected: list[int] = []
     slept: list[float] = []
     answers = iter([None, None, 100, 99, 98])
 
     def drain(seconds: int) -> bool:
-        told.append(seconds)
-        return len(told) == 3
+        collected.append(seconds)
+        return len(collected) == 3
 
     notice.watch(lambda: next(answers), drain, slept.append)
-    assert told == [100, 99, 98] and slept == [5.0, 5.0, 1.0, 1.0]
+    assert collected == [100, 99, 98] and slept == [5.0, 5.0, 1.0, 1.0]
 
 
 def test_the_command_is_one_that_ray_has(

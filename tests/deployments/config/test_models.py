@@ -220,8 +220,8 @@ def test_the_file_is_in_memory_tensor_by_tensor(
 
     def progress(what: str, done: int, total: int) -> None:
         at = smaps.read_text().split(f" {source}\n")[1]
-        (found,) = re.findall(r"^Rss: +(\d+) kB", at, re.M)[:1]
-        resident.append(int(found) << 10)
+        (kilobytes,) = re.findall(r"^Rss: +(\d+) kB", at, re.M)[:1]
+        resident.append(int(kilobytes) << 10)
 
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out", progress, blocks=blocks)
@@ -313,15 +313,17 @@ def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
         joined = [a + b for a, b in pairwise(pieces)]
-        best = max((each for each in joined if each in scores), key=scores.__getitem__, default="")
+        best = max(
+            (token for token in joined if token in scores), key=scores.__getitem__, default=""
+        )
         if not best:
             break
         at = joined.index(best)
         pieces[at : at + 2] = [best]
     known = (
-        [each] if each in scores else [f"<0x{b:02X}>" for b in each.encode()] for each in pieces
+        [token] if token in scores else [f"<0x{b:02X}>" for b in token.encode()] for token in pieces
     )
-    return [piece for each in known for piece in each]
+    return [piece for token in known for piece in token]
 
 
 def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
 
     pieces = ["▁t", "he", "▁the", "in", "er", "▁a", "th", "▁th", "the", "re", "▁in", "her", "▁▁"]
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz,.!é"]
-    normal = {each: -float(i) for i, each in enumerate([*pieces, *letters])}
+    normal = {piece: -float(i) for i, piece in enumerate([*pieces, *letters])}
     special = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|user|>": 3, "▁▁▁▁": 4}
     codes = [f"<0x{byte:02X}>" for byte in range(256)]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -347,9 +349,9 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    special_ids, made = tokenizer_of(GGUFFile(tmp_path / "m.gguf"))
+    special_ids, outcome = tokenizer_of(GGUFFile(tmp_path / "m.gguf"))
     assert special_ids == {"bos_token_id": 1, "eos_token_id": 2}
-    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer = Tokenizer.from_str(json.dumps(outcome))
     for text in ["the other theory", "in her attic, therein", "é Größe 日本", "a  b", "there!"]:
         encoded = tokenizer.encode(text)
         assert encoded.tokens == ["<s>", *sentencepiece(text, normal)], text
@@ -758,8 +760,8 @@ def test_sampling_defaults_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Mo
         "repetition_penalty": 1.05,
     }
     ignored = EngineConfig(model=str(folder), generation_config="none")
-    for given in (None, folder):
-        tokenizer = load_tokenizer(ignored, given)
+    for case in (None, folder):
+        tokenizer = load_tokenizer(ignored, case)
         assert tokenizer is not None and tokenizer.sampling_defaults == {}
     monkeypatch.setattr(model_loader, "first_served", lambda app, name, now: now)  # it asks Ray
     for engine, known in (({"generation_config": "none"}, {}), ({}, recommended)):

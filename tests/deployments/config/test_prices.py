@@ -83,41 +83,41 @@ def test_offers(tmp_path: Path) -> None:
     row = "{model: llama-8b, device: NVIDIA H200, dtype: bfloat16, tokens_per_second: 10000.0}"
     speeds.write_text(f"speeds:\n  - {row}\n")
     model, prices = llama(tmp_path), Prices.load()
-    found = {
+    by_name = {
         offer.node.name: offer
         for offer in offers("gpu", PoolConfig(num_cpus=4.0), model, config(), prices, speeds)
     }
-    assert "g4dn.xlarge" not in found  # 16 GB of weights in 15 of memory
-    hours = [offer.replica_hour for offer in found.values()]
+    assert "g4dn.xlarge" not in by_name  # 16 GB of weights in 15 of memory
+    hours = [offer.replica_hour for offer in by_name.values()]
     assert hours == sorted(hours)
-    h200 = found["p5en.48xlarge"]
+    h200 = by_name["p5en.48xlarge"]
     assert h200.replicas == 8
     assert h200.million_tokens == pytest.approx(63.296 / 8 / (10_000 * 3600) * 1e6)
     assert h200.hour(9) == pytest.approx(2 * 63.296)
-    assert found["p5.4xlarge"].million_tokens is None  # not what was measured
+    assert by_name["p5.4xlarge"].million_tokens is None  # not what was measured
     other = offers("gpu", PoolConfig(), model, config(dtype="float32"), prices, speeds)
     assert all(offer.million_tokens is None for offer in other)
     ranks = offers("gpu", PoolConfig(), model, config(tensor_parallel=4), prices, speeds)
-    found = {offer.node.name: offer for offer in ranks}
-    assert found["p5en.48xlarge"].replicas == 2 and "p5.4xlarge" not in found  # 8 GPUs, and one
-    assert found["p5en.48xlarge"].million_tokens is None
-    assert found["p5en.48xlarge"].plan.weights < 0.35 * h200.plan.weights
+    by_name = {offer.node.name: offer for offer in ranks}
+    assert by_name["p5en.48xlarge"].replicas == 2 and "p5.4xlarge" not in by_name  # 8 GPUs, and one
+    assert by_name["p5en.48xlarge"].million_tokens is None
+    assert by_name["p5en.48xlarge"].plan.weights < 0.35 * h200.plan.weights
     stages = offers("gpu", PoolConfig(), model, config(pipeline_parallel=4), prices, speeds)
     staged = {offer.node.name: offer for offer in stages}["p5en.48xlarge"]
     assert (staged.replicas, staged.plan.stages, staged.plan.ranks) == (2, 4, 4)
     assert 0.2 * h200.plan.weights < staged.plan.weights < 0.35 * h200.plan.weights
     assert staged.plan.parameters == h200.plan.parameters
     both = config(tensor_parallel=4, pipeline_parallel=2)
-    found = {
+    by_name = {
         offer.node.name: offer for offer in offers("gpu", PoolConfig(), model, both, prices, speeds)
     }
-    assert found["p5en.48xlarge"].replicas == 1 and found["p5en.48xlarge"].plan.ranks == 8
-    assert 0.1 * h200.plan.weights < found["p5en.48xlarge"].plan.weights < 0.2 * h200.plan.weights
+    assert by_name["p5en.48xlarge"].replicas == 1 and by_name["p5en.48xlarge"].plan.ranks == 8
+    assert 0.1 * h200.plan.weights < by_name["p5en.48xlarge"].plan.weights < 0.2 * h200.plan.weights
     apart = config(pipeline_parallel=2, pipeline_nodes=2)  # of nodes with one GPU too
-    found = {o.node.name: o for o in offers("gpu", PoolConfig(), model, apart, prices, speeds)}
-    assert (found["p5.4xlarge"].replicas, found["p5en.48xlarge"].replicas) == (1, 8)
-    hour = found["p5.4xlarge"].node.hour
-    assert found["p5.4xlarge"].hour(3) == 6 * hour == 3 * found["p5.4xlarge"].replica_hour
+    by_name = {o.node.name: o for o in offers("gpu", PoolConfig(), model, apart, prices, speeds)}
+    assert (by_name["p5.4xlarge"].replicas, by_name["p5en.48xlarge"].replicas) == (1, 8)
+    hour = by_name["p5.4xlarge"].node.hour
+    assert by_name["p5.4xlarge"].hour(3) == 6 * hour == 3 * by_name["p5.4xlarge"].replica_hour
     two = offers("gpu", PoolConfig(num_gpus=0.5), model, config(num_blocks=2048), prices, speeds)
     assert {o.node.name: o.replicas for o in two}["p5.4xlarge"] == 2
     cpus = offers("cpu", PoolConfig(num_cpus=8.0), model, config(), prices, speeds)
@@ -139,8 +139,8 @@ def test_what_the_engine_refuses_is_not_planned(tmp_path: Path) -> None:
         plan(model, config(max_num_seqs=16, dtype="float16"), Hardware.gpu("t4")).dtype == "float16"
     )
     for dtype, there in (("auto", False), ("bfloat16", False), ("float16", True)):
-        found = offers("gpu", PoolConfig(), model, config(max_num_seqs=16, dtype=dtype), prices)
-        names = [offer.node.name for offer in found]
+        ranked = offers("gpu", PoolConfig(), model, config(max_num_seqs=16, dtype=dtype), prices)
+        names = [offer.node.name for offer in ranked]
         assert ("g4dn.xlarge" in names) == there and "g6.xlarge" in names
     with pytest.raises(ConfigError, match="'uint8-64' does not run on cuda"):
         plan(model, config(max_num_seqs=16, quantization="uint8-64"), Hardware.gpu("h200"))
@@ -167,8 +167,8 @@ def test_int8_weights_are_counted_as_they_are_kept(tmp_path: Path, tied: bool) -
 def test_measured_results_are_found(tmp_path: Path) -> None:
     """Bug: the speeds were read from a folder that no wheel has, and plans of an installed Manta
     had no price of a token and no word of it."""
-    found = offers("gpu", PoolConfig(), llama(tmp_path), config(), Prices.load())
-    measured = [offer.node.gpu for offer in found if offer.million_tokens is not None]
+    ranked = offers("gpu", PoolConfig(), llama(tmp_path), config(), Prices.load())
+    measured = [offer.node.gpu for offer in ranked if offer.million_tokens is not None]
     assert measured == ["h200"]
 
 

@@ -177,7 +177,7 @@ def test_a_cpu_pool_holds_takes_the_overflow_and_leaves():
     plans = play(back, pools=pools, start={"gpu": 0, "cpu": 1})
     assert plans[-1].targets["gpu"] == 0 and plans[-1].targets["cpu"] >= 1
     ended = [plan.targets for plan in plans[160:]]
-    assert all(one["gpu"] or one["cpu"] for one in ended)
+    assert all(item["gpu"] or item["cpu"] for item in ended)
 
 
 def test_what_a_pool_at_its_maximum_cannot_do_another_does():

@@ -38,18 +38,18 @@ def test_a_pool_that_sleeps_says_so_to_its_replicas() -> None:
         "pools": {"gpu": {"num_gpus": 0.25}, "cpu": {}},
     }
     config = parse_config(overrides, {})
-    found = {
+    by_name = {
         app._bound_deployment.name: app._bound_deployment.init_args[0].sleep
         for app in engine_deployments(config, NodeCapacity(4, 1))
     }
-    assert found["engine-gpu"] == SleepSettings(7.0, 9.0, takes_turns=True)
-    assert found["engine-cpu"] == SleepSettings(7.0, 9.0, takes_turns=False)
+    assert by_name["engine-gpu"] == SleepSettings(7.0, 9.0, takes_turns=True)
+    assert by_name["engine-cpu"] == SleepSettings(7.0, 9.0, takes_turns=False)
 
 
 def test_one_of_several_models_sleeps_when_its_section_says_so() -> None:
     """Bug: what a model's engines are told leaves out how long it may be idle, so that it sleeps
     after the default; or a change of it restarts the engines of models that never sleep."""
-    found = []
+    collected = []
     for idle in (3.0, 4.0):
         sleeping = {"engine": {"sleep_in_host_memory": True}, "pools": {"cpu": {}}}
         models = {
@@ -57,11 +57,11 @@ def test_one_of_several_models_sleeps_when_its_section_says_so() -> None:
             "other": {"pools": {"cpu": {}}, "scaling": {"idle_seconds": idle}},
         }
         config = parse_config({"models": models, "router": {"wait_seconds": 8.0}}, {})
-        told = {
+        by_name = {
             name: model_application(config.of(name), NodeCapacity(4, 0))["args"]["config"]
             for name in models
         }
-        found.append(told)
-        (app,) = engine_deployments(parse_config(told["rare"], {}), NodeCapacity(4, 0))
+        collected.append(by_name)
+        (app,) = engine_deployments(parse_config(by_name["rare"], {}), NodeCapacity(4, 0))
         assert app._bound_deployment.init_args[0].sleep == SleepSettings(idle, 8.0)
-    assert found[0]["other"] == found[1]["other"]
+    assert collected[0]["other"] == collected[1]["other"]

@@ -74,10 +74,10 @@ def deploy_and_check(cluster: Cluster, config: MantaConfig) -> Any:
     assert answer["error"]["param"] == "temperature", answer
     ids = cluster.open(PATH, BODY | {"max_tokens": 1}).headers.get_all("x-request-id")
     assert len(ids) == 1, ids  # Serve answers it too; clients would join the two by a comma
-    told = raw(cluster.port, b"GET /nothing HTTP/1.1\r\nHost: a\r\nX-Request-Id: a <\xff>b")
-    assert b" 404 " in told and told.lower().count(b"x-request-id: ab\r\n") == 1, told
-    told = raw(cluster.port, b"FOO / HTTP/1.1\r\nHost: a")  # what the parser itself refuses
-    assert b" 501 " in told and b'"code":"not_implemented"' in told, told
+    outcome = raw(cluster.port, b"GET /nothing HTTP/1.1\r\nHost: a\r\nX-Request-Id: a <\xff>b")
+    assert b" 404 " in outcome and outcome.lower().count(b"x-request-id: ab\r\n") == 1, outcome
+    outcome = raw(cluster.port, b"FOO / HTTP/1.1\r\nHost: a")  # what the parser itself refuses
+    assert b" 501 " in outcome and b'"code":"not_implemented"' in outcome, outcome
     handle = serve.get_app_handle(APP)  # a driver has the usual settings
     answer = handle.generate.remote({**BODY, "max_tokens": 30}).result()
     assert answer["choices"] == whole["choices"]
@@ -94,8 +94,8 @@ def check_haproxy(cluster: Cluster, folder: Path) -> None:
     for entry in Path(f"/proc/{haproxy.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes.add(os.readlink(entry))
-    open_ = [one for one in listeners() if f"socket:[{one.inode}]" in inodes]
-    assert len(open_) == 3 and {one.address for one in open_} == {"127.0.0.1"}, open_
+    open_ = [listener for listener in listeners() if f"socket:[{listener.inode}]" in inodes]
+    assert len(open_) == 3 and {listener.address for listener in open_} == {"127.0.0.1"}, open_
     (admin,) = folder.rglob("admin.sock")
     assert admin.stat().st_mode & 0o777 == 0o600 and admin.parent.stat().st_mode & 0o077 == 0
     answer = raw(cluster.port, b"OPTIONS * HTTP/1.1\r\nHost: a")
@@ -103,7 +103,7 @@ def check_haproxy(cluster: Cluster, folder: Path) -> None:
     # Serve's actor that owns haproxy: its streams end, and the next one serves.
     stream = cluster.stream(PATH, **BODY, max_tokens=100)
     next(stream)
-    owner = next(one for one in instance.processes() if one.pid == haproxy.parent)
+    owner = next(listener for listener in instance.processes() if listener.pid == haproxy.parent)
     assert "HAProxyManager" in owner.title, owner
     owner.send(signal.SIGKILL)
     assert len(list(stream)) > 90

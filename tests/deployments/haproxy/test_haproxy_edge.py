@@ -71,9 +71,9 @@ async def test_statistics_and_admin_socket_are_nobody_elses(router: int) -> None
         for entry in Path(f"/proc/{edge.process.pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 sockets.add(os.readlink(entry))
-        own = [one for one in listeners() if f"socket:[{one.inode}]" in sockets]
+        own = [listener for listener in listeners() if f"socket:[{listener.inode}]" in sockets]
         assert len(own) == 3
-        assert {one.address for one in own} == {"127.0.0.1"}
+        assert {listener.address for listener in own} == {"127.0.0.1"}
         assert stat.S_IMODE((edge.folder / "admin.sock").stat().st_mode) == 0o600
         assert stat.S_IMODE(edge.folder.stat().st_mode) == 0o700
 
@@ -126,8 +126,8 @@ async def test_slow_heads_and_bodies_end(router: int) -> None:
         took, answer = await drip(edge, head + b"x-")
         assert 0.9 < took < 4 and answer.startswith(b"HTTP/1.1 408 ")
         took, answer = await drip(edge, head + b"\r\n")
-        status, told = error(answer)
-        assert 0.9 < took < 4 and (status, told["code"]) == (408, "request_timeout")
+        status, error_body = error(answer)
+        assert 0.9 < took < 4 and (status, error_body["code"]) == (408, "request_timeout")
 
 
 async def test_5000_slow_clients_hold_nobody_up(router: int) -> None:
@@ -142,8 +142,8 @@ async def test_5000_slow_clients_hold_nobody_up(router: int) -> None:
         with running(EdgeSettings(), [router]) as edge:
             for source in ("127.0.0.2", "127.0.0.3"):
                 for _ in range(25):
-                    found = await asyncio.gather(*(edge.connect(source) for _ in range(100)))
-                    slow += [writer for _, writer in found]
+                    results = await asyncio.gather(*(edge.connect(source) for _ in range(100)))
+                    slow += [writer for _, writer in results]
             for writer in slow:
                 writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nx-")
             times = []
@@ -169,8 +169,8 @@ async def test_connections_from_one_address_are_bounded(router: int) -> None:
         held = [await edge.connect("127.0.0.2") for _ in range(16)]
         await asyncio.sleep(0.2)  # HAProxy's threads take them in turns
         answer = await edge.get(source="127.0.0.2")
-        status, told = error(answer)
-        assert (status, told["code"]) == (429, "too_many_connections")
+        status, error_body = error(answer)
+        assert (status, error_body["code"]) == (429, "too_many_connections")
         assert b"\r\nretry-after: 1\r\n" in answer and b"\r\nx-request-id: " in answer
         assert b"200 OK" in await edge.get("/-/healthz", "127.0.0.2")
         with contextlib.suppress(ConnectionError):  # beyond an eighth there is no place for words
@@ -187,8 +187,8 @@ async def test_connections_from_one_address_are_bounded(router: int) -> None:
         assert b"200 OK" in await edge.get(source="127.0.0.2"), "0: a proxy in front"
         held += [await edge.connect("127.0.0.2") for _ in range(12)]
         answer = await edge.get()
-        status, told = error(answer)
-        assert (status, told["code"]) == (503, "overloaded"), "at the end of its places"
+        status, error_body = error(answer)
+        assert (status, error_body["code"]) == (503, "overloaded"), "at the end of its places"
         assert b"\r\nretry-after: 1\r\n" in answer
         for _, writer in held:
             writer.close()
@@ -220,8 +220,8 @@ async def test_what_the_edge_refuses_itself(
     """Bug: HTML or plain text where every error is said to be an error object; HTTP/1.1 without
     Host, and HTTP/3.7, were served."""
     with running(EdgeSettings(), [router]) as edge:
-        status, told = error(await edge.raw(data))
-        assert (status, told["code"]) == expected
+        status, error_body = error(await edge.raw(data))
+        assert (status, error_body["code"]) == expected
 
 
 async def test_a_path_of_ours_is_there_soon_while_no_router_is_known() -> None:
@@ -229,11 +229,11 @@ async def test_a_path_of_ours_is_there_soon_while_no_router_is_known() -> None:
     and clients take that for the end; a 503 with Retry-After they try again."""
     with running(EdgeSettings(prefix="/base"), []) as edge:
         answer = await edge.get("/base/v1/models")
-        status, told = error(answer)
-        assert (status, told["code"]) == (503, "overloaded")
+        status, error_body = error(answer)
+        assert (status, error_body["code"]) == (503, "overloaded")
         assert b"retry-after: 1" in answer.lower()
-        status, told = error(await edge.get("/elsewhere"))
-        assert (status, told["code"]) == (404, "not_found")
+        status, error_body = error(await edge.get("/elsewhere"))
+        assert (status, error_body["code"]) == (404, "not_found")
     with running(EdgeSettings(prefix="/"), []) as edge:
         assert error(await edge.get("/v1/models"))[0] == 503
 
@@ -254,8 +254,8 @@ async def test_routers_that_are_gone_are_503(router: int) -> None:
         writer.close()
 
     with running(EdgeSettings(), [free_port()]) as edge:
-        status, told = error(await edge.get())
-        assert (status, told["code"]) == (503, "overloaded")
+        status, error_body = error(await edge.get())
+        assert (status, error_body["code"]) == (503, "overloaded")
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     with running(EdgeSettings(), [server.sockets[0].getsockname()[1]]) as edge:
         answer = await edge.get()

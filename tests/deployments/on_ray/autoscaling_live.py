@@ -147,8 +147,12 @@ class Live:
     @property
     def resumed_s(self) -> float | None:
         """Seconds from the kill to the first decision for a GPU."""
-        later = (one for one in self.decisions if one["at_s"] > self.killed_s)
-        took = (round(one["at_s"] - self.killed_s, 2) for one in later if one["targets"]["gpu"])
+        later = (decision for decision in self.decisions if decision["at_s"] > self.killed_s)
+        took = (
+            round(decision["at_s"] - self.killed_s, 2)
+            for decision in later
+            if decision["targets"]["gpu"]
+        )
         return next(took, None) if self.killed_s else None
 
     async def learn(self) -> float:
@@ -161,7 +165,7 @@ class Live:
     async def watch(self) -> None:
         import ray
 
-        told: float = 0
+        seen: float = 0
         while True:
             try:
                 state = await asyncio.wait_for(self.handle.state.remote(), 5)
@@ -171,13 +175,15 @@ class Live:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             gpus = sum("GPU" in resources for resources in alive)
             cpus = sum(resources.get("CPU", 0) >= 2 for resources in alive)
-            one = Seen(self.now(), pools.count("engine-gpu"), pools.count("engine-cpu"), gpus, cpus)
-            if not self.seen or asdict(one) | {"at_s": 0} != asdict(self.seen[-1]) | {"at_s": 0}:
-                self.seen.append(one)
-                print(one, f"{len(self.requests)} requests", file=sys.stderr)
+            sample = Seen(
+                self.now(), pools.count("engine-gpu"), pools.count("engine-cpu"), gpus, cpus
+            )
+            if not self.seen or asdict(sample) | {"at_s": 0} != asdict(self.seen[-1]) | {"at_s": 0}:
+                self.seen.append(sample)
+                print(sample, f"{len(self.requests)} requests", file=sys.stderr)
             decision = scaling_decisions(NAME)
-            if decision and decision["time"] != told:
-                told = decision["time"]
+            if decision and decision["time"] != seen:
+                seen = decision["time"]
                 self.decisions.append({**decision, "at_s": self.now()})
                 print(decision["targets"], decision["reasons"], file=sys.stderr)
             await asyncio.sleep(0.3)
@@ -240,23 +246,23 @@ async def scenario(live: Live, fake: bool) -> None:
 
 def report(live: Live, error: str) -> dict[str, Any]:
     phases = {}
-    for phase in dict.fromkeys(one.phase for one in live.requests):
-        mine = [one for one in live.requests if one.phase == phase]
-        first = sorted(one.first_s - one.at_s for one in mine if one.first_s)
+    for phase in dict.fromkeys(request.phase for request in live.requests):
+        mine = [request for request in live.requests if request.phase == phase]
+        first = sorted(request.first_s - request.at_s for request in mine if request.first_s)
         phases[phase] = {
             **live.phases.get(phase, {}),
             "requests": len(mine),
-            "failed": sum(bool(one.error) for one in mine),
+            "failed": sum(bool(request.error) for request in mine),
             "ttft_p50_s": round(first[len(first) // 2], 2) if first else None,
             "ttft_max_s": round(first[-1], 2) if first else None,
         }
     return {
         "error": error,
-        "failed": [one.error for one in live.requests if one.error][:5],
+        "failed": [request.error for request in live.requests if request.error][:5],
         "requests": len(live.requests),
         "phases": phases,
-        "most_gpu_replicas": max((one.gpu for one in live.seen), default=0),
-        "seen": [asdict(one) for one in live.seen],
+        "most_gpu_replicas": max((request.gpu for request in live.seen), default=0),
+        "seen": [asdict(request) for request in live.seen],
         "decisions": live.decisions,
         "controller": {"killed_s": live.killed_s, "first_gpu_after_s": live.resumed_s},
     }
@@ -269,12 +275,12 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
     with autoscaling_ray(_NODES) as address:
-        made = run(address, options.model)
-    text = json.dumps(made, indent=1)
+        result = run(address, options.model)
+    text = json.dumps(result, indent=1)
     if options.out:
         options.out.write_text(text + "\n")
     print(text)
-    return int(bool(made["error"] or made["failed"]))
+    return int(bool(result["error"] or result["failed"]))
 
 
 def run(address: str, model: str) -> dict[str, Any]:

@@ -25,10 +25,10 @@ ROUTERS = REPLICAS = 2
 def settled(condition: Callable[[], Any], seconds: float = 15.0, every: float = 0.1) -> Any:
     """Wait until it gives something true; return that."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(every)
-    return found
+    return value
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Live:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
-        return {one[key]: one for one in json.loads(self.process.stdout.readline())}
+        return {load[key]: load for load in json.loads(self.process.stdout.readline())}
 
     def find_routers(self) -> None:
         """Which process serves which of haproxy's servers."""
@@ -81,9 +81,9 @@ class Live:
         self.routers.clear()
         for pid in self.router_states():
             listening = {s.local for s in tcp_sockets(pid).values() if s.state == _LISTEN}
-            found = ports & listening
-            if len(found) == 1:
-                self.routers[pid] = found.pop()
+            open_ports = ports & listening
+            if len(open_ports) == 1:
+                self.routers[pid] = open_ports.pop()
 
     def metrics(self) -> dict[str, float]:
         """Samples of all routers and replicas, whichever router is asked."""
@@ -134,15 +134,15 @@ class TcpSocket:
 def tcp_sockets(pid: int) -> dict[str, TcpSocket]:
     """The TCP sockets of a process, by the name that its file descriptors have."""
     mine = set(open_files(pid))
-    found = {}
+    by_name = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             name = f"socket:[{fields[9]}]"
             if name in mine:
                 ports = [int(fields[i].rsplit(":", 1)[1], 16) for i in (1, 2)]
-                found[name] = TcpSocket(*ports, fields[3])
-    return found
+                by_name[name] = TcpSocket(*ports, fields[3])
+    return by_name
 
 
 def open_files(pid: int) -> list[str]:
@@ -173,7 +173,7 @@ def quiet(live: Live) -> bool:
 def holdings(live: Live) -> dict[str, Counter[str]]:
     """Tasks, threads and open files of each process. A router's connections from haproxy are not
     counted: haproxy keeps them for the next client, and closes them in its own time."""
-    found = {}
+    by_name = {}
     routers, replicas = live.router_states(), live.replica_stats()
     pids = {f"router {pid}": pid for pid in routers}
     pids |= {f"replica {pid}": pid for pid in replicas}
@@ -191,8 +191,8 @@ def holdings(live: Live) -> dict[str, Counter[str]]:
                 held[re.sub(r"\d+", "N", file)] += 1
         held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
         held["tasks"] = sum({**routers, **replicas}.get(pid, {"tasks": {}})["tasks"].values())
-        found[name] = held
-    return found
+        by_name[name] = held
+    return by_name
 
 
 def resident_mib(pid: int) -> float:
@@ -305,14 +305,14 @@ def main(settings: str, fake: str = "") -> None:
 
 def _each(method: Any, count: int) -> list[dict[str, Any]]:
     """Serve sends a call to the less busy one, so as many at once reach all, nearly always."""
-    found: dict[int, dict[str, Any]] = {}
+    by_name: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + 20
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"only {len(found)} of {count} answer"
+    while len(by_name) < count:
+        assert time.monotonic() < deadline, f"only {len(by_name)} of {count} answer"
         for call in [method.remote() for _ in range(count)]:
             state = call.result(timeout_s=10)
-            found[state.get("pid") or state["port"]] = state
-    return list(found.values())
+            by_name[state.get("pid") or state["port"]] = state
+    return list(by_name.values())
 
 
 if __name__ == "__main__":

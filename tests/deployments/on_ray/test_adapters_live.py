@@ -122,11 +122,11 @@ def roots(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path
 
 @pytest.fixture(scope="module")
 def texts(roots: Path, default_model: Path) -> Texts:
-    made = {}
+    by_name = {}
     for folder in (roots / "made").iterdir():
         number, generation = folder.name.split("-")
-        made[int(number), int(generation)] = folder
-    return Texts(default_model, made)
+        by_name[int(number), int(generation)] = folder
+    return Texts(default_model, by_name)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def engines(live: Live) -> set[int]:
 def quiet(live: Live) -> bool:
     states, stats = live.router_states().values(), live.replica_stats().values()
     return not any(any(state["held"].values()) for state in states) and not any(
-        one["running"] or one["waiting"] or one["in_flight"] for one in stats
+        stats_of["running"] or stats_of["waiting"] or stats_of["in_flight"] for stats_of in stats
     )
 
 
@@ -219,7 +219,7 @@ class World:
     def allowed(self, number: int, begin: float, end: float) -> set[Any]:
         states = self._states[number]
         first = max(i for i, (since, _) in enumerate(states) if since <= begin)
-        return set().union(*(one for since, one in states[first:] if since <= end))
+        return set().union(*(item for since, item in states[first:] if since <= end))
 
     def change(self, number: int, new: set[Any], work: Callable[[], None]) -> None:
         self._set(number, self.now(number) | new)
@@ -291,13 +291,13 @@ class World:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         """What each router says of an adapter."""
-        found = []
+        collected = []
         for port in self.live.routers.values():
             url = f"http://127.0.0.1:{port}/v1/adapters"
             with urllib.request.urlopen(url, timeout=30) as answer:
                 data = json.loads(answer.read())["data"]
-            found.append(next((one for one in data if one["id"] == name), {}))
-        return found
+            collected.append(next((entry for entry in data if entry["id"] == name), {}))
+        return collected
 
     def remove(self, number: int) -> None:
         def work() -> None:
@@ -385,7 +385,7 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     def look(number: int, prompt: int) -> None:
         ask(name_of(number), number, prompt)
 
-    def one(index: int) -> None:
+    def ask_one(index: int) -> None:
         dice = random.Random(index)
         number, prompt = min(int(dice.paretovariate(0.7)) - 1, 10**6) % ADAPTERS, index // 2 % 2
         if number in world.untouched:
@@ -400,7 +400,7 @@ def test_500_requests_while_adapters_come_go_change_and_break(
             for index in itertools.count(first, CLIENTS):
                 if index >= REQUESTS and (changing.done() or time.monotonic() > deadline):
                     return
-                one(index)
+                ask_one(index)
 
         for future in [pool.submit(client, first) for first in range(CLIENTS)]:
             future.result()
@@ -425,7 +425,7 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     assert engines(live) == pids, "an engine was restarted"
 
     # Everything is as the changes left it, on both routers and both engines.
-    listed = {one["id"] for one in call(live, "GET", "/v1/adapters")[1]["data"]}
+    listed = {entry["id"] for entry in call(live, "GET", "/v1/adapters")[1]["data"]}
     known = {name_of(n) for n in range(ADAPTERS) if "model_not_found" not in world.now(n)}
     assert listed == known
     assert {line.split()[0] for line in command(live, "list").splitlines()} == known
@@ -434,7 +434,7 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     for stats in live.replica_stats().values():
         assert set(stats["adapters"]) <= known, "a removed adapter keeps its slot"
     models = call(live, "GET", "/v1/models")[1]["data"]
-    assert {one["id"] for one in models if one["parent"] == NAME} == known
+    assert {entry["id"] for entry in models if entry["parent"] == NAME} == known
     for number in range(ADAPTERS):
         look(number, 0)
     assert not wrong, wrong[:5]
@@ -450,9 +450,11 @@ async def traffic(live: Live, policy: str, folders: Sequence[Path], count: int) 
     how many went to each adapter's main replica, and what the engines had to load."""
     paths = {f"{policy}-{number}": str(folder) for number, folder in enumerate(folders)}
     card = ModelCard(NAME, 1, 1, (), 0)  # the replicas tell
-    given = AdapterSettings(NAME, paths=paths)
-    router = Dispatcher(card, cast(Tokenizer, None), DispatchLimits(), "test", adapters=given)
-    router.set_replicas({str(port): told for port, told in live.endpoints().items()})
+    adapter_settings = AdapterSettings(NAME, paths=paths)
+    router = Dispatcher(
+        card, cast(Tokenizer, None), DispatchLimits(), "test", adapters=adapter_settings
+    )
+    router.set_replicas({str(port): endpoint for port, endpoint in live.endpoints().items()})
     went: dict[str, Counter[str]] = {name: Counter() for name in paths}
     places = [min(int(random.Random(i).paretovariate(0.7)) - 1, 10**6) for i in range(count)]
     names = iter([list(paths)[place % len(paths)] for place in places])
@@ -477,9 +479,9 @@ async def traffic(live: Live, policy: str, folders: Sequence[Path], count: int) 
         router.close()
     return {
         "loads": seen,
-        "requests": sum(sum(one.values()) for one in went.values()),
-        "on one replica": sum(max(one.values(), default=0) for one in went.values()),
-        "replicas": len({place for one in went.values() for place in one}),
+        "requests": sum(sum(item.values()) for item in went.values()),
+        "on one replica": sum(max(item.values(), default=0) for item in went.values()),
+        "replicas": len({place for item in went.values() for place in item}),
     }
 
 
@@ -491,8 +493,8 @@ def test_two_replicas_hold_more_adapters_than_one(
 ) -> None:
     """Bug: every replica loads every adapter, as by load alone, and with more of them than one has
     slots they push each other out."""
-    for one in call(live, "GET", "/v1/adapters")[1]["data"]:
-        assert call(live, "DELETE", f"/v1/adapters/{one['id']}")[0] == 200
+    for entry in call(live, "GET", "/v1/adapters")[1]["data"]:
+        assert call(live, "DELETE", f"/v1/adapters/{entry['id']}")[0] == 200
     folders = [roots / "made" / f"{number}-0" for number in range(2 * SLOTS - 4)]
     seen = {}
     for policy, choose in (("adapters", route), ("load", by_load)):

@@ -18,10 +18,10 @@ from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_mo
 def wait(condition, seconds: float = 30.0):
     """Wait until it gives something true; return that."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)
-    return found
+    return value
 
 
 # -- no cluster
@@ -46,9 +46,9 @@ def test_pools_take_what_the_machine_has():
     assert (resolved["gpu"].num_cpus, resolved["gpu"].num_gpus) == (1.0, 1.0)
     assert resolved["cpu"].engine["num_threads"] == 4
     assert resolved["gpu"].engine == {"device": "cuda"}
-    one = parse_config({"engine": {"num_threads": 3}}, {})
-    (pool,) = pools(one, small).values()
-    assert {**one.engine, **pool.engine}["num_threads"] == 3
+    outcome = parse_config({"engine": {"num_threads": 3}}, {})
+    (pool,) = pools(outcome, small).values()
+    assert {**outcome.engine, **pool.engine}["num_threads"] == 3
     for key in ("tensor_parallel", "pipeline_parallel"):
         ranks = parse_config({"engine": {key: 2}, "pools": {"gpu": {}, "cpu": {}}}, {})
         resolved = pools(ranks, NodeCapacity(cores=8, gpus=4))
@@ -191,7 +191,7 @@ def test_http_streams_and_both_replicas_work(cluster, fake):
     firsts = [next(stream) for stream in streams]  # all six run at once
     assert len(firsts) == 6
     replicas = fake.state.remote().result()["replicas"]
-    assert sorted(one["running"] > 0 for one in replicas.values()) == [True, True]
+    assert sorted(replica["running"] > 0 for replica in replicas.values()) == [True, True]
     for first, stream in zip(firsts, streams, strict=True):
         assert text_of([first, *stream]) == expected
     assert json.loads(cluster.get("/fake/ready"))["status"] == "ready"
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_frees_the_engine(cluster, fake):
 
     def running() -> int:
         state = fake.state.remote().result()
-        return sum(one["running"] for one in state["replicas"].values())
+        return sum(replica["running"] for replica in state["replicas"].values())
 
     wait(lambda: running() == 1, 2)
     stream.close()
@@ -341,7 +341,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     for first, stream in zip(firsts, streams, strict=True):
         assert text_of([first, *stream]) == whole
     used = handle.state.remote().result()["replicas"]
-    assert all(one["finished"] > 0 for one in used.values())
+    assert all(item["finished"] > 0 for item in used.values())
     deploy(config)
     time.sleep(1)
     assert set(handle.state.remote().result()["replicas"]) == replicas

@@ -16,13 +16,13 @@ def test_nodes_and_replicas_follow_the_load(tmp_path: Path) -> None:
     or without the routers' and engines' reports."""
     report = report_of("tests.deployments.on_ray.autoscaling_live", tmp_path / "report.json", 360)
     assert not report["error"] and not report["failed"], report
-    pools = [(one["gpu"], one["cpu"]) for one in report["seen"]]
+    pools = [(item["gpu"], item["cpu"]) for item in report["seen"]]
     assert (0, 1) in pools and (3, 0) in pools  # the CPU alone; three GPUs without it
     assert (1, 0) in pools[pools.index((3, 0)) :] and (0, 0) in pools[pools.index((3, 0)) :]
-    assert [one["gpu_nodes"] for one in report["seen"] if one["gpu"]], report
+    assert [item["gpu_nodes"] for item in report["seen"] if item["gpu"]], report
     assert report["phases"]["wake"]["requests"] == 1
     took = report["controller"]["first_gpu_after_s"]
     print(f"{took} s after the controller was killed the first GPU was asked for")
     assert took is not None and took <= 30
-    for phase, told in report["phases"].items():
-        print(phase, told)
+    for phase, entry in report["phases"].items():
+        print(phase, entry)

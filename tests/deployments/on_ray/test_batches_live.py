@@ -36,9 +36,9 @@ def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("batches")
     model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     batch = {"folder": str(folder), "in_flight": 16}
-    with deployed(shared_cluster, model, narrow, replicas=1, batch=batch) as found:
-        found.folder = folder  # type: ignore[attr-defined]
-        yield found
+    with deployed(shared_cluster, model, narrow, replicas=1, batch=batch) as server:
+        server.folder = folder  # type: ignore[attr-defined]
+        yield server
 
 
 def lock_holder(path: Path) -> int | None:
@@ -70,11 +70,11 @@ def test_a_batch_outlives_its_router_and_stands_behind_people(broken: Broken) ->
             return counts.completed if counts else 0
 
         settled(lambda: done() >= 4, 30)
-        told: Any = {**body, "messages": [{"role": "user", "content": "me"}], "max_tokens": 8}
+        fields: Any = {**body, "messages": [{"role": "user", "content": "me"}], "max_tokens": 8}
         waits = []
         for _ in range(5):
             began = time.monotonic()
-            stream = client.chat.completions.create(**told, stream=True)
+            stream = client.chat.completions.create(**fields, stream=True)
             next(iter(stream))
             waits.append(time.monotonic() - began)
             assert sum(bool(chunk.choices) for chunk in stream) > 3
@@ -91,13 +91,18 @@ def test_a_batch_outlives_its_router_and_stands_behind_people(broken: Broken) ->
         )
         assert other != holder
         batch = settled(
-            lambda: (one := client.batches.retrieve(batch.id)).status == "completed" and one, 60
+            lambda: (
+                (batch_now := client.batches.retrieve(batch.id)).status == "completed" and batch_now
+            ),
+            60,
         )
         assert batch.output_file_id and not batch.error_file_id
         assert batch.request_counts and batch.request_counts.completed == LINES
         answers = [
             json.loads(raw) for raw in client.files.content(batch.output_file_id).iter_lines()
         ]
-    assert sorted(one["custom_id"] for one in answers) == sorted(f"c{i}" for i in range(LINES))
-    for one in answers:
-        assert one["response"]["body"]["usage"]["completion_tokens"] == TOKENS
+    assert sorted(batch_now["custom_id"] for batch_now in answers) == sorted(
+        f"c{i}" for i in range(LINES)
+    )
+    for batch_now in answers:
+        assert batch_now["response"]["body"]["usage"]["completion_tokens"] == TOKENS

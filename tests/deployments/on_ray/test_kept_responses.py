@@ -23,13 +23,13 @@ def endpoint(cluster: Cluster, model: Path, several: bool) -> Iterator[openai.Op
     from ray import serve
 
     engine = {"load_format": "dummy", "dtype": "float32", "num_blocks": 64, "max_num_seqs": 4}
-    one = {"model": str(model), "engine": engine, "pools": {"cpu": {"num_cpus": 0.1}}}
+    fields = {"model": str(model), "engine": engine, "pools": {"cpu": {"num_cpus": 0.1}}}
     data = {
         "app_name": APP,
         "route_prefix": f"/{APP}",
         "router": {"replicas": 1},
         "http": {"proxy": "serve", "port": cluster.port, "store_bytes": 1_000_000},
-        **({"models": {"tiny": one}} if several else {"served_name": "tiny", **one}),
+        **({"models": {"tiny": fields}} if several else {"served_name": "tiny", **fields}),
     }
     apps = [APP, model_app(APP, "tiny")] if several else [APP]
 

@@ -28,10 +28,10 @@ APP = "seen"
 
 def wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.2)
-    return found
+    return value
 
 
 def talkative(settings: ReplicaSettings) -> EngineConfig:
@@ -40,8 +40,8 @@ def talkative(settings: ReplicaSettings) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def spans() -> Iterator[Collector]:
-    with collector() as found:
-        yield found
+    with collector() as collected:
+        yield collected
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def cluster(
 
     def settled() -> bool:
         routers = handle.broadcast("state").results(timeout_s=10)
-        return len(routers) == 2 and all(len(one["replicas"]) == 2 for one in routers)
+        return len(routers) == 2 and all(len(router["replicas"]) == 2 for router in routers)
 
     wait(settled)
     yield shared_cluster
@@ -113,9 +113,9 @@ def test_a_look_is_of_all_routers(cluster: Cluster) -> None:
     for id in ids:
         ask(cluster, id)
     for _ in range(3):
-        told = json.loads(cluster.get("/v1/live"))
-        assert len({one["router"] for one in told["routers"]}) == len(told["routers"]) == 2
-        models = [model for one in told["routers"] for model in one["models"]]
+        body = json.loads(cluster.get("/v1/live"))
+        assert len({router["router"] for router in body["routers"]}) == len(body["routers"]) == 2
+        models = [model for router in body["routers"] for model in router["models"]]
         assert all(len(model["replicas"]) == 2 for model in models)
         assert set(ids) <= {choice["request"] for model in models for choice in model["choices"]}
     assert "<title>Manta</title>" in cluster.get("/page")
@@ -167,25 +167,25 @@ def test_an_id_leads_through_all_logs(cluster: Cluster) -> None:
     folder = Path(_global_node.get_logs_dir_path()) / "serve"
 
     def lines() -> dict[str, dict[str, Any]]:
-        found = {}
+        by_name = {}
         for path in folder.glob("*.log"):
             for line in path.read_text().splitlines():
                 if '"followed-1"' in line:
-                    told = json.loads(line)
-                    found[f"{told['deployment']} {told['message'].split(':')[0]}"] = told
-        return found
+                    body = json.loads(line)
+                    by_name[f"{body['deployment']} {body['message'].split(':')[0]}"] = body
+        return by_name
 
     def complete() -> dict[str, dict[str, Any]] | None:
-        found = lines()
+        line = lines()
         kinds = (f"{APP}_router finished", f"{APP}_engine-cpu queued")
-        there = all(kind in found for kind in kinds)
-        return found if there and any("from router" in kind for kind in found) else None
+        there = all(kind in line for kind in kinds)
+        return line if there and any("from router" in kind for kind in line) else None
 
-    found = wait(complete, 15)
-    assert {told["request_id"] for told in found.values()} == {"followed-1"}
-    ended = found[f"{APP}_router finished"]
+    items = wait(complete, 15)
+    assert {item["request_id"] for item in items.values()} == {"followed-1"}
+    ended = items[f"{APP}_router finished"]
     assert ended["output_tokens"] == 8
-    engines = {told["replica"] for kind, told in found.items() if "engine-cpu" in kind}
+    engines = {item["replica"] for kind, item in items.items() if "engine-cpu" in kind}
     assert len(engines) == 1 and ended["replicas"] == f"engine-cpu/{engines.pop()}"
 
 
@@ -194,18 +194,21 @@ def test_a_callers_trace_goes_on(cluster: Cluster, spans: Collector) -> None:
     id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ask(cluster, "not-traced")
     ask(cluster, "traced-1", traceparent=f"00-{id}-{parent}-01")
-    found = {span["name"]: span for span in wait(lambda: spans.spans(id), 15)}
-    assert set(found) == {"manta.request", "router.queue", "replica"} | {
+    by_name = {span["name"]: span for span in wait(lambda: spans.spans(id), 15)}
+    assert set(by_name) == {"manta.request", "router.queue", "replica"} | {
         f"engine.{part}" for part in ("queue", "prefill", "decode")
     }
-    root = found["manta.request"]
-    assert root["parentSpanId"] == parent and len(spans.spans()) == len(found)
-    told = attributes(root)
-    assert (told["manta.request_id"], told["gen_ai.usage.output_tokens"]) == ("traced-1", "8")
-    for span in found.values():
+    root = by_name["manta.request"]
+    assert root["parentSpanId"] == parent and len(spans.spans()) == len(by_name)
+    root_attributes = attributes(root)
+    assert (root_attributes["manta.request_id"], root_attributes["gen_ai.usage.output_tokens"]) == (
+        "traced-1",
+        "8",
+    )
+    for span in by_name.values():
         assert root["startTimeUnixNano"] <= span["startTimeUnixNano"] <= span["endTimeUnixNano"]
         assert span["endTimeUnixNano"] <= root["endTimeUnixNano"]
-    assert attributes(found["replica"])["manta.replica"].startswith("engine-cpu/")
+    assert attributes(by_name["replica"])["manta.replica"].startswith("engine-cpu/")
 
 
 def test_status_of_a_running_application(cluster: Cluster) -> None:
@@ -213,13 +216,13 @@ def test_status_of_a_running_application(cluster: Cluster) -> None:
     before = status.poll(APP)
     for number in range(3):
         ask(cluster, f"counted-{number}")
-    found = status.summarise(status.poll(APP), before)
-    assert (found["status"], found["model"]) == ("RUNNING", "tiny")
-    assert found["pools"]["cpu"]["running"] == 2 and len(found["replicas"]) == 2
-    assert len(found["routers"]) == 2 and found["silent_routers"] == 0
-    assert found["rates"]["requests"] > 0 and found["rates"]["output_tokens"] > 0
-    assert found["latency_ms"]["first_token"]["p50"] > 0
-    status.page(json.loads(json.dumps(found)))
+    summary = status.summarise(status.poll(APP), before)
+    assert (summary["status"], summary["model"]) == ("RUNNING", "tiny")
+    assert summary["pools"]["cpu"]["running"] == 2 and len(summary["replicas"]) == 2
+    assert len(summary["routers"]) == 2 and summary["silent_routers"] == 0
+    assert summary["rates"]["requests"] > 0 and summary["rates"]["output_tokens"] > 0
+    assert summary["latency_ms"]["first_token"]["p50"] > 0
+    status.page(json.loads(json.dumps(summary)))
     with pytest.raises(status.ClusterError, match=APP):
         status.poll("other")
 
@@ -232,15 +235,15 @@ def test_metrics_are_of_all_routers_whichever_answers(cluster: Cluster) -> None:
         if number % 3 == 0:
             ask(cluster, f"scraped-{number}")
         began = time.monotonic()
-        found = parse_metrics(cluster.get("/metrics"))
+        metrics = parse_metrics(cluster.get("/metrics"))
         took.append(time.monotonic() - began)
-        names = {match[1] for name in found if (match := re.search(r'router="([^"]+)"', name))}
+        names = {match[1] for name in metrics if (match := re.search(r'router="([^"]+)"', name))}
         assert len(names) == 2
-        for name, value in found.items():
+        for name, value in metrics.items():
             if name.split("{")[0].endswith(("_total", "_bucket", "_count", "_sum")):
                 assert value >= last.get(name, 0.0), name
                 last[name] = value
-        engines = [name for name in found if name.startswith("manta_engine_steps_total{")]
+        engines = [name for name in metrics if name.startswith("manta_engine_steps_total{")]
         assert len(engines) == 2
     took.sort()
     print(f"a scrape takes {1000 * took[12]:.1f} ms, {1000 * took[-1]:.1f} at most")

@@ -47,12 +47,12 @@ class Tab:
             message["sessionId"] = self._session
         os.write(self._send, json.dumps(message).encode() + b"\0")
         while True:
-            told = self._next()
-            if told.get("id") == wanted:
-                assert "error" not in told, f"{method}: {told['error']}"
-                answer: dict[str, Any] = told["result"]
+            outcome = self._next()
+            if outcome.get("id") == wanted:
+                assert "error" not in outcome, f"{method}: {outcome['error']}"
+                answer: dict[str, Any] = outcome["result"]
                 return answer
-            self._note(told)
+            self._note(outcome)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -148,8 +148,8 @@ class Tab:
     def shrunk(self, image: bytes, columns: int, rows: int) -> list[int]:
         """A PNG as so many pixels: red, green, blue and 255 of each."""
         encoded = base64.b64encode(image).decode()
-        found: list[int] = self.run(_SHRINK % (encoded, columns, rows))
-        return found
+        pixels: list[int] = self.run(_SHRINK % (encoded, columns, rows))
+        return pixels
 
     def first_paint(self) -> float:
         """Milliseconds from the navigation's start to the first contentful paint."""

@@ -60,8 +60,8 @@ class LiveServer:
             for part in parts:
                 part["timing_ms"] |= PICTURED["timing_ms"]
                 for name in ("route", "moves"):
-                    told = zip(part[name], PICTURED[name], strict=True)
-                    part[name] = [one | times for one, times in told]
+                    pairs = zip(part[name], PICTURED[name], strict=True)
+                    part[name] = [entry | times for entry, times in pairs]
         return parts
 
     def slow_down(self, pace: float) -> None:

@@ -53,24 +53,24 @@ def new_tab() -> Iterator[Callable[[], Tab]]:
 
 @pytest.fixture
 def backend() -> FakeBackend:
-    made = FakeBackend()
-    made.script = ANSWER
-    made.pause = 0.002
-    made.cards[MODEL] = replace(made.cards[MODEL], max_model_len=32_768)
-    return made
+    backend = FakeBackend()
+    backend.script = ANSWER
+    backend.pause = 0.002
+    backend.cards[MODEL] = replace(backend.cards[MODEL], max_model_len=32_768)
+    return backend
 
 
 @pytest.fixture
 def tab(new_tab: Callable[[], Tab], backend: FakeBackend) -> Iterator[Tab]:
     with serve(build_asgi(backend, OPTIONS)) as port:
-        made = new_tab()
-        made.size(1200, 800)
-        made.open(f"http://127.0.0.1:{port}/page")
-        made.until("document.querySelector('#chat select')?.value")
-        yield made
-        assert not made.dialogs and not made.console, made.console
+        tab = new_tab()
+        tab.size(1200, 800)
+        tab.open(f"http://127.0.0.1:{port}/page")
+        tab.until("document.querySelector('#chat select')?.value")
+        yield tab
+        assert not tab.dialogs and not tab.console, tab.console
         here = (f"http://127.0.0.1:{port}/", "data:")
-        assert not [url for url in made.requested if not url.startswith(here)]
+        assert not [url for url in tab.requested if not url.startswith(here)]
 
 
 def say(tab: Tab, text: str) -> None:
@@ -98,8 +98,8 @@ def keep(tab: Tab, name: str) -> None:
     image, path = tab.screenshot(), IMAGES / f"page-{name}.png"
     if os.environ.get("MANTA_SCREENSHOTS"):
         path.write_bytes(image)
-    shown, kept = (np.array(tab.shrunk(each, *GRID)) for each in (image, path.read_bytes()))
-    apart = np.abs(shown - kept).reshape(-1, 4)[:, :3].mean(axis=1)
+    shown, arrays = (np.array(tab.shrunk(case, *GRID)) for case in (image, path.read_bytes()))
+    apart = np.abs(shown - arrays).reshape(-1, 4)[:, :3].mean(axis=1)
     mean, parts = float(apart.mean()), float((apart > STRONG).mean())
     assert mean <= FAINT and parts <= PARTS, (
         f"{path.name} looks otherwise: {mean:.1f} of 255 in the mean, {parts:.0%} of its parts by "
@@ -249,8 +249,8 @@ def test_a_copied_request_does_the_same(tab: Tab, backend: FakeBackend, tmp_path
     }
     address = tab.run("location.origin") + "/v1/chat/completions"
     for language, suffix in (("python", "py"), ("curl", "sh")):
-        given = f"{json.dumps(address)}, {json.dumps(body)}, false"
-        text = tab.run(f"{module}.then(m => m.{language}({given}))")
+        message = f"{json.dumps(address)}, {json.dumps(body)}, false"
+        text = tab.run(f"{module}.then(m => m.{language}({message}))")
         program = tmp_path / f"program.{suffix}"
         program.write_text(text)
         command = [sys.executable if suffix == "py" else "sh", str(program)]
@@ -285,8 +285,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
         tab.until("document.querySelector('#chat select').value === 'tiny'")
         say(tab, "hello")
         assert tab.run("sessionStorage.getItem('manta-key')") == "key"
-        kept = tab.run("JSON.stringify(localStorage) + document.cookie + location.href")
-        assert "key" not in json.loads(json.dumps(kept)).replace("manta-key", "")
+        stored = tab.run("JSON.stringify(localStorage) + document.cookie + location.href")
+        assert "key" not in json.loads(json.dumps(stored)).replace("manta-key", "")
         only = [line for line in tab.console if "401" not in line]
         assert not only and not tab.dialogs
 

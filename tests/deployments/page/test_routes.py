@@ -64,9 +64,9 @@ def test_the_page_is_small_and_whole() -> None:
     for name, file in files.items():
         text = file.content.decode()
         modules = re.findall(r'from "(\.[^"]+)"', text)
-        wanted = [posixpath.normpath(f"{posixpath.dirname(name)}/{one}") for one in modules]
+        wanted = [posixpath.normpath(f"{posixpath.dirname(name)}/{module}") for module in modules]
         wanted += re.findall(r'"page/([^"]+)"', text)
-        assert {one.lstrip("/") for one in wanted} <= files.keys(), name
+        assert {module.lstrip("/") for module in wanted} <= files.keys(), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
         assert "https://" not in text and not re.search(r"http://(?!www\.w3\.org/)", text), name
     index = files["index.html"].content.decode()

@@ -30,7 +30,7 @@ class Collector:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    found = Collector()
+    spans = Collector()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
@@ -38,19 +38,19 @@ def collector() -> Iterator[Collector]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            if self.path == "/v1/traces" and found.status == 200:
-                found.headers = {name.lower(): value for name, value in self.headers.items()}
-                found.posts.append(json.loads(body))
-            self.send_response(found.status if self.path == "/v1/traces" else 404)
+            if self.path == "/v1/traces" and spans.status == 200:
+                spans.headers = {name.lower(): value for name, value in self.headers.items()}
+                spans.posts.append(json.loads(body))
+            self.send_response(spans.status if self.path == "/v1/traces" else 404)
             self.send_header("content-length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    found.url = f"http://127.0.0.1:{server.server_port}"
+    spans.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield found
+        yield spans
     finally:
         server.shutdown()
         server.server_close()
@@ -58,4 +58,7 @@ def collector() -> Iterator[Collector]:
 
 def attributes(span: dict[str, Any]) -> dict[str, Any]:
     """Of a span in OTLP's JSON: name -> value."""
-    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+    return {
+        attribute["key"]: next(iter(attribute["value"].values()))
+        for attribute in span["attributes"]
+    }

@@ -224,7 +224,7 @@ def test_another_machines_strangers_do_not_take_each_others_places():
         many = [await connect(local_addr=("127.0.0.2", 0)) for _ in range(200)]
         await until(lambda: len(replica_server._unauthenticated) == 64)
         await asyncio.sleep(0.1)
-        addresses = [one.address for one in replica_server._unauthenticated]
+        addresses = [item.address for item in replica_server._unauthenticated]
         assert addresses.count("127.0.0.3") == 8
         for _, writer in quiet + many:
             writer.close()
@@ -317,7 +317,7 @@ def test_frames_survive_any_cut_of_the_stream():
     async def case():
         side = RouterSide()
         sent = [StepFrame(EngineStats(step=n), [Delta(n, list(range(n)))]) for n in range(12)]
-        stream = b"".join(frame(one) for one in sent)
+        stream = b"".join(frame(message) for message in sent)
         for size in (1, 2, 3, 4, 5, 7, 50, 1000, len(stream)):
             side.frames.clear()
             end = side.make()
@@ -424,12 +424,12 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
             return best / rounds / size * 1e6
 
         def null() -> None:
-            for one in raw:
-                msgspec.msgpack.encode(decode(one))
+            for frame_bytes in raw:
+                msgspec.msgpack.encode(decode(frame_bytes))
 
         def engine_side() -> None:
-            for one in raw:
-                replica_server.on_frame(decode(one))
+            for frame_bytes in raw:
+                replica_server.on_frame(decode(frame_bytes))
 
         baseline, engine = seconds(null), seconds(engine_side)
 

@@ -78,16 +78,16 @@ def test_two_routers_with_the_same_numbers_never_meet():
     async def case():
         async with Fleet(0) as fleet:
             replica_server = await fleet.add("r0")
-            one, two = (
+            first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
             )
             for id in range(5):
-                one.submit(id, prompt=10)
+                first.submit(id, prompt=10)
                 two.submit(id, prompt=20)
-            await until(lambda: all(r.finish(id) for r in (one, two) for id in range(5)))
+            await until(lambda: all(r.finish(id) for r in (first, two) for id in range(5)))
             for id in range(5):
-                assert one.tokens(id) == text(10, 30)
+                assert first.tokens(id) == text(10, 30)
                 assert two.tokens(id) == text(20, 30)
 
     run(case())
@@ -99,15 +99,15 @@ def test_a_router_that_goes_takes_only_its_own_requests_along():
     async def case():
         async with Fleet(0) as fleet:
             replica_server = await fleet.add("r0")
-            one, two = (
+            first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
             )
             for id in range(4):
-                one.submit(id, max_tokens=4000)
+                first.submit(id, max_tokens=4000)
                 two.submit(id, max_tokens=300)
             await until(lambda: replica_server.in_flight == 8)
-            one.end.close("test")
+            first.end.close("test")
             await until(lambda: replica_server.in_flight == 4 and replica_server.stats.running == 4)
             await until(lambda: all(two.finish(id) == "length" for id in range(4)))
             assert two.tokens(3) == text(10, 300)
@@ -143,11 +143,11 @@ def test_an_idle_router_hears_of_the_load_that_others_make():
     async def case():
         async with Fleet(0) as fleet:
             replica_server = await fleet.add("r0")
-            one, two = (
+            first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
             )
-            one.submit(1, max_tokens=4000)
+            first.submit(1, max_tokens=4000)
             await until(lambda: any(f.stats.running for f in two.frames), seconds=0.5)
             assert not any(frame.deltas for frame in two.frames)
 
@@ -328,26 +328,26 @@ def test_each_router_is_told_which_of_its_requests_the_figures_count():
     async def case():
         async with Fleet(0) as fleet:
             replica_server = await fleet.add("r0")
-            one, other = (
+            first, other = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
             )
             for id in range(3):
-                one.submit(id, max_tokens=4)
+                first.submit(id, max_tokens=4)
                 other.submit(id + 1, max_tokens=400)  # the other's numbers are its own
             await until(lambda: len([id for f in other.frames for id in f.taken]) == 3)
-            await until(lambda: one.finish(2) != "")
-            assert sorted(id for frame in one.frames for id in frame.taken) == [0, 1, 2]
+            await until(lambda: first.finish(2) != "")
+            assert sorted(id for frame in first.frames for id in frame.taken) == [0, 1, 2]
             assert sorted(id for frame in other.frames for id in frame.taken) == [1, 2, 3]
-            for frame in one.frames + other.frames:
+            for frame in first.frames + other.frames:
                 assert frame.stats.running >= len(frame.taken)
             fleet.engines["r0"].pace = 0.5  # a long step begins
             await asyncio.sleep(0.05)
-            seen = len(one.frames)
-            one.submit(7)
+            seen = len(first.frames)
+            first.submit(7)
             await asyncio.sleep(0.3)
-            assert len(one.frames) > seen, "beats, with the old figures"
-            assert not any(frame.taken for frame in one.frames[seen:])
-            await until(lambda: 7 in [id for frame in one.frames for id in frame.taken])
+            assert len(first.frames) > seen, "beats, with the old figures"
+            assert not any(frame.taken for frame in first.frames[seen:])
+            await until(lambda: 7 in [id for frame in first.frames for id in frame.taken])
 
     run(case())

@@ -68,8 +68,8 @@ def test_it_sleeps_and_a_request_wakes_it() -> None:
         replica = await Replica().start()
         for id in range(3):
             await until(lambda: replica.asleep and replica.router.frames[-1].stats.asleep)
-            told = replica.router.frames[-1].stats
-            assert told.asleep and not told.running
+            stats = replica.router.frames[-1].stats
+            assert stats.asleep and not stats.running
             await replica.ask(id)
             assert not replica.asleep and replica.server.stats.wakes == id + 1
         await replica.server.stop()
@@ -94,26 +94,28 @@ def test_two_models_share_a_device_by_turns() -> None:
     settings = SleepSettings(idle_seconds=60.0, wait_seconds=20.0, takes_turns=True)
 
     async def case() -> None:
-        one = await Replica().start(settings)
+        started = await Replica().start(settings)
         two = await Replica().start(settings)  # which waits until the first sleeps
-        assert one.asleep and not two.asleep
+        assert started.asleep and not two.asleep
         both = []
 
         async def watch() -> None:
             while True:
-                states = [each.engine.core.stats().asleep for each in (one, two)]
+                states = [case.engine.core.stats().asleep for case in (started, two)]
                 both.append(not any(states))
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
         for id in range(6):
-            await (one, two)[id % 2].ask(id)
-        await asyncio.gather(*(each.ask(10 + id) for id in range(4) for each in (one, two)))
+            await (started, two)[id % 2].ask(id)
+        await asyncio.gather(
+            *(replica.ask(10 + id) for id in range(4) for replica in (started, two))
+        )
         watching.cancel()
         assert not any(both) and len(both) > 20
-        assert one.server.stats.wakes >= 3 and two.server.stats.wakes >= 3
-        for each in (one, two):
-            await each.server.stop()
+        assert started.server.stats.wakes >= 3 and two.server.stats.wakes >= 3
+        for replica in (started, two):
+            await replica.server.stop()
 
     run(case())
 
@@ -124,14 +126,14 @@ def test_a_model_that_always_has_work_gives_way(monkeypatch: pytest.MonkeyPatch)
     settings = SleepSettings(idle_seconds=60.0, wait_seconds=20.0, takes_turns=True)
 
     async def case() -> None:
-        one = await Replica().start(settings)
+        started = await Replica().start(settings)
         starting = asyncio.create_task(Replica().start(settings))
         answered = 0
 
         async def load(first: int) -> None:
             nonlocal answered
             for id in range(first, first + 100):
-                await one.ask(id)
+                await started.ask(id)
                 answered += 1
                 if starting.done() and two_done.is_set():
                     return
@@ -145,8 +147,8 @@ def test_a_model_that_always_has_work_gives_way(monkeypatch: pytest.MonkeyPatch)
         two_done.set()
         await asyncio.gather(*loads)
         assert answered > 10 and two.server.stats.wakes >= 1
-        for each in (one, two):
-            await each.server.stop()
+        for case in (started, two):
+            await case.server.stop()
 
     run(case())
 

@@ -59,15 +59,15 @@ def test_the_caller_decides_what_is_sampled() -> None:
 
 def test_a_moved_request_has_its_times_in_router_replicas_and_engine() -> None:
     """Times that overlap or have gaps; a span whose parent is not there."""
-    one = trace("asked", arrived=100.0)
-    one.received_at = 1000.0
-    one.sent(RoutingDecision("gpu/1", "prefix", 0.25, cached=4), 101.0, 0)
-    one.begun(Delta(1, [7], cached=4, queued_us=200_000, adapter_us=0), 101.5)
-    one.moves("gpu/1", "lost: gone", 102.0)
-    one.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
-    one.finish += ["stop", "length"]
-    one.ends(13, "", 104.0)
-    root, *rest = spans_of(one, TraceContext(TRACE, PARENT), "router-1")
+    request_trace = trace("asked", arrived=100.0)
+    request_trace.received_at = 1000.0
+    request_trace.sent(RoutingDecision("gpu/1", "prefix", 0.25, cached=4), 101.0, 0)
+    request_trace.begun(Delta(1, [7], cached=4, queued_us=200_000, adapter_us=0), 101.5)
+    request_trace.moves("gpu/1", "lost: gone", 102.0)
+    request_trace.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
+    request_trace.finish += ["stop", "length"]
+    request_trace.ends(13, "", 104.0)
+    root, *rest = spans_of(request_trace, TraceContext(TRACE, PARENT), "router-1")
     assert (root.start, root.end, root.kind) == (1000.0, 1004.0, SERVER)
     assert root.context.parent == PARENT and not root.error
     assert root.attributes["gen_ai.usage.output_tokens"] == 13
@@ -87,16 +87,16 @@ def test_a_moved_request_has_its_times_in_router_replicas_and_engine() -> None:
     assert last.attributes["manta.emitted_tokens"] == 5
     parents = {span.context.parent for span in rest}
     assert parents == {root.id, first.id} and {span.context.trace for span in rest} == {TRACE}
-    told = root.to_json()
-    assert told["startTimeUnixNano"] == "1000000000000" and told["parentSpanId"] == PARENT
-    assert attributes(told)["manta.router"] == "router-1" and "status" not in told
+    body = root.to_json()
+    assert body["startTimeUnixNano"] == "1000000000000" and body["parentSpanId"] == PARENT
+    assert attributes(body)["manta.router"] == "router-1" and "status" not in body
 
 
 def test_a_request_that_never_ran() -> None:
     """An error without a span is the one that is looked for."""
-    one = trace()
-    one.ends(0, "no_replica", 130.0)
-    root, queue = spans_of(one, TraceContext(TRACE), "r")
+    request_trace = trace()
+    request_trace.ends(0, "no_replica", 130.0)
+    root, queue = spans_of(request_trace, TraceContext(TRACE), "r")
     assert root.to_json()["status"] == {"code": 2, "message": "no_replica"}
     assert queue.end == root.end and "parentSpanId" not in root.to_json()
 
@@ -129,25 +129,25 @@ def test_spans_arrive_and_a_collector_that_is_away_holds_nothing_up(
         return [Span("a", TraceContext(TRACE), 1.0, 2.0) for _ in range(count)]
 
     async def case() -> None:
-        with collector() as found:
-            one = TracingSettings(f"{found.url}/", headers=settings.headers)
-            exporter = SpanExporter(one, "router-1", "1.2")
+        with collector() as collected:
+            tracing = TracingSettings(f"{collected.url}/", headers=settings.headers)
+            exporter = SpanExporter(tracing, "router-1", "1.2")
             exporter.start()
             exporter.add(spans(700))
-            while len(found.spans()) < 700:
+            while len(collected.spans()) < 700:
                 await asyncio.sleep(0.01)
-            assert len(found.posts) == 2 and found.headers["x-key"] == "1"
-            resource = found.posts[0]["resourceSpans"][0]["resource"]
+            assert len(collected.posts) == 2 and collected.headers["x-key"] == "1"
+            resource = collected.posts[0]["resourceSpans"][0]["resource"]
             assert attributes(resource)["service.instance.id"] == "router-1"
-            found.status = 503
+            collected.status = 503
             for _ in range(3):
                 exporter.add(spans(1))
                 await asyncio.sleep(0.05)
             assert exporter.dropped == 3
-            found.status = 200
+            collected.status = 200
             exporter.add(spans(1))
             await exporter.close()
-            assert len(found.spans()) == 701
+            assert len(collected.spans()) == 701
             exporter.add(spans(MAX_SPANS + 1))
             assert exporter.dropped == 3 + MAX_SPANS + 1
 

@@ -292,7 +292,7 @@ async def read(inflight: InflightRequest) -> dict[int, list[int]]:
         for index, delta in items:
             assert index not in ended, "a delta after the end"
             if inflight.request.params.logprobs is not None:
-                assert [one.token_id for one in delta.logprobs or ()] == delta.token_ids
+                assert [logprob.token_id for logprob in delta.logprobs or ()] == delta.token_ids
             tokens[index] += delta.token_ids
             if delta.finish:
                 ended.add(index)

@@ -96,8 +96,8 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        one = Capacity(state.rate(), state.rows, state.free_rows(), (), state.first_seconds)
-        return Capacity.over([one], sorted(self._endings()))
+        capacity = Capacity(state.rate(), state.rows, state.free_rows(), (), state.first_seconds)
+        return Capacity.over([capacity], sorted(self._endings()))
 
     def _endings(self) -> Iterator[float]:
         for request in self._replica.running + self._replica.waiting:

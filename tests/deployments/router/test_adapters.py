@@ -68,8 +68,8 @@ def test_the_first_request_pins_the_revision(tmp_path):
 
     async def case():
         path = str(make_folder(tmp_path / "a"))
-        given = settings(tmp_path, paths={"a": path})
-        async with Fleet(2, loras=2, adapters=given) as fleet:
+        adapter_settings = settings(tmp_path, paths={"a": path})
+        async with Fleet(2, loras=2, adapters=adapter_settings) as fleet:
             assert not any(engine.adapter_calls for engine in fleet.engines.values())
             router = fleet.dispatcher
             all_inflight = await asyncio.gather(*(ask(router, "a", n=2) for _ in range(6)))
@@ -99,14 +99,14 @@ def test_replaced_while_requests_run(tmp_path):
             old = await router.adapters.add("a", str(folder))
             async with second_router(fleet) as other:
                 await other.adapters.refresh()
-                running = [await ask(one, "a", 300) for one in (router, other) for _ in range(4)]
+                running = [await ask(case, "a", 300) for case in (router, other) for _ in range(4)]
                 await until(lambda: all(inflight.begun for inflight in running))
                 make_folder(folder, r=16)
                 stale = (await other.adapters.pin("a")).key
                 new = await router.adapters.add("a", str(folder))
                 assert new.revision != old.revision == stale.partition("@")[2] and new.rank == 16
                 assert other.adapters.records["a"] == old
-                after = [await ask(one, "a") for one in (router, other) for _ in range(4)]
+                after = [await ask(case, "a") for case in (router, other) for _ in range(4)]
                 for inflight in after:
                     assert await read(inflight) == {0: text(new.key)}
                 for inflight in running:
@@ -121,8 +121,8 @@ def test_removed_while_requests_run(tmp_path):
     """A removed adapter that another router still serves, or whose running requests break."""
 
     async def case():
-        given = settings(tmp_path, paths={"b": str(make_folder(tmp_path / "b"))})
-        async with Fleet(2, loras=2, adapters=given) as fleet:
+        adapter_settings = settings(tmp_path, paths={"b": str(make_folder(tmp_path / "b"))})
+        async with Fleet(2, loras=2, adapters=adapter_settings) as fleet:
             router = fleet.dispatcher
             record = await router.adapters.add("a", str(make_folder(tmp_path / "a")))
             async with second_router(fleet) as other:
@@ -254,8 +254,8 @@ def test_many_changes_under_load(tmp_path):
                         fleet.engines[victim].die()
                         await fleet.add(f"later{number}")
                         del fleet.replica_servers[victim]
-                        for each in (router, other):
-                            each.set_replicas(fleet.published())
+                        for case in (router, other):
+                            case.set_replicas(fleet.published())
 
             async def look(router: Dispatcher) -> None:
                 """As ModelLoader does for all models of a router."""
@@ -282,9 +282,12 @@ def test_many_changes_under_load(tmp_path):
                     assert outcome in allowed(name, begin - late, end), (name, outcome)
                 good = [outcome for _, outcome, *_ in checks if "@" in outcome]
                 assert len(good) > 250 and len(set(good)) > 30, Counter(good)
-                for each in (router, other):
-                    assert each.held() == {"requests": 0, "waiting": 0, "choices": 0}
-                    assert not each.replicas.calls._waiting and not each._events._stale._ended
+                for dispatcher in (router, other):
+                    assert dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
+                    assert (
+                        not dispatcher.replicas.calls._waiting
+                        and not dispatcher._events._stale._ended
+                    )
                 assert not any(
                     replica_server.in_flight for replica_server in fleet.replica_servers.values()
                 )
@@ -377,8 +380,8 @@ def test_the_watched_folder(tmp_path, monkeypatch):
         make_folder(tmp_path / "outside")
         (watch / "link").symlink_to(tmp_path / "outside")
         (watch / "empty").mkdir()
-        given = AdapterSettings("m", watch=str(watch))
-        async with Fleet(1, loras=2, adapters=given) as fleet:
+        adapter_settings = AdapterSettings("m", watch=str(watch))
+        async with Fleet(1, loras=2, adapters=adapter_settings) as fleet:
             router = fleet.dispatcher
             await router.adapters.start()
             assert list(router.adapters.records) == ["a"]
@@ -423,14 +426,14 @@ def test_only_what_is_inside_the_roots_can_be_added(tmp_path, monkeypatch):
     assert allowed_path("good", roots) == allowed_path(f"{root}/good/", roots) == str(root / "good")
     assert allowed_path("s3://bucket/models/x/y", roots) == "s3://bucket/models/x/y"
     monkeypatch.setattr("builtins.open", None)
-    for given in [*TRAVERSALS, str(root), str(root.parent), f"{root}/link/x", f"{root}x/x"]:
+    for case in [*TRAVERSALS, str(root), str(root.parent), f"{root}/link/x", f"{root}x/x"]:
         with pytest.raises(AdapterError) as caught:
-            allowed_path(given, roots)
+            allowed_path(case, roots)
         assert caught.value.code in (
             "invalid_adapter_path",
             "adapter_path_not_allowed",
             "adapter_not_found",
-        ), given
+        ), case
     with pytest.raises(AdapterError) as caught:
         allowed_path(str(root / "good"), [])
     assert caught.value.code == "adapter_path_not_allowed"
@@ -445,10 +448,10 @@ def test_messages_without_paths():
         "/var/cache/manta-adapter-abc/adapter_config.json: r: 0 is not a positive number",
         "s3://bucket/y: adapter_config.json is missing",
     ):
-        told = without_paths(message, "/srv/a b/x", "legal")
-        assert told.startswith("legal") and "/" not in told.removeprefix("legal/")
-    told = without_paths("/srv/a b/x/adapter_model.safetensors: truncated", "/srv/a b/x", "legal")
-    assert told == "legal/adapter_model.safetensors: truncated"
+        text = without_paths(message, "/srv/a b/x", "legal")
+        assert text.startswith("legal") and "/" not in text.removeprefix("legal/")
+    text = without_paths("/srv/a b/x/adapter_model.safetensors: truncated", "/srv/a b/x", "legal")
+    assert text == "legal/adapter_model.safetensors: truncated"
 
 
 def test_the_book_is_shared(monkeypatch):
@@ -510,12 +513,12 @@ def test_a_model_was_created_when_it_is_said_at_any_router(monkeypatch: pytest.M
 
 def test_routers_of_an_application_have_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: each router signs ids with its own secret, and one that takes over knows none."""
-    found: dict[str, bytes] = {}
+    by_name: dict[str, bytes] = {}
 
     def of_store(what: str, key: str, value: bytes = b"", overwrite: bool = True) -> Any:
-        if what == "put" and (overwrite or key not in found):
-            found[key] = value
-        return found.get(key)
+        if what == "put" and (overwrite or key not in by_name):
+            by_name[key] = value
+        return by_name.get(key)
 
     monkeypatch.setattr(shared, "store", of_store)
     assert shared.event_secret("app") == shared.event_secret("app")

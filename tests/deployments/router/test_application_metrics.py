@@ -35,7 +35,7 @@ class Router:
 
     async def others(self) -> list[bytes]:
         await asyncio.sleep(0)
-        return [one.figures.report() for one in self.fleet.values() if not one.silent]
+        return [router.figures.report() for router in self.fleet.values() if not router.silent]
 
 
 def routers(count: int) -> dict[str, Router]:
@@ -49,11 +49,11 @@ def test_any_router_tells_of_all() -> None:
     """One of two routers in turn: generation_tokens_total was 4927, 4818, 4927, 4818 although
     nobody asked for anything in between."""
     fleet = routers(3)
-    for number, one in enumerate(fleet.values()):
-        one.metrics.output_tokens.add(100 + number)
-        one.metrics.http.add(1, "/v1/completions", "200")
-        one.metrics.first_token.observe(0.05)
-    texts = [asyncio.run(one.figures.text()) for one in fleet.values()]
+    for number, router in enumerate(fleet.values()):
+        router.metrics.output_tokens.add(100 + number)
+        router.metrics.http.add(1, "/v1/completions", "200")
+        router.metrics.first_token.observe(0.05)
+    texts = [asyncio.run(router.figures.text()) for router in fleet.values()]
     first, *others = [parse_metrics(text) for text in texts]
     assert others == [first, first]
     for number in range(3):
@@ -68,26 +68,26 @@ def test_any_router_tells_of_all() -> None:
 def test_a_replica_has_one_series_and_the_newest_is_told() -> None:
     """What each router had heard of a replica, added up: twice its tokens with two routers."""
     fleet = routers(2)
-    one, two = fleet.values()
-    one.replicas = {"r": EngineStats(step=7, output_tokens=70, running=3, prefix_hits=5)}
+    first, two = fleet.values()
+    first.replicas = {"r": EngineStats(step=7, output_tokens=70, running=3, prefix_hits=5)}
     two.replicas = {"r": EngineStats(step=8, output_tokens=90, running=1, prefix_hits=4)}
     two.replicas["s"] = EngineStats(step=1)
     for _ in range(2):
-        for asked in (one, two):
-            found = parse_metrics(asyncio.run(asked.figures.text()))
+        for asked in (first, two):
+            metrics = parse_metrics(asyncio.run(asked.figures.text()))
             labels = 'model_name="m",replica="r"'
-            assert found[f"manta_engine_generation_tokens_total{{{labels}}}"] == 90
-            assert found[f"manta_num_requests_running{{{labels}}}"] == 1
-            assert found[f"manta_prefix_cache_hits_total{{{labels}}}"] == 5
-            assert len([name for name in found if "manta_engine_steps_total{" in name]) == 2
+            assert metrics[f"manta_engine_generation_tokens_total{{{labels}}}"] == 90
+            assert metrics[f"manta_num_requests_running{{{labels}}}"] == 1
+            assert metrics[f"manta_prefix_cache_hits_total{{{labels}}}"] == 5
+            assert len([name for name in metrics if "manta_engine_steps_total{" in name]) == 2
     # The other one falls silent. What it said is not forgotten, and its own series are missing.
     two.silent = True
-    found = parse_metrics(asyncio.run(one.figures.text()))
-    assert found['manta_engine_generation_tokens_total{model_name="m",replica="r"}'] == 90
-    assert not [name for name in found if "router-1" in name]
-    one.replicas = {}  # it has left
-    found = parse_metrics(asyncio.run(one.figures.text()))
-    assert not [name for name in found if "replica=" in name]
+    metrics = parse_metrics(asyncio.run(first.figures.text()))
+    assert metrics['manta_engine_generation_tokens_total{model_name="m",replica="r"}'] == 90
+    assert not [name for name in metrics if "router-1" in name]
+    first.replicas = {}  # it has left
+    metrics = parse_metrics(asyncio.run(first.figures.text()))
+    assert not [name for name in metrics if "replica=" in name]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -106,26 +106,28 @@ def test_no_counter_goes_back(seed: int) -> None:
                 output_tokens=engine.output_tokens + dice.randrange(5),
                 prefix_hits=engine.prefix_hits + dice.randrange(2),
             )
-            for one in fleet.values():
+            for router in fleet.values():
                 if dice.random() < 0.6:  # the others hear of it a step later
-                    one.replicas = {"r": engine}
-                if not one.silent:
-                    one.metrics.output_tokens.add(dice.randrange(9))
-                    one.metrics.between.observe(dice.random())
+                    router.replicas = {"r": engine}
+                if not router.silent:
+                    router.metrics.output_tokens.add(dice.randrange(9))
+                    router.metrics.between.observe(dice.random())
             if turn % 60 == 30:
                 del fleet[dice.choice(list(fleet))]
                 Router(f"router-{turn}", fleet).replicas = {"r": engine}
             asked = dice.choice(list(fleet.values()))
-            for one in fleet.values():  # a silent one has time to hear of steps before it is asked
-                one.silent = one is not asked and turn % 10 > 6
-                if one.silent:
+            for (
+                router
+            ) in fleet.values():  # a silent one has time to hear of steps before it is asked
+                router.silent = router is not asked and turn % 10 > 6
+                if router.silent:
                     asked.replicas = {"r": engine}
             texts = await asyncio.gather(
                 *(asked.figures.text() for _ in range(dice.choice((1, 3))))
             )
             for text in texts:
-                found = parse_metrics(text)
-                for name, value in found.items():
+                metrics = parse_metrics(text)
+                for name, value in metrics.items():
                     if name.split("{")[0].endswith(("_total", "_bucket", "_count", "_sum")):
                         assert value >= last.get(name, 0.0), (turn, name)
                         last[name] = value

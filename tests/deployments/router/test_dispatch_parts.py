@@ -114,7 +114,11 @@ class Parts:
         return inflight
 
     def submits(self, name: str) -> list[int]:
-        return [one.request.id for one in self.replicas[name].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+        return [
+            message.request.id
+            for message in self.replicas[name].sent
+            if isinstance(message, Submit)
+        ]  # type: ignore[attr-defined]
 
 
 async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_taken_off():
@@ -147,7 +151,7 @@ async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
     parts.publish(b=published(weights="new"), c=published(weights="old"))
     parts.assignment.assign_displaced()
     assert choice.place == "c" and not parts.displaced
-    (sent,) = [one for one in parts.replicas["c"].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+    (sent,) = [message for message in parts.replicas["c"].sent if isinstance(message, Submit)]  # type: ignore[attr-defined]
     assert sent.request.token_ids == [5] * 10 + [7, 8]
     assert inflight.migrations == 1 and inflight.replicas == ["a", "c"]
     inflight.abort()
@@ -156,20 +160,20 @@ async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
 async def test_a_loss_moves_at_once_who_is_not_to_blame_and_gives_up_who_lost_too_many():
     """One request that takes replica after replica with it."""
     parts = Parts(a=published(), b=published(), c=published())
-    given, new = parts.inflight(), parts.inflight()
-    for inflight in (given, new):
+    begun, new = parts.inflight(), parts.inflight()
+    for inflight in (begun, new):
         parts.assignment.assign(inflight.choices, ["a"])
-    given.choices[0].emitted = [7] * 9  # more than what clears it
+    begun.choices[0].emitted = [7] * 9  # more than what clears it
     parts.losses.lost(parts.replicas["a"], parts.replicas["a"].lose(), "test")  # type: ignore[attr-defined]
-    assert given.choices[0].place in "bc" and len(parts.displaced) == 1, "who gave nothing waits"
+    assert begun.choices[0].place in "bc" and len(parts.displaced) == 1, "who gave nothing waits"
     await asyncio.sleep(0.3)
     second = new.choices[0].place
     assert second in "bc" and not parts.displaced
     parts.losses.lost(parts.replicas[second], parts.replicas[second].lose(), "test")  # type: ignore[attr-defined]
     with pytest.raises(MantaError):
         await new.next()
-    assert given in parts.all_inflight and new not in parts.all_inflight
-    given.abort()
+    assert begun in parts.all_inflight and new not in parts.all_inflight
+    begun.abort()
 
 
 async def test_what_nobody_can_take_fails_after_its_time_and_is_forgotten():
@@ -231,11 +235,11 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     )
     queue.admit("a key")  # a row is free
     running = [parts.inflight() for _ in range(8)]
-    for one in running:
-        parts.assignment.assign(one.choices)
+    for inflight in running:
+        parts.assignment.assign(inflight.choices)
     state.steps.cost = StepCost(10.0, 0.0, 0.0)  # each has nine tokens to come
     stats = EngineStats(rows=8, running=8, routers=1)
-    taken = [choice.id for one in running for choice in one.choices]
+    taken = [choice.id for inflight in running for choice in inflight.choices]
     state.observe(stats, taken, 0.0)
     assert state.room() > 0, "choices may wait there"
     with pytest.raises(Overloaded) as refused:
@@ -258,8 +262,8 @@ async def test_requests_are_found_by_id_and_owner_and_told_of_when_they_have_end
     assert requests.stop("q", "nobody") == 0 and len(requests) == 3
     assert requests.stop("q", "me") == 1 and list(requests) == [other, third]
     assert requests.stop("q", "me") == 0, "it has ended"
-    (told,) = requests.explain("q", "me")
-    assert (told["error"], told["router"]) == ("cancelled", "router-1")
+    (body,) = requests.explain("q", "me")
+    assert (body["error"], body["router"]) == ("cancelled", "router-1")
     with pytest.raises(MantaError, match="was stopped"):
         await mine.next()
     requests.fail_all()

@@ -275,14 +275,14 @@ def test_a_burst_that_fits_the_rows_may_wait_longer_but_only_once():
 
 def test_retry_after_is_when_there_is_room_at_the_measured_rate():
     """Retry-After: 1 whatever happens, so that everybody comes back together and too early."""
-    told = []
+    collected = []
     for rate in (200.0, 1000.0):
         q = queue()
         capacity = Capacity(rate, 8, 0)
         while refused(q, capacity=capacity, tokens=200.0) is None:
             push(q, "x", tokens=200.0)
-        told.append([refused(q, capacity=capacity, tokens=200.0).seconds for _ in range(20)])
-    slow, fast = told
+        collected.append([refused(q, capacity=capacity, tokens=200.0).seconds for _ in range(20)])
+    slow, fast = collected
     assert slow == sorted(slow) and fast == sorted(fast), "later ones are told a later time"
     # At half of the rate: the other half is for those who are new.
     assert slow[-1] == pytest.approx(2 * 20 * 200 / 200, rel=0.2)

@@ -25,24 +25,27 @@ async def test_a_look_tells_what_runs_and_why_it_is_there() -> None:
     """Bug: the view shows another batch than the replicas have, or a choice without its reason."""
     async with Fleet(2, rows=4) as fleet:
         running = [fleet.generate(max_tokens=400) for _ in range(3)]
-        await until(lambda: all(one.trace.first for one in running))
+        await until(lambda: all(inflight.trace.first for inflight in running))
         view = fleet.dispatcher.live()
         assert view["in_flight"] == 3 and view["queued"] == 0 and not view["queues"]
-        assert {one["name"] for one in view["replicas"]} == {"r0", "r1"}
-        assert sum(one["ours"] for one in view["replicas"]) == 3
-        assert all(one["available"] and one["cost"]["wait_ms"] >= 0 for one in view["replicas"])
-        for one in view["requests"]:
-            assert one["state"] == "running" and one["output_tokens"] > 0
-            assert one["replicas"] in (["r0"], ["r1"]) and one["first_token_ms"] > 0
-        for one in view["choices"]:
-            assert one["replica"] in ("r0", "r1") and one["expected_ms"] is not None
-            assert one["reason"] and one["first_token_ms"] > 0
-        ages = [one["ago_s"] for one in view["choices"]]
+        assert {inflight["name"] for inflight in view["replicas"]} == {"r0", "r1"}
+        assert sum(inflight["ours"] for inflight in view["replicas"]) == 3
+        assert all(
+            inflight["available"] and inflight["cost"]["wait_ms"] >= 0
+            for inflight in view["replicas"]
+        )
+        for inflight in view["requests"]:
+            assert inflight["state"] == "running" and inflight["output_tokens"] > 0
+            assert inflight["replicas"] in (["r0"], ["r1"]) and inflight["first_token_ms"] > 0
+        for inflight in view["choices"]:
+            assert inflight["replica"] in ("r0", "r1") and inflight["expected_ms"] is not None
+            assert inflight["reason"] and inflight["first_token_ms"] > 0
+        ages = [inflight["ago_s"] for inflight in view["choices"]]
         assert len(ages) == 3 and ages == sorted(ages)
-        assert [one["kind"] for one in view["events"]] == ["joined", "joined"]
+        assert [inflight["kind"] for inflight in view["events"]] == ["joined", "joined"]
         msgspec.json.encode(view)  # neither inf nor a number of numpy's
-        for one in running:
-            one.abort()
+        for inflight in running:
+            inflight.abort()
 
 
 async def test_a_look_tells_what_an_idle_replica_has_room_for() -> None:
@@ -64,8 +67,8 @@ async def test_a_look_tells_what_a_death_did() -> None:
         assert len((await read(inflight))[0]) == 200
         view = fleet.dispatcher.live()
         assert view["in_flight"] == 0 and not view["requests"]
-        told = {(one["kind"], one["replica"], one["request"]) for one in view["events"]}
-        assert ("lost", dead, None) in told and ("moved", dead, "q") in told
+        items = {(event["kind"], event["replica"], event["request"]) for event in view["events"]}
+        assert ("lost", dead, None) in items and ("moved", dead, "q") in items
         after, before = view["choices"]
         assert before["replica"] == dead != after["replica"] and after["emitted_tokens"] > 0
         assert after["first_token_ms"] is None, "its first token came from the other one"
@@ -75,7 +78,7 @@ async def test_queues_by_key() -> None:
     """Bug: a key that fills the queue cannot be told from one that waits behind it."""
     async with Fleet(1, rows=8) as fleet:
         running = [fleet.generate(max_tokens=30) for _ in range(8)]
-        await until(lambda: all(one.trace.first for one in running))
+        await until(lambda: all(inflight.trace.first for inflight in running))
         for _ in range(20):  # until the first that is not taken
             try:
                 running.append(fleet.generate(max_tokens=30))
@@ -85,8 +88,8 @@ async def test_queues_by_key() -> None:
         (queue,) = view["queues"]
         assert queue["key"] == "" and queue["requests"] == view["queued"] > 0
         assert queue["tokens"] == view["queued_tokens"] > 0
-        for one in running:
-            one.abort()
+        for inflight in running:
+            inflight.abort()
         assert not fleet.dispatcher.live()["queues"]
 
 
@@ -102,8 +105,8 @@ async def test_a_look_is_bounded() -> None:
             body = msgspec.json.encode(fleet.dispatcher.live())
             took.append(time.process_time() - began)
         assert min(took) <= MOST and len(body) < 150_000
-        for one in running:
-            one.abort()
+        for inflight in running:
+            inflight.abort()
 
 
 async def test_all_routers_are_asked_once() -> None:
@@ -118,9 +121,9 @@ async def test_all_routers_are_asked_once() -> None:
         return [{"router": "b", "models": []}, {"router": "a", "models": ["old"]}]
 
     view = ApplicationView(lambda: {"router": "a", "models": []}, others)
-    found = await asyncio.gather(*(view.routers() for _ in range(10)))
+    results = await asyncio.gather(*(view.routers() for _ in range(10)))
     assert asked == 1
-    assert all(one == [{"router": r, "models": []} for r in "ab"] for one in found)
+    assert all(result == [{"router": r, "models": []} for r in "ab"] for result in results)
 
 
 async def test_who_may_look() -> None:
@@ -144,8 +147,8 @@ async def test_who_may_look() -> None:
     )
     assert await status(keyed) == 401 and await status(keyed, b"user") == 403
     assert await status(keyed, b"admin") == 200
-    told = await keyed.request("GET", "/v1/live", headers=[(b"x-api-key", b"admin")])
-    assert told.json()["key_names"] == {USER.hex()[:32]: "team"}
+    reply = await keyed.request("GET", "/v1/live", headers=[(b"x-api-key", b"admin")])
+    assert reply.json()["key_names"] == {USER.hex()[:32]: "team"}
     assert await status(client(api_keys=frozenset({USER})), b"user") == 403
     off = Client(build_asgi(FakeBackend(), ApiOptions(live=look)))
     assert await status(off) == 404
@@ -156,6 +159,6 @@ async def test_a_front_tells_of_its_models() -> None:
     async with Fleet(1) as fleet:
         front = ModelFront("router")
         front.put("m", fleet.dispatcher, 0.0)
-        told = front.live()
-        assert told["router"] == "router"
-        assert [(one["model"], len(one["replicas"])) for one in told["models"]] == [("m", 1)]
+        view = front.live()
+        assert view["router"] == "router"
+        assert [(model["model"], len(model["replicas"])) for model in view["models"]] == [("m", 1)]

@@ -53,7 +53,10 @@ def nothing_left(fleet: Fleet) -> bool:
         (
             *fleet.dispatcher.held().values(),
             *fleet.load().values(),
-            *(one.suspect or one._suspects or one._passed for one in suspect_queues),
+            *(
+                suspect_queue.suspect or suspect_queue._suspects or suspect_queue._passed
+                for suspect_queue in suspect_queues
+            ),
         )
     )
 
@@ -72,12 +75,14 @@ def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
         assert (suspicion.start, suspicion.tokens, suspicion.deaths) == ("alone", PROBATION, ["r0"])
     passed.passes()
     assert passed.start == "after"
-    told = Failed("engine_dead", "", suspects=[1], deaths=["r0"])
-    assert suspect.lost("r1", 1, 0, told, 1)
-    assert not waiting.lost("r1", 2, 0, told, 1) and waiting.start == "alone"
-    assert not passed.lost("r1", 3, 0, told, 1) and passed.start == "after"
-    assert not bystander.lost("r1", 4, 5, told, 1) and not bystander.start
-    assert not new.lost("r1", 5, 0, told, 1) and new.start == "alone"  # it may as well be this one
+    failure = Failed("engine_dead", "", suspects=[1], deaths=["r0"])
+    assert suspect.lost("r1", 1, 0, failure, 1)
+    assert not waiting.lost("r1", 2, 0, failure, 1) and waiting.start == "alone"
+    assert not passed.lost("r1", 3, 0, failure, 1) and passed.start == "after"
+    assert not bystander.lost("r1", 4, 5, failure, 1) and not bystander.start
+    assert (
+        not new.lost("r1", 5, 0, failure, 1) and new.start == "alone"
+    )  # it may as well be this one
     for suspicion in (waiting, passed, new):
         suspicion.acquit(["r0"])
     assert (waiting.deaths, passed.deaths, new.deaths) == ([], [], ["r1"])
@@ -287,15 +292,15 @@ def test_several_routers_try_their_suspects_one_after_the_other():
     async def case():
         async with Fleet(4, limits=LIMITS, options=LETHAL + ",lethal_at=20") as fleet:
             other: Dispatcher = fleet.new_router()
-            one, other_replicas = fleet.dispatcher, fleet.published()
+            dispatcher, other_replicas = fleet.dispatcher, fleet.published()
             other.set_replicas(other_replicas)
             await until(lambda: len(other.state().replicas) == 4)
             poison = fleet.generate(max_tokens=TOKENS, prompt=POISON)
             streams = []
             for number in range(60):
-                fleet.dispatcher = (one, other)[number % 2]
+                fleet.dispatcher = (dispatcher, other)[number % 2]
                 streams.append(fleet.generate(max_tokens=TOKENS))
-            fleet.dispatcher = one
+            fleet.dispatcher = dispatcher
             await given_up(poison)
             await whole(streams)
             assert deaths(fleet) == 3, "each is tried after the second"
@@ -318,8 +323,15 @@ def test_suspects_that_wait_can_be_taken_back_or_handed_over():
             fleet.engines[hurried.choices[0].place].crash()
             left = [name for name, engine in fleet.engines.items() if engine.alive]
             suspect_queues = [fleet.replica_servers[name]._suspects for name in left]
-            await until(lambda: all(one.suspect and one._suspects for one in suspect_queues))
-            on_trial = {one.suspect.request.id & 0xFFFF for one in suspect_queues}
+            await until(
+                lambda: all(
+                    suspect_queue.suspect and suspect_queue._suspects
+                    for suspect_queue in suspect_queues
+                )
+            )
+            on_trial = {
+                suspect_queue.suspect.request.id & 0xFFFF for suspect_queue in suspect_queues
+            }
             gone = [e for e in all_inflight if any(c.id in on_trial for c in e.choices)]
             waiting = [e for e in all_inflight if e.choices[0].suspicion.tokens and e not in gone]
             for inflight in [*gone, *waiting[:3]]:
@@ -383,13 +395,13 @@ def test_twenty_deaths_from_outside_fail_nothing():
             for number in range(20):
                 short += [fleet.generate(max_tokens=TOKENS) for _ in range(4)]
                 await asyncio.sleep(0.1)
-                victim = next(name for name, one in fleet.engines.items() if one.alive)
+                victim = next(name for name, engine in fleet.engines.items() if engine.alive)
                 if number % 2:
                     fleet.engines[victim].die()
                 else:
                     await fleet.replica_servers[victim].stop()
                 await fleet.add(f"n{number}")
-                fleet.publish(*(name for name, one in fleet.engines.items() if one.alive))
+                fleet.publish(*(name for name, engine in fleet.engines.items() if engine.alive))
             await whole(short)
             assert max(inflight.migrations for inflight in long) > 3
             assert await asyncio.gather(*map(read, long)) == [{0: text(len(PROMPT), 3000)}] * 4
@@ -430,7 +442,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
                     tokens += [token for _, delta in items for token in delta.token_ids]
                 assert tokens == WHOLE
 
-            watching = [asyncio.create_task(watch(i, one)) for i, one in enumerate(others)]
+            watching = [asyncio.create_task(watch(i, other)) for i, other in enumerate(others)]
             await until(lambda: len(fleet.dispatcher.state().replicas) == 4)
             await asyncio.sleep(0.5)
             await given_up(poison)

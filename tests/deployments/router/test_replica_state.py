@@ -14,9 +14,9 @@ def frame(**more) -> EngineStats:
 
 
 def known(**more) -> ReplicaState:
-    one = ReplicaState("r", step_tokens=2048)
-    one.observe(frame(**more), (), 100.0)
-    return one
+    state = ReplicaState("r", step_tokens=2048)
+    state.observe(frame(**more), (), 100.0)
+    return state
 
 
 def test_room_is_the_free_rows_and_a_little_more():
@@ -57,11 +57,11 @@ def test_a_share_of_the_free_rows_is_a_share_until_the_next_frame():
 def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
     """Hundreds of long prompts in the engine because it has rows for them."""
     assert known(running=5, waiting_tokens=5000).room() == 0
-    one = known(running=5)
-    one.book(1, 5000, 5000)
-    assert one.room() == 0
-    one.unbook(1)
-    assert one.room() > 0
+    state = known(running=5)
+    state.book(1, 5000, 5000)
+    assert state.room() == 0
+    state.unbook(1)
+    assert state.room() > 0
     shared = known(running=5, waiting_tokens=600, routers=2)
     shared.book(1, 300, 300)
     assert shared.room() == 0, "the other router sends as much"
@@ -72,81 +72,91 @@ def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
 def test_a_slow_replica_is_sent_the_prompts_of_a_few_steps():
     """Half a step's budget waits in the engine, out of the router's order: 1,024 tokens of work
     that takes it 17 s beside its decodes."""
-    one = known(running=40)
-    one.book(1, 600, 600)
-    assert one.room() > 0, "its rate is not known yet"
+    state = known(running=40)
+    state.book(1, 600, 600)
+    assert state.room() > 0, "its rate is not known yet"
     busy = {"running": 40, "waiting": 1, "waiting_tokens": 100, "step_seconds": 0.8}
     for step in range(1, 5):
         stats = frame(step=step, busy_seconds=0.8 * step, prompt_tokens=48 * step, **busy)
-        one.observe(stats, (1,), 100.0 + step)
-    assert one.room() > 0, "60 tokens/s: 120 in two steps and a half, but an eighth of a budget"
-    one.book(2, 200, 200)
-    assert one.room() == 0
+        state.observe(stats, (1,), 100.0 + step)
+    assert state.room() > 0, "60 tokens/s: 120 in two steps and a half, but an eighth of a budget"
+    state.book(2, 200, 200)
+    assert state.room() == 0
 
 
 def test_news_inside_a_long_step_are_no_speed():
     """A replica whose steps take a second says twice in each that it is alive: what it computed is
     divided by the time since then, and four times what it can do is let in."""
-    one, now = known(running=64, waiting=9, waiting_tokens=900, step=1), 100.0
+    state, now = known(running=64, waiting=9, waiting_tokens=900, step=1), 100.0
     full = {"running": 64, "waiting": 9, "waiting_tokens": 900}
     for step in range(2, 6):
         for beat in (0.45, 0.9):
             before = {"prompt_tokens": 500 * (step - 2), "busy_seconds": step - 2.0}
-            one.observe(frame(step=step - 1, **before, **full), (), now + beat)
+            state.observe(frame(step=step - 1, **before, **full), (), now + beat)
         now += 1.0
         after = {"prompt_tokens": 500 * (step - 1), "busy_seconds": step - 1.0}
-        one.observe(frame(step=step, **after, **full), (), now)
-    assert one._prompts.measured == pytest.approx(500)
+        state.observe(frame(step=step, **after, **full), (), now)
+    assert state._prompts.measured == pytest.approx(500)
 
 
 def test_a_booking_ends_when_the_figures_count_it_and_no_sooner():
     """Sent requests that were forgotten after two steps of the last one's length: a step that took
     several times that, with 64 new prompts in it, and the beats that say the old figures again
     meanwhile, had freed rows given away twice, and 60 requests waited inside an engine."""
-    one = known(running=10, step_seconds=0.03)
+    state = known(running=10, step_seconds=0.03)
     for choice in range(4):
-        one.book(choice, 100, 40)
-    assert (one.room(), one.booked, one.booked_tokens, one.uncached_tokens) == (54, 4, 400, 160)
+        state.book(choice, 100, 40)
+    assert (state.room(), state.booked, state.booked_tokens, state.uncached_tokens) == (
+        54,
+        4,
+        400,
+        160,
+    )
     for beat in range(1, 20):
-        one.observe(frame(running=10, step_seconds=0.03), (), 100 + beat / 2)
-        assert one.room() == 54 and one.booked == 4
-    one.observe(frame(running=13, step_seconds=3.0), (0, 1, 2), 110.0)
-    assert (one.room(), one.booked, one.booked_tokens, one.uncached_tokens) == (54, 1, 100, 40)
-    one.observe(frame(running=14, step_seconds=0.03), (3,), 110.1)
-    assert (one.room(), one.booked, one.booked_tokens, one.held) == (54, 0, 0, 4)
+        state.observe(frame(running=10, step_seconds=0.03), (), 100 + beat / 2)
+        assert state.room() == 54 and state.booked == 4
+    state.observe(frame(running=13, step_seconds=3.0), (0, 1, 2), 110.0)
+    assert (state.room(), state.booked, state.booked_tokens, state.uncached_tokens) == (
+        54,
+        1,
+        100,
+        40,
+    )
+    state.observe(frame(running=14, step_seconds=0.03), (3,), 110.1)
+    assert (state.room(), state.booked, state.booked_tokens, state.held) == (54, 0, 0, 4)
 
 
 def test_a_booking_ends_with_the_first_token_the_end_or_the_connection():
     """Room that shrinks for ever: the replica is an older one that does not say what its figures
     count, the request was taken back before they did, or the connection broke."""
-    one = known(running=10)
+    state = known(running=10)
     for choice in range(3):
-        one.book(choice, 100, 100)
-    one.begun(0)
-    one.begun(0)
-    assert (one.booked, one.held) == (2, 3)
-    one.unbook(1)
-    one.unbook(1)
-    assert (one.booked, one.held) == (1, 2)
-    one.settle((1, 99))  # taken back on its way, and a number of before the last connection
-    assert one.booked == 1
-    one.lost()
-    assert (one.booked, one.booked_tokens, one.uncached_tokens, one.held) == (0, 0, 0, 0)
-    assert not one._unbegun and not one.available
+        state.book(choice, 100, 100)
+    state.begun(0)
+    state.begun(0)
+    assert (state.booked, state.held) == (2, 3)
+    state.unbook(1)
+    state.unbook(1)
+    assert (state.booked, state.held) == (1, 2)
+    state.settle((1, 99))  # taken back on its way, and a number of before the last connection
+    assert state.booked == 1
+    state.lost()
+    assert (state.booked, state.booked_tokens, state.uncached_tokens, state.held) == (0, 0, 0, 0)
+    assert not state._unbegun and not state.available
 
 
 def test_an_adapter_that_was_sent_counts_until_its_request_begins():
     """An adapter taken for gone while it is being loaded, and loaded at a second replica, because
     loading took longer than two steps."""
-    one = known()
-    one.book(1, 10, 10, "a")
-    one.book(2, 10, 10, "b")
-    one.observe(frame(waiting=2), (1, 2), 200.0)
-    assert one.sent_adapters == {"a", "b"}
-    one.begun(1)
-    assert one.sent_adapters == {"b"}
-    one.unbook(2)
-    assert not one.sent_adapters
+    state = known()
+    state.book(1, 10, 10, "a")
+    state.book(2, 10, 10, "b")
+    state.observe(frame(waiting=2), (1, 2), 200.0)
+    assert state.sent_adapters == {"a", "b"}
+    state.begun(1)
+    assert state.sent_adapters == {"b"}
+    state.unbook(2)
+    assert not state.sent_adapters
 
 
 @given(st.integers(1, 8), st.integers(0, 64), st.integers(0, 40))

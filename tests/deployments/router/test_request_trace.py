@@ -34,21 +34,21 @@ def trace(id: str = "a", owner: str = "", arrived: float = 100.0, **more: Any) -
 
 def test_a_request_is_told_step_by_step() -> None:
     """Times that do not add up, or are given as zero before they are known."""
-    one = trace(adapter=AdapterRecord(name="legal", path="/legal", revision="abc"))
-    told = one.to_json("router-1", 100.5)
-    assert told["state"] == "waiting" and told["timing_ms"]["queue"] == 500.0
-    assert told["timing_ms"]["first_token"] is told["timing_ms"]["decode"] is None
-    assert told["adapter"] == {"name": "legal", "revision": "abc", "loaded": False, "load_ms": None}
-    one.sent(RoutingDecision("gpu/1", "adapter", 0.25, cached=4), 101.0, 0)
-    one.begun(Delta(1, [7], cached=4, queued_us=200_000, adapter_us=150_000), 101.5)
-    one.begun(Delta(2, [7], cached=8, queued_us=100_000, adapter_us=0), 101.6)
-    one.moves("gpu/1", "lost: gone", 102.0)
-    one.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
-    one.finish += ["stop", "length"]
-    one.ends(13, "", 104.0)
-    told = one.to_json("router-1", 999.0)
-    assert told["state"] == "finished" and told["output_tokens"] == 13
-    assert told["timing_ms"] == {
+    request_trace = trace(adapter=AdapterRecord(name="legal", path="/legal", revision="abc"))
+    body = request_trace.to_json("router-1", 100.5)
+    assert body["state"] == "waiting" and body["timing_ms"]["queue"] == 500.0
+    assert body["timing_ms"]["first_token"] is body["timing_ms"]["decode"] is None
+    assert body["adapter"] == {"name": "legal", "revision": "abc", "loaded": False, "load_ms": None}
+    request_trace.sent(RoutingDecision("gpu/1", "adapter", 0.25, cached=4), 101.0, 0)
+    request_trace.begun(Delta(1, [7], cached=4, queued_us=200_000, adapter_us=150_000), 101.5)
+    request_trace.begun(Delta(2, [7], cached=8, queued_us=100_000, adapter_us=0), 101.6)
+    request_trace.moves("gpu/1", "lost: gone", 102.0)
+    request_trace.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
+    request_trace.finish += ["stop", "length"]
+    request_trace.ends(13, "", 104.0)
+    body = request_trace.to_json("router-1", 999.0)
+    assert body["state"] == "finished" and body["output_tokens"] == 13
+    assert body["timing_ms"] == {
         "queue": 1000.0,
         "engine_queue": 200.0,
         "prefill": 300.0,
@@ -56,14 +56,14 @@ def test_a_request_is_told_step_by_step() -> None:
         "decode": 2500.0,
         "total": 4000.0,
     }
-    assert told["adapter"]["load_ms"] == 150.0 and told["adapter"]["loaded"]
-    assert [(r["replica"], r["emitted_tokens"]) for r in told["route"]] == [
+    assert body["adapter"]["load_ms"] == 150.0 and body["adapter"]["loaded"]
+    assert [(r["replica"], r["emitted_tokens"]) for r in body["route"]] == [
         ("gpu/1", 0),
         ("cpu/2", 5),
     ]
-    assert told["route"][0]["expected_ms"] == 250.0 and told["route"][0]["why"]
-    assert told["moves"] == [{"at_ms": 2000.0, "from": "gpu/1", "why": "lost: gone"}]
-    json.dumps(told)
+    assert body["route"][0]["expected_ms"] == 250.0 and body["route"][0]["why"]
+    assert body["moves"] == [{"at_ms": 2000.0, "from": "gpu/1", "why": "lost: gone"}]
+    json.dumps(body)
 
 
 def test_memory_is_bounded() -> None:
@@ -72,13 +72,13 @@ def test_memory_is_bounded() -> None:
     for number in range(10):
         traces.add(trace(str(number), arrived=number))
     assert [len(list(traces.find(str(n), None))) for n in range(10)] == [0] * 7 + [1] * 3
-    one = trace()
+    request_trace = trace()
     for number in range(1000):
-        one.sent(RoutingDecision("r", "load", 0.1), number, 0)
-        one.moves("r", "lost", number)
-    told = one.to_json("", 1.0)
-    assert len(told["route"]) == len(told["moves"]) == 32
-    held = [getattr(one, name) for name in RequestTrace.__slots__]
+        request_trace.sent(RoutingDecision("r", "load", 0.1), number, 0)
+        request_trace.moves("r", "lost", number)
+    body = request_trace.to_json("", 1.0)
+    assert len(body["route"]) == len(body["moves"]) == 32
+    held = [getattr(request_trace, name) for name in RequestTrace.__slots__]
     assert sum(map(sys.getsizeof, held)) < 4096
 
 

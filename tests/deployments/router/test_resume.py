@@ -82,10 +82,10 @@ def test_a_stream_goes_on_at_another_router(kind: str, replicas: str, tmp_path: 
 
     async def case() -> None:
         body = {name: value for name, value in BODIES[kind].items() if value is not None}
-        given = settings(tmp_path, paths={"a": str(make_folder(tmp_path / "a"))})
+        adapter_settings = settings(tmp_path, paths={"a": str(make_folder(tmp_path / "a"))})
         options = "vocab_size=250,max_model_len=1024"
         async with Fleet(
-            2, options=options, tokenizer=tiny_tokenizer(), loras=2, adapters=given
+            2, options=options, tokenizer=tiny_tokenizer(), loras=2, adapters=adapter_settings
         ) as fleet:
             whole = events(await front(fleet.dispatcher).post(path(body), body, headers=ASKS))
             expected = told([data for _, data in whole])
@@ -114,8 +114,10 @@ def test_a_stream_goes_on_at_another_router(kind: str, replicas: str, tmp_path: 
                 got = told(parts)
                 assert len(got["heads"]) == 1
                 assert {**got, "heads": 0} == {**expected, "heads": 0}
-                asked = [one for engine in fleet.engines.values() for one in engine.requests]
-                given_ = [len(one.token_ids) - one.num_prompt_tokens for one in asked]
+                asked = [
+                    request for engine in fleet.engines.values() for request in engine.requests
+                ]
+                given_ = [len(request.token_ids) - request.num_prompt_tokens for request in asked]
                 assert all(given_) if replicas == "live" and count > 3 else asked
                 assert other.held() == {"requests": 0, "waiting": 0, "choices": 0}
                 other.close()
@@ -134,25 +136,25 @@ def test_replicas_keep_what_is_asked_for_and_for_a_while(monkeypatch: pytest.Mon
     def request(id: int, count: int = 0) -> EngineRequest:
         return EngineRequest(id, [5, 5, *range(count)], 2, SamplingParams(), seed=1)
 
-    kept = StreamMemory()
-    kept.begin(request(1, 3), "s")
-    kept.take([Delta(1, [7]), Delta(2, [9])], 0.0)
-    assert kept.find(["s", "other"], 0.0)[0].token_ids == [0, 1, 2, 7]
-    kept.take([Delta(1, [8], "stop", stop_token=8)], 1.0)
-    (record,) = kept.find(["s"], 1.0)
+    memory = StreamMemory()
+    memory.begin(request(1, 3), "s")
+    memory.take([Delta(1, [7]), Delta(2, [9])], 0.0)
+    assert memory.find(["s", "other"], 0.0)[0].token_ids == [0, 1, 2, 7]
+    memory.take([Delta(1, [8], "stop", stop_token=8)], 1.0)
+    (record,) = memory.find(["s"], 1.0)
     assert (record.token_ids[-1], record.finish, record.stop_token) == (8, "stop", 8)
-    kept.end(1, 1.0)
-    kept.begin(request(3), "s")
-    assert len(kept.find(["s"], 2.0)) == 2
-    kept.end(3, 2.0)
-    assert kept.find(["s"], 1.0 + stream_memory.KEEP_SECONDS)[0].token_ids == []
-    assert not kept.find(["s"], 2.0 + stream_memory.KEEP_SECONDS)
-    assert not kept._streams and not kept._ended and kept._tokens == 0
+    memory.end(1, 1.0)
+    memory.begin(request(3), "s")
+    assert len(memory.find(["s"], 2.0)) == 2
+    memory.end(3, 2.0)
+    assert memory.find(["s"], 1.0 + stream_memory.KEEP_SECONDS)[0].token_ids == []
+    assert not memory.find(["s"], 2.0 + stream_memory.KEEP_SECONDS)
+    assert not memory._streams and not memory._ended and memory._tokens == 0
     monkeypatch.setattr(stream_memory, "KEEP_TOKENS", 1000)
     for number in range(50):
-        kept.begin(request(number, 200), f"s{number}")
-        kept.end(number, 0.0)
-    assert len(kept._ended) == 3 == len(kept._streams) and kept.find(["s49"], 0.0)
+        memory.begin(request(number, 200), f"s{number}")
+        memory.end(number, 0.0)
+    assert len(memory._ended) == 3 == len(memory._streams) and memory.find(["s49"], 0.0)
 
 
 class Handle:
@@ -198,10 +200,10 @@ def test_the_python_client_goes_on_when_a_router_dies(monkeypatch: pytest.Monkey
         fields: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "n": 2}
 
         async def read() -> list[tuple[int, str, str | None]]:
-            found = [one async for one in client.stream("hello", **fields)]
-            assert not any("event_id" in one.raw for one in found)
-            told = [(one.index, one.text, one.finish_reason) for one in found]
-            return sorted(told, key=lambda one: one[0])  # each choice's in its own order
+            streams = [part async for part in client.stream("hello", **fields)]
+            assert not any("event_id" in part.raw for part in streams)
+            items = [(part.index, part.text, part.finish_reason) for part in streams]
+            return sorted(items, key=lambda one: one[0])  # each choice's in its own order
 
         expected = await read()
         whole = await client.generate("hello", **fields)

@@ -184,8 +184,8 @@ def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
 
     asyncio.run(case())
     lines = [json.loads(raw) for raw in (tmp_path / "usage.jsonl").read_text().splitlines()]
-    told = [(one["key"], one["prompt_tokens"], one["output_tokens"]) for one in lines[2:]]
-    assert told == [("team", 3, 4), ("team", 0, 1), ("", 3, 4), ("team", 3, 2)]
+    items = [(item["key"], item["prompt_tokens"], item["output_tokens"]) for item in lines[2:]]
+    assert items == [("team", 3, 4), ("team", 0, 1), ("", 3, 4), ("team", 3, 2)]
 
 
 def _families(keeper: KeyService) -> Any:
@@ -209,11 +209,11 @@ def test_counts_of_ended_periods_are_forgotten(store: FakeStore) -> None:
 def test_manta_key_makes_a_key_that_opens(tmp_path: Path) -> None:
     """A key that is kept in the clear; a file that others may read; a limit with a slip in it."""
     path = tmp_path / "keys"
-    made = CliRunner().invoke(cli, ["key", str(path), "team", "requests=5"])
-    assert made.exit_code == 0, made.output
-    key = made.stdout.strip().splitlines()[-1]
-    (found,) = read_api_keys(path)
-    assert found == ApiKey(key_digest(key), KeyRule("team", requests=5))
+    invoked = CliRunner().invoke(cli, ["key", str(path), "team", "requests=5"])
+    assert invoked.exit_code == 0, invoked.output
+    key = invoked.stdout.strip().splitlines()[-1]
+    (api_key,) = read_api_keys(path)
+    assert api_key == ApiKey(key_digest(key), KeyRule("team", requests=5))
     assert key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
     for wrong in (["team"], ["other", "rquests=5"]):
         assert CliRunner().invoke(cli, ["key", str(path), *wrong]).exit_code != 0

@@ -34,12 +34,12 @@ def stats(**more) -> EngineStats:
 
 def fleet(**replicas: EngineStats) -> Fleet:
     """Replicas of one speed, heard of at second 0."""
-    made = Fleet()
+    fleet = Fleet()
     for name, figures in replicas.items():
-        made.add(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
-        made.replicas[name].opened(1, 0.0)
-        see(made, name, figures)
-    return made
+        fleet.add(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
+        fleet.replicas[name].opened(1, 0.0)
+        see(fleet, name, figures)
+    return fleet
 
 
 def see(made: Fleet, name: str, figures: EngineStats, now: float = 0.0, taken=()) -> None:
@@ -60,7 +60,7 @@ def sent(made: Fleet, decision: RoutingDecision, work: RoutingRequest, now: floa
 
 def choose(made: Fleet, work: RoutingRequest = WORK, now: float = 0.0, **more) -> Counter:
     decisions = [route(work, made, Random(n), now, **more) for n in range(100)]
-    return Counter(one and one.replica for one in decisions)
+    return Counter(decision and decision.replica for decision in decisions)
 
 
 def send(made: Fleet, work: RoutingRequest, now: float = 0.0, seed: int = 0) -> RoutingDecision:
@@ -90,42 +90,44 @@ def test_the_shorter_queue_wins_and_so_does_the_emptier_batch():
 
 def test_a_slow_replica_gets_work_only_when_the_fast_one_is_behind():
     """A CPU replica that is given half of the traffic because it is idle."""
-    made = fleet(gpu=stats(running=20), cpu=stats())
-    made.replicas["cpu"].steps.cost = StepCost(0.03, 0.005, 0.001)
-    see(made, "cpu", stats(), 0.0)
-    assert choose(made) == {"gpu": 100}
-    see(made, "gpu", stats(running=20, waiting_tokens=100_000), 0.0)
-    assert choose(made) == {"cpu": 100}
+    known_fleet = fleet(gpu=stats(running=20), cpu=stats())
+    known_fleet.replicas["cpu"].steps.cost = StepCost(0.03, 0.005, 0.001)
+    see(known_fleet, "cpu", stats(), 0.0)
+    assert choose(known_fleet) == {"gpu": 100}
+    see(known_fleet, "gpu", stats(running=20, waiting_tokens=100_000), 0.0)
+    assert choose(known_fleet) == {"cpu": 100}
 
 
 def test_what_was_just_sent_counts_until_the_figures_contain_it():
     """A burst between two frames that all goes to the same replica; or load counted twice."""
-    made = fleet(a=stats(), b=stats(waiting_tokens=500))
-    counts = Counter(send(made, WORK, seed=n).replica for n in range(20))
+    known_fleet = fleet(a=stats(), b=stats(waiting_tokens=500))
+    counts = Counter(send(known_fleet, WORK, seed=n).replica for n in range(20))
     assert min(counts.values()) > 5
-    one = made.replicas["a"]
-    before, fixed = one.booked, made.terms[0, one.column]
+    state = known_fleet.replicas["a"]
+    before, fixed = state.booked, known_fleet.terms[0, state.column]
     assert before > 0
-    see(made, "a", stats(), 30.0)
-    assert one.booked == before and made.terms[0, one.column] == fixed, "an old figure, said again"
-    see(made, "a", stats(), 31.0, list(one._booked))
-    assert one.booked == 0 == one.uncached_tokens and made.terms[0, one.column] < fixed
+    see(known_fleet, "a", stats(), 30.0)
+    assert state.booked == before and known_fleet.terms[0, state.column] == fixed, (
+        "an old figure, said again"
+    )
+    see(known_fleet, "a", stats(), 31.0, list(state._booked))
+    assert state.booked == 0 == state.uncached_tokens and known_fleet.terms[0, state.column] < fixed
 
 
 def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     """A thousand requests whose clients left at once, and their replica is avoided for it."""
-    made = fleet(a=stats())
-    one = made.replicas["a"]
-    fixed = made.terms[0, one.column]
-    decision = route(WORK, made, Random(0), 0.0)
-    made.send(one, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
-    assert (one.booked, one.booked_tokens, one.uncached_tokens) == (2, 200, 100)
-    made.refresh()
-    assert made.terms[0, one.column] > fixed
-    one.unbook(1)
-    one.unbook(2)
-    made.refresh()
-    assert made.terms[0, one.column] == fixed
+    known_fleet = fleet(a=stats())
+    state = known_fleet.replicas["a"]
+    fixed = known_fleet.terms[0, state.column]
+    decision = route(WORK, known_fleet, Random(0), 0.0)
+    known_fleet.send(state, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
+    assert (state.booked, state.booked_tokens, state.uncached_tokens) == (2, 200, 100)
+    known_fleet.refresh()
+    assert known_fleet.terms[0, state.column] > fixed
+    state.unbook(1)
+    state.unbook(2)
+    known_fleet.refresh()
+    assert known_fleet.terms[0, state.column] == fixed
 
 
 def test_what_does_not_fit_waits_elsewhere():
@@ -137,23 +139,23 @@ def test_what_does_not_fit_waits_elsewhere():
 
 def test_silence_of_a_busy_replica_counts_as_waiting():
     """A hanging replica that looks attractive because its last figures were good."""
-    made = fleet(a=stats(running=1), b=stats(running=2, waiting_tokens=1000))
-    assert choose(made, now=0.01) == {"a": 100}
-    see(made, "b", stats(running=2, waiting_tokens=1000), 3.0)
-    assert choose(made, now=3.0) == {"b": 100}
+    known_fleet = fleet(a=stats(running=1), b=stats(running=2, waiting_tokens=1000))
+    assert choose(known_fleet, now=0.01) == {"a": 100}
+    see(known_fleet, "b", stats(running=2, waiting_tokens=1000), 3.0)
+    assert choose(known_fleet, now=3.0) == {"b": 100}
 
 
 def test_who_has_the_prefix_gets_it_until_it_is_too_busy():
     """A prompt computed again beside a replica that has it; or a queue there, others idle."""
-    made = fleet(a=stats(), b=stats(), c=stats())
-    first = send(made, prompt(1))
+    known_fleet = fleet(a=stats(), b=stats(), c=stats())
+    first = send(known_fleet, prompt(1))
     assert first.reason == "owner" and first.cached == 0
     for name in "abc":
-        see(made, name, stats(), 1.0)
-    again = route(prompt(1), made, Random(5), 1.0)
+        see(known_fleet, name, stats(), 1.0)
+    again = route(prompt(1), known_fleet, Random(5), 1.0)
     assert (again.replica, again.reason, again.cached) == (first.replica, "prefix", 8 * STRIDE)
-    see(made, first.replica, stats(running=60, waiting_tokens=50_000), 1.0)
-    moved = route(prompt(1), made, Random(5), 1.0)
+    see(known_fleet, first.replica, stats(running=60, waiting_tokens=50_000), 1.0)
+    moved = route(prompt(1), known_fleet, Random(5), 1.0)
     assert moved.replica != first.replica and moved.reason == "spill"
 
 
@@ -188,53 +190,53 @@ def test_a_new_replica_moves_only_its_share():
 
 def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
     """Each replica loading every adapter in turn."""
-    made = fleet(a=stats(adapters=["x", "y"]), b=stats(adapters=["z", "w"]))
+    known_fleet = fleet(a=stats(adapters=["x", "y"]), b=stats(adapters=["z", "w"]))
     for name in ("w", "w", "w", "y"):
-        made.popularity.count(name, 0.0)
-    see(made, "a", stats(adapters=["x", "y"]), 0.0)
-    see(made, "b", stats(adapters=["z", "w"]), 0.0)
-    decision = route(RoutingRequest(100, 64, adapter="x"), made, Random(0), 0.0)
+        known_fleet.popularity.count(name, 0.0)
+    see(known_fleet, "a", stats(adapters=["x", "y"]), 0.0)
+    see(known_fleet, "b", stats(adapters=["z", "w"]), 0.0)
+    decision = route(RoutingRequest(100, 64, adapter="x"), known_fleet, Random(0), 0.0)
     assert (decision.replica, decision.reason, decision.loads_adapter) == ("a", "adapter", False)
-    decision = route(RoutingRequest(100, 64, adapter="new"), made, Random(0), 0.0)
+    decision = route(RoutingRequest(100, 64, adapter="new"), known_fleet, Random(0), 0.0)
     assert (decision.replica, decision.loads_adapter) == ("a", True)  # y is wanted less than w
-    choice = sent(made, decision, RoutingRequest(100, 64, adapter="new"))
-    one = made.replicas["a"]
-    assert made.adapters_of(one) == ("new", "x")
-    see(made, "a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
-    assert "new" in made.adapters_of(one)
-    one.unbook(choice)
-    see(made, "a", stats(adapters=["x", "y"]), 1.0)
-    assert made.adapters_of(one) == ("x", "y")
+    choice = sent(known_fleet, decision, RoutingRequest(100, 64, adapter="new"))
+    state = known_fleet.replicas["a"]
+    assert known_fleet.adapters_of(state) == ("new", "x")
+    see(known_fleet, "a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
+    assert "new" in known_fleet.adapters_of(state)
+    state.unbook(choice)
+    see(known_fleet, "a", stats(adapters=["x", "y"]), 1.0)
+    assert known_fleet.adapters_of(state) == ("x", "y")
 
 
 def test_unavailable_avoided_and_other_replicas():
     """New requests at a draining or full replica; a retry at the one that failed."""
-    made = fleet(a=stats(), b=stats(waiting_tokens=9000))
-    assert choose(made, among=["b"]) == {"b": 100}
-    assert choose(made, avoid="a") == {"b": 100}
-    assert choose(made, among=["a"], avoid="a") == {"a": 100}
-    see(made, "a", stats(draining=True), 0.0)
-    assert choose(made) == {"b": 100}
-    made.replicas["b"].lost()
-    made.forget_caches(made.replicas["b"])
-    assert choose(made) == {None: 100}
+    known_fleet = fleet(a=stats(), b=stats(waiting_tokens=9000))
+    assert choose(known_fleet, among=["b"]) == {"b": 100}
+    assert choose(known_fleet, avoid="a") == {"b": 100}
+    assert choose(known_fleet, among=["a"], avoid="a") == {"a": 100}
+    see(known_fleet, "a", stats(draining=True), 0.0)
+    assert choose(known_fleet) == {"b": 100}
+    known_fleet.replicas["b"].lost()
+    known_fleet.forget_caches(known_fleet.replicas["b"])
+    assert choose(known_fleet) == {None: 100}
     assert route(WORK, Fleet(), Random(0), 0.0) is None
 
 
 def test_a_replica_that_left_leaves_nothing():
     """A new replica in the row of an old one that seems to hold the old one's prefixes."""
-    made = fleet(a=stats(adapters=["x"]))
-    send(made, prompt(1))
-    made.remove(made.replicas["a"])
-    assert len(made.index) == 0 and not made.holders["x"]
-    assert choose(made) == {None: 100}
-    made.add("b", "gpu", step_tokens=512)
-    made.replicas["b"].opened(1, 0.0)
-    assert route(prompt(1), made, Random(0), 0.0).cached == 0
+    known_fleet = fleet(a=stats(adapters=["x"]))
+    send(known_fleet, prompt(1))
+    known_fleet.remove(known_fleet.replicas["a"])
+    assert len(known_fleet.index) == 0 and not known_fleet.holders["x"]
+    assert choose(known_fleet) == {None: 100}
+    known_fleet.add("b", "gpu", step_tokens=512)
+    known_fleet.replicas["b"].opened(1, 0.0)
+    assert route(prompt(1), known_fleet, Random(0), 0.0).cached == 0
     for n in range(40):  # and rows are added beyond the first table
-        made.add(f"more{n}", "gpu", step_tokens=512)
-        made.replicas[f"more{n}"].opened(1, 0.0)
-    assert len(choose(made)) > 10
+        known_fleet.add(f"more{n}", "gpu", step_tokens=512)
+        known_fleet.replicas[f"more{n}"].opened(1, 0.0)
+    assert len(choose(known_fleet)) > 10
 
 
 # -- prefixes
@@ -287,8 +289,8 @@ def test_a_step_model_finds_what_things_cost(cost):
         model.observe(steps, outputs, prompts, exact * dice.uniform(0.95, 1.05))
     for outputs, prompts in ((1, 0), (16, 0), (8, 512)):
         expected = cost.base + outputs * cost.sequence + prompts * cost.token
-        found = model.cost.base + outputs * model.cost.sequence + prompts * model.cost.token
-        assert abs(found - expected) < 0.15 * expected
+        step_seconds = model.cost.base + outputs * model.cost.sequence + prompts * model.cost.token
+        assert abs(step_seconds - expected) < 0.15 * expected
     assert min(model.cost) >= 0
 
 
@@ -330,9 +332,9 @@ def test_a_step_model_whose_frames_have_the_seconds_of_the_step_after():
         )
         ahead = took  # seen in the next frame
         model.observe_frame(frame)
-    found = model.cost
-    assert abs(found.token - cost.token) < 0.25 * cost.token
-    assert abs(found.base + 15 * found.sequence - 0.00525) < 0.1 * 0.00525
+    step_seconds = model.cost
+    assert abs(step_seconds.token - cost.token) < 0.25 * cost.token
+    assert abs(step_seconds.base + 15 * step_seconds.sequence - 0.00525) < 0.1 * 0.00525
 
 
 # -- always
@@ -357,32 +359,34 @@ SNAPSHOTS = st.lists(
 @given(SNAPSHOTS, st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 8), st.booleans())
 def test_the_choice_is_available(snapshots, tokens, output, n, adapter):
     """A choice outside the list, or a crash on extreme figures."""
-    made = fleet(**{f"r{index}": figures for index, figures in enumerate(snapshots)})
+    known_fleet = fleet(**{f"r{index}": figures for index, figures in enumerate(snapshots)})
     prefix_hashes = prompt(tokens).prefix_hashes if tokens > 1000 else ()
     work = RoutingRequest(tokens, output, n, prefix_hashes, "x" if adapter else "")
-    decision = route(work, made, Random(0), 0.0)
+    decision = route(work, known_fleet, Random(0), 0.0)
     available = {f"r{i}" for i, figures in enumerate(snapshots) if not figures.draining}
     if not available:
         assert decision is None
         return
     assert decision.replica in available
     assert decision.seconds < float("inf") and decision.loads_adapter <= adapter
-    sent(made, decision, work)
+    sent(known_fleet, decision, work)
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize(("replicas", "limit"), [(64, 50e-6), (1000, 500e-6)])
 def test_a_decision_is_quick(replicas, limit, record_property):
     """A loop over the replicas in Python. The bound here is generous, for busy machines."""
-    made = fleet(**{f"r{n}": stats(running=n % 40, waiting_tokens=n * 7) for n in range(replicas)})
+    known_fleet = fleet(
+        **{f"r{n}": stats(running=n % 40, waiting_tokens=n * 7) for n in range(replicas)}
+    )
     work = prompt(1, 32)
     for n in range(replicas):
-        made.index.add(work.prefix_hashes[: n % 9], n)
+        known_fleet.index.add(work.prefix_hashes[: n % 9], n)
     best, dice = float("inf"), Random(0)
     for _ in range(20):
         began = time.process_time()
         for _ in range(50):
-            route(work, made, dice, 0.0)
+            route(work, known_fleet, dice, 0.0)
         best = min(best, (time.process_time() - began) / 50)
     record_property("microseconds", best * 1e6)
     print(f"{replicas} replicas: {best * 1e6:.0f} us a decision")

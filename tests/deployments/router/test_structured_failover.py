@@ -63,9 +63,9 @@ async def test_the_same_document(tmp_path: Path, tokens: int) -> None:
         await until(lambda: all(len(c.emitted) >= tokens for c in entry.choices), 30)
         (place,) = {choice.place for choice in entry.choices}
         fleet.engines[place].die()
-        found = await asyncio.wait_for(reading, 60)
-    assert found == whole
+        outcome = await asyncio.wait_for(reading, 60)
+    assert outcome == whole
     assert entry.migrations == 2, "both choices had lost their replica"
-    for ids in found.values():
+    for ids in outcome.values():
         document = json.loads(tokenizer.decode(ids))
         jsonschema.validate(document, PERSON)

@@ -40,7 +40,9 @@ def test_who_is_handed_over_is_not_to_blame():
             choices = [inflight.choices[0] for inflight in all_inflight]
             assert {choice.place for choice in choices} == {"r2"}
             suspicions = [choice.suspicion for choice in choices]
-            assert {(one.losses, one.doubts, one.start) for one in suspicions} == {(0, 0, "")}
+            assert {
+                (suspicion.losses, suspicion.doubts, suspicion.start) for suspicion in suspicions
+            } == {(0, 0, "")}
             assert max(inflight.migrations for inflight in all_inflight) >= 1
             assert (
                 await asyncio.gather(*map(read, all_inflight)) == [{0: text(len(PROMPT), 3)}] * 12
@@ -103,7 +105,7 @@ def test_what_has_begun_goes_on_with_the_same_weights_only():
             fresh = fleet.generate(max_tokens=5)
             assert await read(fresh) == {0: text(len(PROMPT), 5)}  # whoever is there
             await asyncio.sleep(0.3)
-            assert not any(len(one.token_ids) > 20 for one in fleet.engines["r1"].requests)
+            assert not any(len(request.token_ids) > 20 for request in fleet.engines["r1"].requests)
             fleet.dispatcher.set_replicas({**every, "r2": told(fleet, "r2", **old)})
             assert await read(begun) == WHOLE
 
@@ -155,12 +157,12 @@ def test_an_identity_is_of_what_is_in_the_files(tmp_path: Path):
     names, so that another training under the same name is the same."""
 
     def folder(name: str, weights: bytes, tokenizer: bytes = b"{}") -> ModelIdentity:
-        made = tmp_path / name
-        made.mkdir()
-        (made / "config.json").write_bytes(b"{}")
-        (made / "tokenizer.json").write_bytes(tokenizer)
-        (made / "model.safetensors").write_bytes(weights)
-        return ModelIdentity.of(made)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes(b"{}")
+        (folder / "tokenizer.json").write_bytes(tokenizer)
+        (folder / "model.safetensors").write_bytes(weights)
+        return ModelIdentity.of(folder)
 
     a, again = folder("a", b"1" * 100), folder("again", b"1" * 100)
     assert a == again and a.weights and a.tokenizer

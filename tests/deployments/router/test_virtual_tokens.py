@@ -60,8 +60,10 @@ def test_served_as_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len({tuple(tokens[:left]) for tokens in wanted}) == 3, "they are alike"
 
     async def case() -> None:
-        given = AdapterSettings("m", paths=paths)
-        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+        adapter_settings = AdapterSettings("m", paths=paths)
+        async with Fleet(
+            1, loras=2, adapters=adapter_settings, tokenizer=tiny_tokenizer()
+        ) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
             async def ask(route: str, model: str, **fields: object) -> tuple[int, Any]:
@@ -72,7 +74,7 @@ def test_served_as_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
             async def lengths() -> dict[str, int]:
                 reply = await client.request("GET", "/v1/models")
-                return {one["id"]: one["max_model_len"] for one in reply.json()["data"]}
+                return {entry["id"]: entry["max_model_len"] for entry in reply.json()["data"]}
 
             for name, tokens in zip(("m", *KINDS), wanted, strict=True):
                 for _ in range(2):  # nobody has read the adapter when the first one comes

@@ -26,20 +26,20 @@ PROMPT = {"prompt": "the answer", "max_tokens": 24, "temperature": 0, "ignore_eo
 def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until it gives something true; return that."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.1)
-    return found
+    return value
 
 
 def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
-    one = {"model": str(folder), "pools": {"cpu": {"num_cpus": 0.4}}}
+    fields = {"model": str(folder), "pools": {"cpu": {"num_cpus": 0.4}}}
     return parse_config(
         {
             "app_name": APP,
             "route_prefix": "/several",
             "engine": ENGINE,
-            "models": {name: {**one, **more} for name, more in models.items()},
+            "models": {name: {**fields, **more} for name, more in models.items()},
             "router": {"replicas": 1},
             "http": {
                 "proxy": "serve",
@@ -63,10 +63,10 @@ class Several:
 
     def models(self) -> dict[str, dict[str, Any]]:
         try:
-            told = json.loads(self.cluster.get("/several/v1/models"))
+            body = json.loads(self.cluster.get("/several/v1/models"))
         except OSError:
             return {}
-        return {one["id"]: one for one in told["data"]}
+        return {entry["id"]: entry for entry in body["data"]}
 
     def text(self, model: str) -> str:
         answer = self.cluster.post("/several/v1/completions", model=model, **PROMPT)
@@ -83,15 +83,15 @@ class Several:
         from ray import serve
 
         handle = serve.get_deployment_handle("engine-cpu", f"{APP}.{model}")
-        found: dict[str, Any] = handle.stats.remote().result()
-        return found
+        stats: dict[str, Any] = handle.stats.remote().result()
+        return stats
 
     def router_tasks(self) -> dict[str, int]:
         """Of asyncio, by name, without Serve's calls such as its health checks."""
         from ray import serve
 
-        found: dict[str, int] = serve.get_app_handle(APP).state.remote().result()["tasks"]
-        return {name: count for name, count in found.items() if "call_user" not in name}
+        tasks: dict[str, int] = serve.get_app_handle(APP).state.remote().result()["tasks"]
+        return {name: count for name, count in tasks.items() if "call_user" not in name}
 
 
 class Stream:

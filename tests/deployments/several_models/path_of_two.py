@@ -39,7 +39,7 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
         def run(way: str, count: bool) -> Spent:
             router, number, models = ways[way]
             pids = [router["pid"]]
-            found = asyncio.run(
+            costs = asyncio.run(
                 spend(
                     [router["port"]],
                     number,
@@ -50,19 +50,19 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
                 )
             )
             time.sleep(0.3)  # until the aborted streams are gone
-            return found
+            return costs
 
         for number, count in enumerate((True, True, *[False, True] * rounds)):
             turn = number // 2 % len(WAYS)
             for way in WAYS[turn:] + WAYS[:turn]:
-                found = run(way, count)
-                told = (
-                    {"calls": round(found.calls[0] / found.chunks, 2)}
+                result = run(way, count)
+                value = (
+                    {"calls": round(result.calls[0] / result.chunks, 2)}
                     if count
-                    else {"us": round(found.cpu[0] / found.chunks * 1e6, 2)}
+                    else {"us": round(result.cpu[0] / result.chunks * 1e6, 2)}
                 )
-                tokens = round(found.tokens / found.chunks, 3)
-                lines.append({"way": way, "streams": ways[way][1], **told, "tokens": tokens})
+                tokens = round(result.tokens / result.chunks, 3)
+                lines.append({"way": way, "streams": ways[way][1], **value, "tokens": tokens})
     return lines
 
 

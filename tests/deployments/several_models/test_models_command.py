@@ -25,10 +25,10 @@ def test_add_waits_for_routers_that_have_not_heard_of_the_model(
     def ask(url: str, key: Path | None, method: str, *rest: Any) -> dict[str, Any]:
         if method == "POST":
             return {}
-        found = answers.pop(0)
-        if isinstance(found, ServerError):
-            raise found
-        return dict(found)
+        answer = answers.pop(0)
+        if isinstance(answer, ServerError):
+            raise answer
+        return dict(answer)
 
     monkeypatch.setattr(endpoint_models, "ask", ask)
     monkeypatch.setattr(endpoint_models, "_POLL", 0.0)

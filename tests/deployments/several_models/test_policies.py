@@ -19,13 +19,13 @@ def test_serve_can_make_every_policy_that_it_is_told_of() -> None:
     which knows neither calm nor idle seconds."""
     scaled = {"pools": {"cpu": {"num_cpus": 1, "min_replicas": 0, "max_replicas": 2}}}
     several = parse_config({"models": {"a": {"model": "org/a", **scaled}}}, {})
-    one = parse_config({"model": "org/a", **scaled}, {})
-    found = []
-    for config in (several, one):
+    outcome = parse_config({"model": "org/a", **scaled}, {})
+    collected = []
+    for config in (several, outcome):
         for application in serve_config(config)["applications"]:
-            if told := application.get("autoscaling_policy"):
-                found.append(made(told["policy_function"], told["policy_kwargs"]))
-    assert len(found) == 2
-    for name, pool in pools(one, NodeCapacity(2, 0)).items():
-        told = replica_options(name, pool, one)["autoscaling_config"]["policy"]
-        assert made(told["policy_function"], told["policy_kwargs"])
+            if policy := application.get("autoscaling_policy"):
+                collected.append(made(policy["policy_function"], policy["policy_kwargs"]))
+    assert len(collected) == 2
+    for name, pool in pools(outcome, NodeCapacity(2, 0)).items():
+        policy = replica_options(name, pool, outcome)["autoscaling_config"]["policy"]
+        assert made(policy["policy_function"], policy["policy_kwargs"])

@@ -139,9 +139,9 @@ def test_each_model_is_an_application_that_others_do_not_change() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     pools = {"cpu": {"num_cpus": 1.0, "replicas": 1}}
-    one = applications(a={"pools": pools}, b={"pools": pools})
-    assert list(one) == ["several", "several.a", "several.b"]
-    ServeDeploySchema.model_validate({"applications": list(one.values())})
+    schema = applications(a={"pools": pools}, b={"pools": pools})
+    assert list(schema) == ["several", "several.a", "several.b"]
+    ServeDeploySchema.model_validate({"applications": list(schema.values())})
     more = {"cpu": {"num_cpus": 1.0, "replicas": 3}}
     two = applications(
         a={"pools": more, "aliases": ["x"], "limits": {"waiting": 3}},
@@ -149,11 +149,11 @@ def test_each_model_is_an_application_that_others_do_not_change() -> None:
         c={"pools": pools},
     )
     for name in ("several", "several.a"):
-        assert one[name]["args"] == two[name]["args"]
-    assert one["several.b"]["args"] != two["several.b"]["args"]
-    found = entries(APP, two)
-    assert list(found) == ["a", "b", "c"] and found["a"].config.aliases == ["x"]
-    assert found["a"].config.pools["cpu"].replicas == 3
+        assert schema[name]["args"] == two[name]["args"]
+    assert schema["several.b"]["args"] != two["several.b"]["args"]
+    entry = entries(APP, two)
+    assert list(entry) == ["a", "b", "c"] and entry["a"].config.aliases == ["x"]
+    assert entry["a"].config.pools["cpu"].replicas == 3
     assert entries("other", two) == {} == entries(APP, {"several.x": {"import_path": "theirs:x"}})
     assert model_app("m", "a/b") != model_app("m", "a-b") == "m.a-b"
 
@@ -171,8 +171,8 @@ def test_a_slip_in_a_keys_file_takes_no_model_away(tmp_path: Path) -> None:
     assert list(entries(APP, there)) == ["a"]
     keys.unlink()  # and another model, as what was read once is not read again
     again = serve_config(parse_config({**data, "models": {"b": {}}}, {}, check_files=False))
-    found = entries(APP, {app["name"]: app for app in again["applications"]} | there)
-    assert sorted(found) == ["a", "b"]
+    entry = entries(APP, {app["name"]: app for app in again["applications"]} | there)
+    assert sorted(entry) == ["a", "b"]
 
 
 def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
@@ -227,8 +227,8 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
     with pytest.raises(Overloaded):
         front.generate(request("a"))
     asked: list[str] = []
-    for name, one in front.dispatchers.items():
-        monkeypatch.setattr(one, "admit", lambda key, model, name=name: asked.append(name))
+    for name, router in front.dispatchers.items():
+        monkeypatch.setattr(router, "admit", lambda key, model, name=name: asked.append(name))
     for name in ("b", "", "a"):
         front.admit("", name)
     assert asked == ["b", "a"], "a name that nobody knows is refused for that, later"
@@ -268,20 +268,20 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
     much as dozens of chunks; or an adapter that another router added, and that is never seen."""
     from ray.experimental import internal_kv
 
-    kept: dict[str, bytes] = {}
+    by_name: dict[str, bytes] = {}
     asked: list[str] = []
 
     def get(key: str | bytes) -> bytes | None:
         name = key if isinstance(key, str) else key.decode()
         asked.append(name)
-        return kept.get(name)
+        return by_name.get(name)
 
     def put(key: str, value: bytes, overwrite: bool = True) -> bool:
-        kept[key] = value
+        by_name[key] = value
         return True
 
     def listed(prefix: str) -> list[bytes]:
-        return [key.encode() for key in kept if key.startswith(prefix)]
+        return [key.encode() for key in by_name if key.startswith(prefix)]
 
     for name, fake in (("get", get), ("put", put), ("list", listed)):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
@@ -291,9 +291,9 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
     for name in ("a", "b", "c"):
         store = RayRecordStore(model_app(APP, name), APP)
         card = ModelCard(name, 8192, 250, (2,), 0)
-        one = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router", record_store=store)
-        front.put(name, one, 1.0)
-        looks._connected[name] = model_loader._Connected(cast(Any, None), one, ())
+        router = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router", record_store=store)
+        front.put(name, router, 1.0)
+        looks._connected[name] = model_loader._Connected(cast(Any, None), router, ())
     await looks.follow(None)
     while len(asked) < 4:  # the first look is at all that there is
         await asyncio.sleep(0.01)
@@ -348,7 +348,7 @@ async def test_an_adapter_that_two_models_have_is_named_with_its_model() -> None
 
     async def paths(query: str = "") -> list[tuple[str, str]]:
         _, answer = await ask("GET", f"/v1/adapters{query}")
-        return [(one["model"], one["path"]) for one in answer["data"]]
+        return [(entry["model"], entry["path"]) for entry in answer["data"]]
 
     assert await paths() == [("a", "/a"), ("b", "/b")] and await paths("?model=b") == [("b", "/b")]
     status, answer = await ask("DELETE", "/v1/adapters/legal")
@@ -382,9 +382,11 @@ def several(shared_cluster: Cluster, folder: Path) -> Iterator["Several"]:
 
     config = configuration(folder, shared_cluster.port, one={"aliases": ["claude-*"]}, two={})
     deploy(serve_config(config))
-    found = Several(shared_cluster, config)
-    wait(lambda: found.names() == ["one", "two"] and found.ready("one") and found.ready("two"))
-    yield found
+    several = Several(shared_cluster, config)
+    wait(
+        lambda: several.names() == ["one", "two"] and several.ready("one") and several.ready("two")
+    )
+    yield several
     for name in list(serve.status().applications):
         serve.delete(name)
 
@@ -431,13 +433,13 @@ def test_metrics_have_the_model(several: Several) -> None:
 def test_status_has_a_page_for_each_model(several: Several) -> None:
     """Pools of the routers' application only, which has none; two models' replicas on one page."""
     several.text("two")
-    found = [status.summarise(one) for one in status._looks(APP).values()]
-    assert [(one["application"], one["model"]) for one in found] == [(APP, "one"), (APP, "two")]
-    for one in found:
-        assert one["status"] == "RUNNING" and one["pools"]["cpu"]["running"] == 1
-        assert [replica["pool"] for replica in one["replicas"]] == ["cpu"]
-    assert found[1]["latency_ms"]["first_token"]["p50"]
-    status.pages(found)
+    pages = [status.summarise(look) for look in status._looks(APP).values()]
+    assert [(look["application"], look["model"]) for look in pages] == [(APP, "one"), (APP, "two")]
+    for look in pages:
+        assert look["status"] == "RUNNING" and look["pools"]["cpu"]["running"] == 1
+        assert [replica["pool"] for replica in look["replicas"]] == ["cpu"]
+    assert pages[1]["latency_ms"]["first_token"]["p50"]
+    status.pages(pages)
 
 
 @pytest.mark.serve
@@ -467,7 +469,7 @@ def test_a_router_that_changes_models_pickles_no_classes(
     from ray.serve.config import RequestRouterConfig
 
     wait(lambda: several.ready("one"))
-    pid, told = several.engines("one")["pid"], serve.status().applications
+    pid, applications = several.engines("one")["pid"], serve.status().applications
 
     def refused(config: RequestRouterConfig) -> None:
         raise AssertionError("a class was pickled")
@@ -475,9 +477,13 @@ def test_a_router_that_changes_models_pickles_no_classes(
     monkeypatch.setattr(RequestRouterConfig, "_serialize_request_router_cls", refused)
     assert list(served_models(APP)) == ["one", "two"]
     assert trouble(APP, "one") == {} == trouble(APP, "never")
-    found = statuses()
-    assert {name: (one.status, one.deployed_at) for name, one in found.items()} == {
-        name: (one.status, one.last_deployed_time_s) for name, one in told.items()
+    by_application = statuses()
+    assert {
+        name: (status_of.status, status_of.deployed_at)
+        for name, status_of in by_application.items()
+    } == {
+        name: (status_of.status, status_of.last_deployed_time_s)
+        for name, status_of in applications.items()
     }
     section = several.config.models["one"].model_dump(exclude_unset=True)
     put_model(several.config, "one", section)
@@ -509,7 +515,7 @@ def test_models_come_and_go_over_http(
             endpoint_models.add("three", written(wrong), url=url, key=admins)
     with pytest.raises(MantaError, match="no model is called 'three'"):
         endpoint_models.remove("three", url=url, key=admins)
-    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    pid, two = several.engines("one")["pid"], several.engines("two")["pid"]
     with Stream(several, "one"):
         endpoint_models.add("three", written("aliases: [drei]"), url=url, key=admins)
         assert several.text("three") and several.ready("drei")
@@ -528,14 +534,14 @@ def test_models_come_and_go_over_http(
                 "four", written("engine: {quantization: gguf}"), url=url, key=admins
             )
         endpoint_models.remove("four", url=url, key=admins)
-    assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (one, two)
+    assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (pid, two)
 
 
 @pytest.mark.serve
 @pytest.mark.slow
 def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Path) -> None:
     """A model that is added, changed or taken out of the file, and every engine loads again."""
-    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    pid, two = several.engines("one")["pid"], several.engines("two")["pid"]
     port = several.cluster.port
     with Stream(several, "one"):
         more = configuration(folder, port, one={"aliases": ["claude-*", "gpt-4"]}, two={}, three={})
@@ -546,4 +552,4 @@ def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Pat
         deploy(serve_config(changed))
         wait(lambda: several.names() == ["one", "two"])
         wait(lambda: several.ready("two") and several.engines("two")["pid"] != two)
-    assert several.engines("one")["pid"] == one
+    assert several.engines("one")["pid"] == pid

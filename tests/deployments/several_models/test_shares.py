@@ -32,9 +32,9 @@ def node(cores: int, gpus: int = 0) -> RayNode:
 
 
 def cores(machine: NodeCapacity, models: dict[str, Any]) -> list[float | None]:
-    each = list(parse_config({"models": models}, {}).each().values())
-    given = zip(each, shares(each, machine), strict=True)
-    return [pools(one, share)["cpu"].num_cpus for one, share in given]
+    items = list(parse_config({"models": models}, {}).each().values())
+    pairs = zip(items, shares(items, machine), strict=True)
+    return [pools(config, share)["cpu"].num_cpus for config, share in pairs]
 
 
 def test_models_share_the_cores_of_one_machine() -> None:
@@ -56,17 +56,17 @@ def test_a_share_of_fewer_cores_than_ranks_is_refused() -> None:
         (1, 3, "share of this machine is 2; lower it$"),
         (2, 2, "share of this machine is 1; lower it, or pools.cpu.replicas$"),
     ):
-        given = {
+        fields = {
             "engine": {"tensor_parallel": ranks},
             "pools": {"cpu": {"replicas": replicas}},
         }
         with pytest.raises(ConfigError, match=f"tensor_parallel {ranks}: so many ranks.*{why}"):
-            pools(parse_config(given, {}), machine)
+            pools(parse_config(fields, {}), machine)
     with pytest.raises(ConfigError, match=r"or set pools\.cpu\.num_cpus$"):
-        pools(parse_config(given, {}), NodeCapacity(2, 0))
-    given = {"engine": {"tensor_parallel": 2}, "replicas": 2}
+        pools(parse_config(fields, {}), NodeCapacity(2, 0))
+    fields = {"engine": {"tensor_parallel": 2}, "replicas": 2}
     with pytest.raises(ConfigError, match=r"lower it, or replicas$"):
-        pools(parse_config(given, {}), machine)
+        pools(parse_config(fields, {}), machine)
     alone = parse_config({"engine": {"pipeline_parallel": 2}}, {})
     assert pools(alone, machine)["cpu"].num_cpus == 2
 
@@ -75,8 +75,8 @@ def test_doctor_refuses_what_serve_refuses() -> None:
     """Bug: doctor says that a machine can serve replicas for which it has too few cores, or GPUs,
     one model or several."""
     two = {"engine": {"tensor_parallel": 2, "device": "cpu"}, "replicas": 2}
-    for given, name in ((two, "pools"), ({"models": {"a": two, "b": {}}}, "model a")):
-        config = parse_config(given, {})
+    for item, name in ((two, "pools"), ({"models": {"a": two, "b": {}}}, "model a")):
+        config = parse_config(item, {})
         (check,) = doctor.pool_checks(config, [node(2)])
         assert (check.name, check.state) == (name, "MISSING")
         assert "a replica's share of this machine is 1" in check.text
@@ -231,7 +231,7 @@ def test_adding_a_model_reads_no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path:
     applied: list[str] = []
 
     def apply(schema: dict[str, Any], there: object) -> None:
-        applied.extend(one["name"] for one in schema["applications"])
+        applied.extend(application["name"] for application in schema["applications"])
 
     monkeypatch.setattr(app, "apply", apply)
     monkeypatch.setattr(coexistence, "deploying", nullcontext)

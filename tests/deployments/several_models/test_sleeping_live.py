@@ -51,16 +51,16 @@ def several(
         update={"router": config.router.model_copy(update={"wait_seconds": 1})}
     )
     deploy(serve_config(config))
-    found = Several(shared_cluster, config)
-    wait(lambda: found.names() == ["one", "two"] and found.ready("one"))
-    yield found
+    several = Several(shared_cluster, config)
+    wait(lambda: several.names() == ["one", "two"] and several.ready("one"))
+    yield several
     for name in list(serve.status().applications):
         serve.delete(name)
 
 
 def status(several: Several, model: str) -> str:
-    told = json.loads(several.cluster.get(f"/several/v1/models/{model}"))
-    return str(told["status"])
+    body = json.loads(several.cluster.get(f"/several/v1/models/{model}"))
+    return str(body["status"])
 
 
 def routers() -> set[str]:
@@ -76,8 +76,8 @@ def routers() -> set[str]:
 def try_once(several: Several, model: str) -> tuple[int, float, dict[str, Any]]:
     """Status, Retry-After (0: none) and answer of a request."""
     with several.cluster.open("/several/v1/completions", {"model": model, **PROMPT}) as answer:
-        found = json.loads(answer.read())
-        return answer.status, float(answer.headers.get("retry-after", 0)), found
+        body = json.loads(answer.read())
+        return answer.status, float(answer.headers.get("retry-after", 0)), body
 
 
 @pytest.mark.serve
@@ -88,7 +88,7 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
 ) -> None:
     """A request that waits for a model that nobody starts; a promise that is not kept; a model that
     sleeps and takes the other's replicas along; a restarted router that cannot wake anything."""
-    one = several.engines("one")["pid"]
+    pid = several.engines("one")["pid"]
     wait(lambda: try_once(several, "two")[0] == 200)
     with Stream(several, "one"):
         expected = several.text("two")
@@ -113,7 +113,7 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
         deploy(serve_config(several.config.model_copy(update={"router": router})))
         wait(lambda: before.isdisjoint(routers()) and routers())
         assert several.text("two") == expected
-    assert several.engines("one")["pid"] == one
+    assert several.engines("one")["pid"] == pid
 
 
 @pytest.mark.serve
@@ -132,8 +132,8 @@ def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> 
             began = time.monotonic()
             assert several.text("two") == expected
             assert time.monotonic() - began < 5.0, "on a busy machine; a start takes longer"
-            told = several.engines("two")
-            assert told["wakes"] == wakes and told["engine_pid"] == engine
+            engines = several.engines("two")
+            assert engines["wakes"] == wakes and engines["engine_pid"] == engine
         wait(lambda: status(several, "two") == "sleeping")
         os.kill(engine, signal.SIGKILL)
         wait(lambda: try_once(several, "two")[0] == 200)

@@ -53,18 +53,18 @@ def dispatcher(waking: Waking, wait_seconds: float = 30.0) -> Dispatcher:
 async def test_a_request_wakes_once_and_is_held_until_a_start_was_measured() -> None:
     """Each request asks anew, and Serve is flooded; or the first one is refused for a guess."""
     asked = Asked()
-    one = dispatcher(Waking("m", 60.0, asked))
-    one.set_replicas({})
-    assert one.status() == "sleeping" and not one.ready(), "nobody has seen it serve"
+    router = dispatcher(Waking("m", 60.0, asked))
+    router.set_replicas({})
+    assert router.status() == "sleeping" and not router.ready(), "nobody has seen it serve"
     for _ in range(2):
-        one.generate(request("m"))
+        router.generate(request("m"))
     await asyncio.sleep(0)
-    assert asked.calls == 1 and one.metrics.wakes.values[()] == 1
-    assert one.status() == "starting" and one.held()["waiting"] == 2
+    assert asked.calls == 1 and router.metrics.wakes.values[()] == 1
+    assert router.status() == "starting" and router.held()["waiting"] == 2
     with pytest.raises(Overloaded) as refused:  # more than may wait
-        one.generate(request("m"))
+        router.generate(request("m"))
     assert refused.value.code == "no_replica" and 59 <= refused.value.retry_after <= 60
-    one.close()
+    router.close()
     await asyncio.sleep(0)
     assert not asked.open
 
@@ -118,47 +118,47 @@ async def test_what_never_sleeps_is_never_woken() -> None:
     """A call that waits for a replica of a fixed pool, which Serve replaces anyway; a refusal where
     requests were held."""
     asked = Asked()
-    one = dispatcher(Waking("m", None, asked))
-    one.set_replicas({})
-    one.generate(request("m"))
+    router = dispatcher(Waking("m", None, asked))
+    router.set_replicas({})
+    router.generate(request("m"))
     await asyncio.sleep(0)
-    assert not asked.calls and one.status() == "starting" and not one.ready()
-    one.close()
+    assert not asked.calls and router.status() == "starting" and not router.ready()
+    router.close()
 
 
 async def test_what_lost_its_replica_and_adapters_wake_too() -> None:
     """A request that was sent to the last replica as it went to sleep waits for a replica that
     nobody starts; an adapter that is added to a sleeping model."""
     asked = Asked()
-    one = dispatcher(Waking("m", 60.0, asked))
-    one.set_replicas({})
-    lost = one.generate(request("m"))
+    router = dispatcher(Waking("m", 60.0, asked))
+    router.set_replicas({})
+    lost = router.generate(request("m"))
     await asyncio.sleep(0)
-    one.waking.close()
+    router.waking.close()
     await asyncio.sleep(0)
-    one.assignment.displaced.put(lost.choices)
+    router.assignment.displaced.put(lost.choices)
     await asyncio.sleep(0)
-    one.waking.close()
+    router.waking.close()
     await asyncio.sleep(0)
-    adding = asyncio.create_task(one._adapter_calls._find("a"))
+    adding = asyncio.create_task(router._adapter_calls._find("a"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert asked.calls == 3
     adding.cancel()
-    one.close()
+    router.close()
 
 
 async def test_an_endpoint_that_sleeps_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """`/ready` says 503 of an endpoint whose models all sleep, so that a load balancer takes it out
     and no request ever wakes one; a model whose settings changed is forgotten to have served."""
     front = ModelFront("router", several=True)
-    one = dispatcher(Waking("m", 60.0, Asked()))
-    front.put("m", one, 1.0)
-    one.waking.replicas(1)
-    one.waking.replicas(0)
-    assert front.ready() and one.status() == "sleeping"
+    router = dispatcher(Waking("m", 60.0, Asked()))
+    front.put("m", router, 1.0)
+    router.waking.replicas(1)
+    router.waking.replicas(0)
+    assert front.ready() and router.status() == "sleeping"
     changed = Waking("m", 60.0, Asked())
-    changed.take_over(one.waking)
+    changed.take_over(router.waking)
     changed.replicas(0)
     assert changed.wakes_for_requests
     front.refuse_new()

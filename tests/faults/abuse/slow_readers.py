@@ -29,7 +29,7 @@ class Gaps:
     async def during(self, seconds: float) -> list[float]:
         """Sorted, seconds."""
         end = time.monotonic() + seconds
-        found: list[float] = []
+        collected: list[float] = []
         tokens = min(100, int(seconds / STEP))
         body = post(PATH, {**BODY, "max_tokens": tokens, "stream": True}, self._header)
 
@@ -44,10 +44,10 @@ class Gaps:
                         times.append(time.monotonic())
                 writer.close()
                 # What came with one another is one arrival.
-                found.extend(b - a for a, b in itertools.pairwise(times) if b - a > 1e-4)
+                collected.extend(b - a for a, b in itertools.pairwise(times) if b - a > 1e-4)
 
         await asyncio.gather(*(reader() for _ in range(self._count)))
-        return sorted(found)
+        return sorted(collected)
 
 
 async def slow_readers(
