@@ -32,7 +32,7 @@ _ANSWER = 5.0  # seconds for the routers to answer
 _LOOKS = 9.0  # seconds for all that a look asks
 _WIDTH = 110  # columns where the terminal does not say how many it has
 
-Told = Mapping[str, Any]
+Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class StatusSnapshot:
     app: str
     status: str
     counts: Mapping[str, Mapping[str, int]]
-    routers: Sequence[Told]
-    scaling: Told | None = None
+    routers: Sequence[Report]
+    scaling: Report | None = None
     silent: int = 0
     models: Mapping[str, "StatusSnapshot"] = field(default_factory=dict)
 
@@ -280,10 +280,10 @@ def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict
 _SHAPES = RouterMetrics()  # for names and buckets
 
 
-def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
+def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
     """Return the stats of the replicas by name; of what several routers know of a replica, the
     newest."""
-    replicas: dict[str, Told] = {}
+    replicas: dict[str, Report] = {}
     for router in routers:
         for name, stats in router["replicas"].items():
             if name not in replicas or stats["step"] > replicas[name]["step"]:
@@ -291,7 +291,7 @@ def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
     return replicas
 
 
-def _metrics(now: Sequence[Told], before: Sequence[Told]) -> dict[str, Any]:
+def _metrics(now: Sequence[Report], before: Sequence[Report]) -> dict[str, Any]:
     """Add up what routers have counted since the earlier look. A router that is not in that look
     counts since its start."""
     last = {router["name"]: router["metrics"] for router in before}
@@ -325,7 +325,7 @@ def _quantile(name: str, counts: Sequence[float], percent: int) -> float | None:
     return None if value is None else round(1000 * value, 2)
 
 
-def _rate(now: Told, before: Told | None, name: str, seconds: float) -> float | None:
+def _rate(now: Report, before: Report | None, name: str, seconds: float) -> float | None:
     if before is None or seconds <= 0:
         return None
     return round(max(0.0, (now[name] - before[name]) / seconds), 1)
@@ -336,7 +336,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _pool(
-    name: str, counts: Mapping[str, int], replicas: Sequence[Told], scaling: Told | None
+    name: str, counts: Mapping[str, int], replicas: Sequence[Report], scaling: Report | None
 ) -> dict[str, Any]:
     mine = [replica for replica in replicas if replica["pool"] == name]
     rates = [replica["output_tokens_per_second"] for replica in mine]
@@ -357,7 +357,7 @@ def _pool(
     }
 
 
-def pages(found: Sequence[Told]) -> RenderableType:
+def pages(found: Sequence[Report]) -> RenderableType:
     """The summaries of all applications, one below the other."""
     parts: list[RenderableType] = []
     for summary in found:
@@ -365,7 +365,7 @@ def pages(found: Sequence[Told]) -> RenderableType:
     return Group(*parts)
 
 
-def page(found: Told) -> RenderableType:
+def page(found: Report) -> RenderableType:
     """The summary for people."""
     rates, late = found["rates"], found["latency_ms"]
     head = (

@@ -35,7 +35,6 @@ from deployments.router.keys.key_files import KeySettings
 from deployments.router.keys.key_service import KeyService, SharedCounts
 from deployments.router.keys.usage_log import UsageLog
 from deployments.router.live_view import ApplicationView
-from deployments.router.models.model_front import ModelFront
 from deployments.router.models.model_loader import (
     ChangeModels,
     FindModels,
@@ -43,6 +42,7 @@ from deployments.router.models.model_loader import (
     RouterChanges,
 )
 from deployments.router.models.model_settings import ServedModel
+from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.request_trace import context_of, spans_of
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import handle_call
@@ -127,7 +127,7 @@ class Router:
             logger.warning("event ids are good at this router only: %s", error)
             secret = secrets.token_bytes(32)
         name = f"router-{secrets.token_hex(4)}"
-        front = self._front = ModelFront(name, several=settings.models is None)
+        front = self._front = ModelsBackend(name, several=settings.models is None)
         self._peers = AllRouters(context.deployment, app)
         self._models = ModelLoader(front, app, settings.stream_seconds)
         for model in settings.models or ():
@@ -328,7 +328,7 @@ class Router:
             self._front.close()
 
 
-def _state_json(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
+def _state_json(what: ModelsBackend | Dispatcher, model: str) -> dict[str, Any]:
     """Return the load, replicas and counts of one model, or of all."""
     state = what.state()
     return {

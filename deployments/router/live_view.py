@@ -151,7 +151,7 @@ def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
 def _choices(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield the routing decisions of a request. first_token_ms: the time that came of expected_ms,
     of the replica that gave the first token."""
-    for at, decision, emitted in trace.placements:
+    for at, decision, emitted in trace.decisions:
         first = trace.first - at if trace.first > at and not emitted else None
         yield (
             at,

@@ -26,7 +26,7 @@ from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
 KEPT = 4096  # ended requests that a router remembers; the oldest are dropped
-_EVENTS = 32  # the last placements and moves of one request that are kept
+_EVENTS = 32  # the last decisions and moves of one request that are kept
 
 logger = logging.getLogger("manta.router")
 
@@ -47,8 +47,8 @@ class RequestTrace:
     """
 
     __slots__ = (
+        "_decisions",
         "_moves",
-        "_placements",
         "adapter",
         "adapter_us",
         "arrived",
@@ -92,7 +92,7 @@ class RequestTrace:
         self.finish: list[str] = []
         self.error = ""
         self.ended = 0.0
-        self._placements: list[tuple[float, RoutingDecision, int]] = []
+        self._decisions: list[tuple[float, RoutingDecision, int]] = []
         self._moves: list[tuple[float, str, str]] = []
 
     # -- events
@@ -101,8 +101,8 @@ class RequestTrace:
         """Note that the request goes to a replica, with so many tokens emitted before."""
         self.placed = self.placed or now
         self.state = "running"
-        self._placements.append((now, decision, emitted))
-        del self._placements[:-_EVENTS]
+        self._decisions.append((now, decision, emitted))
+        del self._decisions[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
         """Note the first tokens of a choice. Only the first choice's are noted."""
@@ -112,7 +112,7 @@ class RequestTrace:
         self.engine_us = delta.queued_us
         self.adapter_us = delta.adapter_us
         self.cached = max(0, delta.cached)
-        sent = self._placements[-1][0] if self._placements else now
+        sent = self._decisions[-1][0] if self._decisions else now
         self.started = sent + max(0, delta.queued_us) / 1e6
 
     def moves(self, place: str, why: str, now: float) -> None:
@@ -130,9 +130,9 @@ class RequestTrace:
     # -- for operators
 
     @property
-    def placements(self) -> Sequence[tuple[float, RoutingDecision, int]]:
-        """The last placements: when, the decision, the tokens emitted before."""
-        return self._placements
+    def decisions(self) -> Sequence[tuple[float, RoutingDecision, int]]:
+        """The last routing decisions: when, the decision, the tokens emitted before."""
+        return self._decisions
 
     @property
     def moves_made(self) -> Sequence[tuple[float, str, str]]:
@@ -146,7 +146,7 @@ class RequestTrace:
     @property
     def replicas(self) -> list[str]:
         """Replicas that the request was at, in order."""
-        return [decision.replica for _, decision, _ in self._placements]
+        return [decision.replica for _, decision, _ in self._decisions]
 
     def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
         """Return the visits of an ended request to replicas: from, until, the decision, the tokens
@@ -154,7 +154,7 @@ class RequestTrace:
         apart is at several replicas at once."""
         moves = list(self._moves)
         visits = []
-        for at, decision, emitted in self._placements:
+        for at, decision, emitted in self._decisions:
             left = next((m for m in moves if m[0] >= at and m[1] == decision.replica), None)
             if left is not None:
                 moves.remove(left)
@@ -199,7 +199,7 @@ class RequestTrace:
                     "expected_cached_tokens": decision.cached,
                     "emitted_tokens": emitted,
                 }
-                for at, decision, emitted in self._placements
+                for at, decision, emitted in self._decisions
             ],
             "moves": [
                 {"at_ms": _ms(at - self.arrived), "from": place, "why": why}

@@ -89,11 +89,11 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from deployments.observe.metrics import render
     from deployments.router.dispatcher import Dispatcher
     from deployments.router.live_view import ApplicationView
-    from deployments.router.models.model_front import ModelFront
     from deployments.router.models.model_settings import DispatchLimits
+    from deployments.router.models.models_backend import ModelsBackend
     from tests.deployments.fake_backend import tiny_tokenizer
 
-    front = ModelFront("router", several=len(models) > 1)
+    front = ModelsBackend("router", several=len(models) > 1)
     for name, replica in models.items():
         card = ModelCard(name, 8192, 250, (2,), 0)
         dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")

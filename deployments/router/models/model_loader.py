@@ -25,8 +25,8 @@ from deployments.cluster_store import first_served
 from deployments.environment import installed_version
 from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.models.model_front import ModelFront
 from deployments.router.models.model_settings import ServedModel
+from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.serve import discovery
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
@@ -69,7 +69,7 @@ class ModelLoader:
     seconds: seconds that requests may go on after their model was changed or taken away.
     """
 
-    def __init__(self, front: ModelFront, app: str, seconds: float) -> None:
+    def __init__(self, front: ModelsBackend, app: str, seconds: float) -> None:
         self._front = front
         self._app = app
         self._seconds = seconds
@@ -247,7 +247,7 @@ class RouterChanges:
     """The changes of models over HTTP, one after the other. This router knows of a change when it
     has answered, the others within a second."""
 
-    def __init__(self, change: ChangeModels, front: ModelFront, loader: ModelLoader) -> None:
+    def __init__(self, change: ChangeModels, front: ModelsBackend, loader: ModelLoader) -> None:
         self._change, self._front, self._loader = change, front, loader
         self._changing = asyncio.Lock()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router.models.model_front import ModelFront
+from deployments.router.models.models_backend import ModelsBackend
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet
 
@@ -28,7 +28,7 @@ class LiveServer:
 
     def __init__(self, replicas: int, rows: int) -> None:
         self._replicas, self._rows = replicas, rows
-        self.front = ModelFront("router-1")
+        self.front = ModelsBackend("router-1")
         self.loop: asyncio.AbstractEventLoop
         self.fleet: Fleet
         self._app: Any

@@ -11,7 +11,7 @@ from deployments.api.app import build_asgi
 from deployments.api.caller import KeyRule
 from deployments.api.options import ApiOptions
 from deployments.router.live_view import ApplicationView
-from deployments.router.models.model_front import ModelFront
+from deployments.router.models.models_backend import ModelsBackend
 from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import FakeBackend
@@ -157,7 +157,7 @@ async def test_who_may_look() -> None:
 async def test_a_front_tells_of_its_models() -> None:
     """Bug: of two models one is missing, or their replicas are mixed."""
     async with Fleet(1) as fleet:
-        front = ModelFront("router")
+        front = ModelsBackend("router")
         front.put("m", fleet.dispatcher, 0.0)
         view = front.live()
         assert view["router"] == "router"

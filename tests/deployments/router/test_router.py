@@ -15,8 +15,8 @@ from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.inflight import InflightRequest
-from deployments.router.models.model_front import ModelFront
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.models.models_backend import ModelsBackend
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
@@ -227,7 +227,7 @@ def test_a_removed_model_s_requests_end_at_once_and_say_why(how: str):
 
     async def case():
         async with Fleet(1) as fleet:
-            front = ModelFront("router", several=True)
+            front = ModelsBackend("router", several=True)
             front.put("a", fleet.dispatcher, 60.0)
             short, long = fleet.generate(), fleet.generate(max_tokens=4000)
             await until(lambda: len(long.choices[0].emitted) > 5)
@@ -254,7 +254,7 @@ def test_what_waits_for_a_removed_model_fails_without_a_replica():
 
     async def case():
         async with Fleet(0) as fleet:
-            front = ModelFront("router", several=True)
+            front = ModelsBackend("router", several=True)
             front.put("a", fleet.dispatcher, 60.0)
             inflight = fleet.generate(n=2)
             front.take_out("a", 60.0)

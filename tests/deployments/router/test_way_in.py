@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router.models.model_front import ModelFront
+from deployments.router.models.models_backend import ModelsBackend
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet, LocalEngine
@@ -71,7 +71,7 @@ async def count_way_in() -> CallCounter:
     """Send one streamed chat to a router with one replica after a few others, and count it."""
     counter = CallCounter()
     async with Fleet(1, tokenizer=tiny_tokenizer()) as fleet:
-        front = ModelFront("router")
+        front = ModelsBackend("router")
         front.put("m", fleet.dispatcher, 0.0)
         client = Client(build_asgi(front, ApiOptions()))
         for _ in range(3):

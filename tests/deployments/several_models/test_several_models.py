@@ -28,8 +28,8 @@ from deployments.model_applications import entries, model_app, statuses, trouble
 from deployments.observe.metrics import render
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models import model_loader
-from deployments.router.models.model_front import ModelFront
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.models.models_backend import ModelsBackend
 from deployments.serve.coexistence import check, left_out
 from deployments.serve.model_deployments import served_models
 from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
@@ -219,7 +219,7 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One queue for all models: who waits for the one keeps others from the other."""
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     front.put("a", dispatcher("a"), 1.0)
     front.put("b", dispatcher("b"), 1.0)
     assert list(front.models()) == ["a", "b"] and front.only == ""
@@ -245,7 +245,7 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
 async def test_what_a_model_answers_goes_on_when_it_is_changed() -> None:
     """A stream that ends because its model is changed, or that waits for replicas of a model that
     was removed; a model that stays known."""
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     front.put("a", dispatcher("a"), 60.0)
     front.put("b", dispatcher("b"), 60.0)
     streams = [front.generate(request("a")), front.generate(request("b"))]
@@ -286,7 +286,7 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
     for name, fake in (("get", get), ("put", put), ("list", listed)):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
     monkeypatch.setattr(model_loader, "_POLL_SECONDS", 0.01)
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     looks = model_loader.ModelLoader(front, APP, 1.0)
     for name in ("a", "b", "c"):
         store = RayRecordStore(model_app(APP, name), APP)
@@ -312,7 +312,7 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
 
 async def test_an_adapters_name_is_of_one_model() -> None:
     """An adapter of one model that takes the name of another model, or of its adapter."""
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     for name in ("a", "b"):
         front.put(name, dispatcher(name), 1.0)
     registry = front.dispatchers["a"].adapters
@@ -333,7 +333,7 @@ async def test_an_adapters_name_is_of_one_model() -> None:
 async def test_an_adapter_that_two_models_have_is_named_with_its_model() -> None:
     """Bug: `manta adapter remove` takes an adapter of any model away where two have its name, and
     the list shows one of them."""
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     for name in ("a", "b"):
         store = LocalRecordStore()
         store.put(AdapterRecord(name="legal", path=f"/{name}", version=1))

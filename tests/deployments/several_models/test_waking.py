@@ -10,8 +10,8 @@ from deployments.config.load import parse_config
 from deployments.router.admission import scale_from_zero as waking_module
 from deployments.router.admission.scale_from_zero import UNKNOWN, Waking
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.models.model_front import ModelFront
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.models.models_backend import ModelsBackend
 from deployments.serve.model_deployments import served_model
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ async def test_what_lost_its_replica_and_adapters_wake_too() -> None:
 async def test_an_endpoint_that_sleeps_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """`/ready` says 503 of an endpoint whose models all sleep, so that a load balancer takes it out
     and no request ever wakes one; a model whose settings changed is forgotten to have served."""
-    front = ModelFront("router", several=True)
+    front = ModelsBackend("router", several=True)
     router = dispatcher(Waking("m", 60.0, Asked()))
     front.put("m", router, 1.0)
     router.waking.replicas(1)

@@ -1,6 +1,7 @@
-"""ModelFront: the `Backend` of one model or of several. Each has a Dispatcher of its own, so that
-queues, limits, replicas and metrics of two models have nothing to do with each other; a request is
-given to its model's by one look into a dictionary.
+"""ModelsBackend: the `Backend` of one model or of several.
+
+Each model has a Dispatcher of its own, so that queues, limits, replicas and metrics of two models
+have nothing to do with each other. A request finds the dispatcher of its model in a dictionary.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from engine.text.tokenizer import Tokenizer
 _POLL = 0.2  # seconds between polls of what a model that has left still answers
 
 
-class ModelFront:
+class ModelsBackend:
     """The models that one router serves. All methods are called on the event loop that made it.
 
     name: name of the router.
@@ -40,7 +41,7 @@ class ModelFront:
         self.several = several
         self.metrics = RouterMetrics()  # of several: what belongs to none of them
         self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
-        self.adapters = FrontAdapters(self)
+        self.adapters = AdaptersByModel(self)
         self.dispatchers: dict[str, Dispatcher] = {}
         self._leaving: dict[Dispatcher, asyncio.Task[None]] = {}
         self._cards: dict[str, ModelCard] = {}
@@ -230,10 +231,10 @@ class ModelFront:
             dispatcher.close()
 
 
-class FrontAdapters:
+class AdaptersByModel:
     """The adapters of all models. A name is an adapter of one of them."""
 
-    def __init__(self, front: ModelFront) -> None:
+    def __init__(self, front: ModelsBackend) -> None:
         self._front = front
 
     def _each(self) -> dict[str, AdapterRegistry]:
