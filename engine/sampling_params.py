@@ -11,7 +11,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
-from engine.typecheck import fits, words
+from engine.typecheck import fits, without_none, words
 
 MAX_N = 128  # OpenAI's
 MAX_LOGPROBS = 32
@@ -213,7 +213,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _HINTS = get_type_hints(SamplingParams)
-_FIELDS = [(f.name, _HINTS[f.name], f.default) for f in msgspec.structs.fields(SamplingParams)]
+# A value that is a field's default is not looked at, so None is left out of the types.
+_FIELDS = [
+    (field.name, without_none(_HINTS[field.name]), field.default)
+    for field in msgspec.structs.fields(SamplingParams)
+]
 _BOUNDED = [(name, default) for name, _, default in _FIELDS if name in RANGES]
 _MOST = {
     "stop": (MAX_STOP_STRINGS, "strings"),

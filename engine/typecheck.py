@@ -33,6 +33,15 @@ def fits(value: Any, kind: Any) -> bool:
     )
 
 
+def without_none(kind: Any) -> Any:
+    """Return the type without None, where it is one type or None."""
+    if get_origin(kind) is UnionType:
+        members = [member for member in get_args(kind) if member is not NoneType]
+        if len(members) == 1:
+            return members[0]
+    return kind
+
+
 def words(kind: Any) -> str:
     """The type for a message, e.g. "an integer"; that None is allowed is left out."""
     origin, inner = get_origin(kind), get_args(kind)

@@ -386,10 +386,12 @@ def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH
             f"a message is nested deeper than {MAX_DEPTH} levels", param="messages"
         )
     if isinstance(value, Mapping):
-        return {
-            map_strings(key, change): map_strings(item, change, depth - 1)
-            for key, item in value.items()
-        }
+        mapped = {}
+        for key, item in value.items():
+            new_key = change(key) if isinstance(key, str) else key
+            is_text = isinstance(item, str)
+            mapped[new_key] = change(item) if is_text else map_strings(item, change, depth - 1)
+        return mapped
     if isinstance(value, (list, tuple)):
         return [map_strings(item, change, depth - 1) for item in value]
     return value

@@ -303,6 +303,8 @@ class Tokenizer:
         control = self._control
 
         def neutral(text: str) -> str:
+            if len(text) <= _PIECE:
+                return control.text.sub(mark, text)
             return _substitute(control.text, mark, text, control.reach)
 
         messages, tools = map_strings(messages, neutral), map_strings(tools, neutral)
