@@ -2,12 +2,12 @@
 
 import msgspec
 
-from deployments.api.body_fields import check_names, take_bool, take_str, take_token_ids
+from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
-from deployments.api.generation.call import chat_ids, encode_texts
+from deployments.api.generation.call import chat_ids, encode_texts, template_options
 from deployments.api.generation.messages import check_messages
-from deployments.api.http.errors import invalid, wrong_type
+from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
 from deployments.api.output.request import take_tools
@@ -22,30 +22,34 @@ MIN_LIMIT = 65_536  # tokens
 async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the token ids of a text or a chat. Raises ApiError."""
     backend, options = context.backend, context.options
-    body = await context.read(exchange)
-    card = await find_model(body.get("model"), backend, exchange.caller)
-    exchange.ignored += check_names(body, TOKENIZE.known, strict=options.strict)
+    body = await context.read_as(exchange, TOKENIZE)
+    card = await find_model(body.model, backend, exchange.caller)
     tokenizer = backend.tokenizer(card.id)
     limit = max(MIN_LIMIT, card.max_model_len)
-    prompt, chat = body.get("prompt"), body.get("messages")
+    prompt, chat = body.prompt, body.messages
     if (prompt is None) == (chat is None):
         raise invalid(
             "give either prompt or messages",
             "prompt",
             "missing_field" if prompt is None else "conflicting_fields",
         )
-    special = take_bool(body, "add_special_tokens", True)
-    wants_texts = take_bool(body, "return_token_strs")
 
     def work() -> bytes:
-        if chat is not None:
-            messages = check_messages(chat, exchange.ignored)
-            tools = take_tools({"tools": body.get("tools")})
-            ids, _ = chat_ids(tokenizer, body, messages, tools, options, exchange.ignored, limit)
+        if prompt is None:
+            template = template_options(
+                options,
+                body.chat_template_kwargs,
+                opens=body.add_generation_prompt,
+                continues=body.continue_final_message,
+            )
+            messages, tools = check_messages(chat, exchange.ignored), take_tools(body.tools)
+            unread = exchange.ignored
+            asked = (template, body.reasoning_effort, unread, limit)
+            ids = chat_ids(tokenizer, messages, tools, *asked)
         else:
-            text = take_str(body, "prompt", options.max_body_bytes) or ""
-            ids = encode_texts(tokenizer, [text], special, limit)[0]
-        texts = [tokenizer.token_text(token) for token in ids] if wants_texts else None
+            special = body.add_special_tokens is not False
+            ids = encode_texts(tokenizer, [prompt], special, limit)[0]
+        texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
         answer = {
             "count": len(ids),
             "max_model_len": card.max_model_len,
@@ -67,20 +71,14 @@ async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def detokenize(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the text of token ids. Raises ApiError."""
-    backend, options = context.backend, context.options
-    body = await context.read(exchange)
-    card = await find_model(body.get("model"), backend, exchange.caller)
-    exchange.ignored += check_names(body, DETOKENIZE.known, strict=options.strict)
-    tokenizer = backend.tokenizer(card.id)
-    tokens = body.get("tokens")
-    if tokens is None:
-        raise invalid("tokens is required", "tokens", "missing_field")
-    if not isinstance(tokens, list):
-        raise wrong_type("tokens", "a list of token ids")
+    backend = context.backend
+    body = await context.read_as(exchange, DETOKENIZE)
+    card = await find_model(body.model, backend, exchange.caller)
+    tokenizer, tokens = backend.tokenizer(card.id), body.tokens
     limit = max(MIN_LIMIT, card.max_model_len)
     if len(tokens) > limit:
         raise invalid(f"tokens takes at most {limit} ids", "tokens")
-    skip = take_bool(body, "skip_special_tokens")
+    skip = bool(body.skip_special_tokens)
 
     def work() -> bytes:
         ids = take_token_ids(tokens, "tokens", card.vocab_size) if tokens else tokens

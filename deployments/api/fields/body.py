@@ -98,7 +98,7 @@ class StructBody(Body, Generic[T]):
     def convert(self, body: Mapping[str, Any], ignored: list[str]) -> T:
         """Return the Struct of a body, whose own names are not looked at. Raises ApiError 400."""
         for name, (message, code) in self.rejected.items():
-            if body.get(name):
+            if (value := body.get(name)) and value not in self.refused[name]["enum"]:
                 raise invalid(message, name, code)
         try:
             read = msgspec.convert(body, self.struct, dec_hook=_parse)
@@ -223,8 +223,8 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
             shape, extra = _plain(_inside(shape, missing[1]), None)
             value, path = None, f"{path}.{missing[1]}" if path else missing[1]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
-        if "expected" in extra:
-            return _refusal(shape, value, path, {"code": "missing_field", **extra})
+        if "expected" in extra and "code" in extra:
+            return _refusal(shape, value, path, extra)
         return invalid(f"{path} is required", path, "missing_field")
     if isinstance(fault := error.__cause__, Fault):
         path += fault.place

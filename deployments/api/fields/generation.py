@@ -376,16 +376,21 @@ _OLD_TOOLS: Mapping[str, Schema] = {
     "functions": NOTHING,
     "function_call": one_of(*NOTHING["enum"], "none", "auto"),
 }
+_NO_FUNCTIONS = {
+    name: (f"{name} is not supported; use tools", "not_supported") for name in _OLD_TOOLS
+}
 _FROM_ONE: Schema = {"minimum": 1}  # an answer in turns has at least one token
 CHAT = struct_body(
     Chat,
     refused=_OLD_TOOLS,
+    rejected=_NO_FUNCTIONS,
     generates=True,
     narrower=dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), _FROM_ONE),
 )
 COMPLETION = struct_body(
     Completion,
     refused={"tools": NOTHING, **_OLD_TOOLS},
+    rejected={"tools": ("tools are for chat completions", "not_supported"), **_NO_FUNCTIONS},
     generates=True,
     required=("prompt",),
 )

@@ -13,7 +13,7 @@ from deployments.api.http.exchange import MAX_REQUEST_ID
 
 MAX_HISTORY = 500
 _ID = {"pattern": rf"^[A-Za-z0-9._:\-]{{1,{MAX_REQUEST_ID}}}$"}
-_RequestId = Annotated[str, Meta(extra_json_schema=_ID)]
+_RequestId = Annotated[str, Meta(max_length=MAX_REQUEST_ID, extra_json_schema=_ID)]
 _Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
@@ -37,7 +37,7 @@ class GenKwargs(Struct, kw_only=True):
     ) = None
     prefix_text: str | None = None
     return_logits: bool | None = None
-    adapter_name: str | None = None
+    adapter_name: Annotated[str, Meta(max_length=1024)] | None = None
     skip_lora: bool | None = None
 
 
@@ -66,5 +66,4 @@ class Stop(Struct, kw_only=True):
 
 
 CHAT = struct_body(LiteqwenChat)
-KWARGS = frozenset(GenKwargs.__struct_fields__)
 STOP = struct_body(Stop)

@@ -1,14 +1,18 @@
 """Bodies of the routes that compute nothing: tokenising, adapters, batches and files."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.generation import CHAT
+from deployments.api.fields.generation import (
+    CHAT_MESSAGES,
+    TOOLS,
+    ReasoningEffort,
+    of_schema,
+)
 from deployments.api.fields.schema import (
-    BOOLEAN,
     FILLED,
     OBJECT,
     TEXT,
@@ -18,7 +22,6 @@ from deployments.api.fields.schema import (
     integer,
     list_of,
     one_of,
-    openai_body,
     record,
     text,
 )
@@ -27,25 +30,38 @@ MAX_MODEL_NAME = 128  # bytes
 MAX_ADAPTER_NAME = 256  # bytes; what is a name is checked further down
 MAX_ADAPTER_PATH = 4096
 
-TOKENIZE = openai_body(
-    {
-        "model": TEXT,
-        "prompt": TEXT,
-        "messages": CHAT.taken["messages"],
-        "add_special_tokens": BOOLEAN,
-        "return_token_strs": BOOLEAN,
-        **{
-            name: CHAT.taken[name]
-            for name in (
-                *("tools", "reasoning_effort", "add_generation_prompt"),
-                *("continue_final_message", "chat_template_kwargs"),
-            )
-        },
-    }
-)
-DETOKENIZE = openai_body(
-    {"model": TEXT, "tokens": list_of(TOKEN), "skip_special_tokens": BOOLEAN}, ("tokens",)
-)
+
+class Tokenize(Struct, kw_only=True):
+    """The body of /tokenize: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Any, of_schema(CHAT_MESSAGES)] = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[Any, of_schema(TOOLS)] = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: Annotated[
+        list[Any],
+        Meta(
+            extra_json_schema={"items": TOKEN},
+            extra={"expected": "a list of token ids"},
+        ),
+    ]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+TOKENIZE = struct_body(Tokenize)
+DETOKENIZE = struct_body(Detokenize)
 _AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_NAME)]
 _AdapterPath = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_PATH)]
 _LoraName = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_NAME, extra={"needed": True})]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import kept_tokens, take_bool, take_token_ids
+from deployments.api.body_fields import kept_tokens, take_token_ids
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.generation.request import (
     ChatMessage,
@@ -18,12 +18,12 @@ from deployments.api.generation.request import (
     TemplateOptions,
     TextRequest,
 )
-from deployments.api.http.errors import invalid, shown, wrong_type
+from deployments.api.http.errors import invalid, shown
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.plan import OutputPlan, plan_output
-from deployments.api.output.prompt import check_effort, render_options
+from deployments.api.output.prompt import render_options
 from deployments.api.output.request import RequestedTools
 from deployments.api.served_model import find_model
 from deployments.backend import Backend, GenerationRequest, ModelCard
@@ -191,7 +191,7 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     unread: list[str] = []
     most = limit if cut is None else sys.maxsize
     template = (request.template, request.effort, unread, most)
-    ids = _render(tokenizer, request.messages, tools, *template)
+    ids = chat_ids(tokenizer, request.messages, tools, *template)
     if request.cut is not None and cut is not None:
         ids = _cut(ids, cut, request.cut)
     if not ids:
@@ -219,28 +219,6 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
 
 def chat_ids(
     tokenizer: Tokenizer,
-    body: Mapping[str, Any],
-    messages: Sequence[ChatMessage],
-    tools: RequestedTools | None,
-    options: ApiOptions,
-    ignored: list[str],
-    max_tokens: int,
-) -> tuple[list[int], bool]:
-    """Return the token ids of a chat's prompt, and whether it opens the model's turn.
-
-    body: the fields about the template, in OpenAI's form
-    ignored: the list that fields are added to that the template does not read
-
-    Raises ApiError 400, InvalidRequest and TooManyTokens.
-    """
-    template = template_options(body, options)
-    effort = check_effort(body.get("reasoning_effort"))
-    ids = _render(tokenizer, messages, tools, template, effort, ignored, max_tokens)
-    return ids, template.opens
-
-
-def _render(
-    tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     tools: RequestedTools | None,
     template: TemplateOptions,
@@ -260,24 +238,29 @@ def _render(
     )
 
 
-def template_options(body: Mapping[str, Any], options: ApiOptions) -> TemplateOptions:
-    """Read add_generation_prompt, continue_final_message and allowed chat_template_kwargs.
+def template_options(
+    options: ApiOptions,
+    variables: Mapping[str, Any] | None,
+    *,
+    opens: bool | None = None,
+    continues: bool | None = None,
+) -> TemplateOptions:
+    """Return how a chat is rendered. Raises ApiError 400.
 
-    Raises ApiError 400.
+    variables: chat_template_kwargs
+    opens: add_generation_prompt; None: unless the model goes on with the last message
+    continues: continue_final_message
     """
-    continues = take_bool(body, "continue_final_message")
-    opens = take_bool(body, "add_generation_prompt", not continues)
+    continues = bool(continues)
+    opens = not continues if opens is None else opens
     if continues and opens:
         raise invalid(
             "continue_final_message and add_generation_prompt exclude each other",
             "continue_final_message",
             "conflicting_fields",
         )
-    variables = body.get("chat_template_kwargs")
     if variables is None:
         return TemplateOptions(opens, continues)
-    if not isinstance(variables, dict):
-        raise wrong_type("chat_template_kwargs", "an object")
     for name in variables:
         if name not in options.template_kwargs:
             raise invalid(

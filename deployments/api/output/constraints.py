@@ -67,18 +67,18 @@ class RequestedGrammar:
         return Grammar("gbnf" if "::=" in self.value else "lark", self.value), []
 
 
-def take_constraint(body: Mapping[str, Any]) -> RequestedGrammar | None:
+def take_constraint(body: msgspec.Struct) -> RequestedGrammar | None:
     """Return the output limit of a body in OpenAI's form, its contents unchecked; None: any text.
 
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
     conflicting_fields, if there are two.
     """
     constraints = [
-        take_response_format(body.get("response_format")),
-        take_structured_outputs(body.get("structured_outputs")),
+        take_response_format(getattr(body, "response_format", None)),
+        take_structured_outputs(getattr(body, "structured_outputs", None)),
     ]
     for name, kind in ALIASES.items():
-        value = body.get(name)
+        value = getattr(body, name, None)
         # llama.cpp's clients send an empty text where they have no grammar.
         if value is not None and not (name == "grammar" and value == ""):
             constraints.append(_checked(name, kind, value))

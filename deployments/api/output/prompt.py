@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from deployments.api.bounds import EFFORTS
 from deployments.api.http.errors import invalid
 from deployments.api.output.detect import TemplateOutput, template_output
 from deployments.api.output.output_format import OutputFormat
@@ -29,17 +28,6 @@ To call one, write a JSON object with its name and arguments between these tags:
 {{"name": "a function's name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>"""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-
-
-def check_effort(value: Any, name: str = "reasoning_effort") -> str | None:
-    """Return how much a model should think; None: as its template has it. Raises ApiError 400.
-
-    name: the client's name of the field
-    """
-    if value is not None and value not in EFFORTS:
-        raise invalid(f"{name} must be one of {', '.join(EFFORTS)}", name)
-    effort: str | None = value
-    return effort
 
 
 def render_options(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deployments.api.body_fields import take_bool
 from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 
@@ -60,15 +59,13 @@ class ToolChoice:
     named: bool = False
 
 
-def take_tools(body: Mapping[str, Any]) -> RequestedTools | None:
-    """Return the tools of a body in OpenAI's form; None if there are none.
+def take_tools(tools: Any, choice: Any = None, *, parallel: bool = True) -> RequestedTools | None:
+    """Return the tools of fields in OpenAI's form; None if there are none.
 
     Raises ApiError 400 naming the field: invalid_type, invalid_value, missing_field, not_supported.
     """
-    _refuse_functions(body)
-    tools = read_tools(body.get("tools"))
-    parallel = take_bool(body, "parallel_tool_calls", True)
-    return requested_tools(tools, read_choice(body.get("tool_choice"), tools), parallel=parallel)
+    requested = read_tools(tools)
+    return requested_tools(requested, read_choice(choice, requested), parallel=parallel)
 
 
 def requested_tools(
@@ -84,20 +81,6 @@ def requested_tools(
         return None
     parallel = parallel and not choice.named
     return RequestedTools(tools, choice.mode, choice.callable, choice.named, parallel)
-
-
-def refuse_tools(body: Mapping[str, Any]) -> None:
-    """Refuse tools, for a route that has none. Raises ApiError 400 not_supported."""
-    _refuse_functions(body)
-    if body.get("tools"):
-        raise invalid("tools are for chat completions", "tools", "not_supported")
-
-
-def _refuse_functions(body: Mapping[str, Any]) -> None:
-    for field in ("functions", "function_call"):
-        asks = field == "functions" or body.get(field) not in ("none", "auto")
-        if body.get(field) and asks:
-            raise invalid(f"{field} is not supported; use tools", field, "not_supported")
 
 
 def read_tools(value: Any) -> list[RequestedTool]:

@@ -28,7 +28,14 @@ from deployments.api.generation.call import (
     too_many_tokens,
 )
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of, take_user
+from deployments.api.generation.tenancy import (
+    QueueFields,
+    allowed_priority,
+    deadline_after,
+    key_of,
+    take_queue,
+    take_user,
+)
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
@@ -44,6 +51,8 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
 MAX_WINDOW = 256
+
+_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 T = TypeVar("T", bound=PoolingBody)
 In = TypeVar("In", bound=Inputs)
@@ -210,18 +219,20 @@ async def pooled_call(
     body = await context.read_as(exchange, fields)
     context.counter.in_flight += 1
     try:
-        key = key_of(exchange, take_user(await context.read(exchange)), context.options)
-        yield await _admitted(context, exchange, body, key, name_model(body.model, context.backend))
+        queue = take_queue(body, take_user(await context.read(exchange)))
+        model = name_model(body.model, context.backend)
+        yield await _admitted(context, exchange, body, queue, model)
     finally:
         context.counter.in_flight -= 1
 
 
 async def _admitted(
-    context: ApiContext, exchange: HttpExchange, body: T, key: str, model: str | None
+    context: ApiContext, exchange: HttpExchange, body: T, queue: QueueFields, model: str | None
 ) -> PooledCall[T]:
     """Return the call of a body, after the checks that all routes have."""
-    deadline = deadline_after(exchange, body.deadline_seconds, context.options)
-    priority = allowed_priority(exchange, body.priority)
+    key = key_of(exchange, queue.user, context.options)
+    deadline = deadline_after(exchange, queue.deadline, context.options)
+    priority = allowed_priority(exchange, queue.priority)
     context.backend.admit(key, known_model(model, context.backend))
     card = await find_model(model, context.backend, exchange.caller)
     if card.pooling is None:
@@ -269,16 +280,15 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     Raises ApiError, InvalidRequest.
     """
     body = call.body
-    template = {
+    template = template_options(
+        call.options,
+        body.chat_template_kwargs,
         # A text that is there has no turn behind it, unless the request says so.
-        "add_generation_prompt": bool(body.add_generation_prompt),
-        "continue_final_message": body.continue_final_message,
-        "chat_template_kwargs": body.chat_template_kwargs,
-    }
-    template_options(template, call.options)
+        opens=bool(body.add_generation_prompt),
+        continues=body.continue_final_message,
+    )
     if body.messages is None:
-        names = (name for name in template if getattr(body, name) is not None)
-        call.exchange.ignored += names
+        call.exchange.ignored += (name for name in _TEMPLATE if getattr(body, name) is not None)
         return await take_prompts(call, body.input, "input", body.prompt_name)
     for name in ("input", "prompt_name"):
         if getattr(body, name) is not None:
@@ -296,7 +306,7 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     def work() -> list[int]:
         messages = check_messages(body.messages, ignored)
         most = sys.maxsize if call.truncate else call.limit
-        ids, _ = chat_ids(call.tokenizer, template, messages, None, call.options, ignored, most)
+        ids = chat_ids(call.tokenizer, messages, None, template, None, ignored, most)
         return call.checked(ids, "messages")
 
     try:

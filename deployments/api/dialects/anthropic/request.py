@@ -91,13 +91,8 @@ def messages_request(
     reader.system(fields.system)
     messages = reader.messages(fields.messages)
     last = messages[-1]
-    template = {
-        "chat_template_kwargs": fields.chat_template_kwargs,
-        # The model goes on where an assistant's message ends.
-        "continue_final_message": last.role == "assistant"
-        and not last.tool_calls
-        and bool(last.text),
-    }
+    # The model goes on where an assistant's message ends.
+    continues = last.role == "assistant" and not last.tool_calls and bool(last.text)
     return ChatRequest(
         model=fields.model,
         sampling=sampling,
@@ -108,7 +103,7 @@ def messages_request(
         ),
         names=names,
         messages=messages,
-        template=template_options(template, options),
+        template=template_options(options, fields.chat_template_kwargs, continues=continues),
         tools=tools,
         effort=effort,
         thinking_budget=thinking_budget(budget),

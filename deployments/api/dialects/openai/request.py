@@ -13,7 +13,7 @@ from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import take_constraint
-from deployments.api.output.request import refuse_tools, take_tools
+from deployments.api.output.request import take_tools
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
@@ -35,7 +35,7 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         stream=bool(fields.stream),
         usage=usage,
         continuous_usage=continuous,
-        constraint=take_constraint(body),
+        constraint=take_constraint(fields),
         cut=_take_cut(fields),
         return_token_ids=bool(fields.return_token_ids),
         token_names=bool(fields.return_tokens_as_token_ids),
@@ -43,8 +43,15 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         limit_name=limit_name,
         names={"max_tokens": limit_name},
         messages=check_messages(fields.messages, ignored),
-        template=template_options(body, options),
-        tools=take_tools(body),
+        template=template_options(
+            options,
+            fields.chat_template_kwargs,
+            opens=fields.add_generation_prompt,
+            continues=fields.continue_final_message,
+        ),
+        tools=take_tools(
+            fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls is not False
+        ),
         effort=fields.reasoning_effort,
         thinking_budget=thinking_budget(fields.thinking_token_budget),
         shows_reasoning=fields.include_reasoning is not False,
@@ -56,7 +63,6 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
 def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
     """Read the body of a completion. Raises ApiError 400 naming the field."""
     ignored: list[str] = []
-    refuse_tools(body)
     fields = COMPLETION.read(body, ignored, strict=options.strict)
     limit, limit_name = _limit(fields, DEFAULT_TOKENS)
     logprobs = None
@@ -81,7 +87,7 @@ def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
         stream=bool(fields.stream),
         usage=usage,
         continuous_usage=continuous,
-        constraint=take_constraint(body),
+        constraint=take_constraint(fields),
         cut=cut,
         return_token_ids=bool(fields.return_token_ids),
         token_names=bool(fields.return_tokens_as_token_ids),

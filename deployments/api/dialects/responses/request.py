@@ -116,7 +116,7 @@ def responses_request(
         limit_name="max_output_tokens",
         names=_NAMES,
         messages=messages,
-        template=template_options({"chat_template_kwargs": fields.chat_template_kwargs}, options),
+        template=template_options(options, fields.chat_template_kwargs),
         tools=requested_tools(
             tools.tools, tools.choice, parallel=fields.parallel_tool_calls is not False
         ),
