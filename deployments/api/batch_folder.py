@@ -20,9 +20,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
+
+from deployments.api.http.json_body import JsonObject
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
@@ -51,7 +52,7 @@ class Entry(msgspec.Struct):
     """
 
     owner: str
-    told: dict[str, Any]
+    told: JsonObject
     keep: float | None = None
 
 
@@ -118,7 +119,7 @@ class BatchFolder:
 
     # -- batches
 
-    def add_batch(self, told: dict[str, Any], owner: str, keep: float | None) -> Entry:
+    def add_batch(self, told: JsonObject, owner: str, keep: float | None) -> Entry:
         entry = Entry(owner, {"id": f"batch_{secrets.token_hex(16)}", **told}, keep)
         self.save(entry)
         return entry
@@ -250,7 +251,7 @@ def _list(folder: Path, owner: str | None) -> list[Entry]:
     return entries
 
 
-def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def whole_lines(path: Path) -> Iterator[JsonObject]:
     """Yield the objects of a file of JSON lines.
 
     A last line that a crash has cut is removed from the file.

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.http.errors import NOT_FOUND, ApiError, shown
+from deployments.api.http.json_body import JsonObject
 
 SECONDS = 30 * 86400.0
 
@@ -57,7 +58,7 @@ class ResponseStore:
         id: str,
         owner: str,
         response: Any,
-        items: list[dict[str, Any]],
+        items: list[JsonObject],
         events: list[bytes] | None = None,
     ) -> None:
         answer, before = msgspec.json.encode(response), msgspec.json.encode(items)

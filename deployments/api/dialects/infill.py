@@ -15,6 +15,7 @@ from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.event_ids import EventIds
@@ -75,12 +76,12 @@ class _Writer:
         self._began = time.monotonic()
         self._first = 0.0
         self._text: list[str] = []
-        self._end: dict[str, Any] = {}
+        self._end: JsonObject = {}
 
     def open(self, usage: Usage) -> None:
         return
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
         self._first = self._first or time.monotonic()
         self._text.append(event.text)
         self.wire.push("", {"index": 0, "content": event.text, "stop": False})
@@ -109,7 +110,7 @@ class _Writer:
     def fail(self, error: ApiError) -> None:
         self.wire.push("", msgspec.json.decode(error.body()))
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         return {"index": 0, "content": "".join(self._text), "stop": True, **self._end}
 
 

@@ -19,6 +19,7 @@ from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import MAX_REQUEST_ID, HttpExchange, request_id
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
 from deployments.api.stream.event_ids import LAST, EventIds
@@ -134,7 +135,7 @@ class LiteqwenWriter:
         self.wire = Wire()
         self._body, self._begin = body, begin
         self._text = ""
-        self._logits: list[dict[str, Any]] = []
+        self._logits: list[JsonObject] = []
         self._told = 0  # of _logits
         self._wants_logits = logits
         self._ended = False
@@ -152,7 +153,7 @@ class LiteqwenWriter:
             tops = [{"tid": token, "lgt": logprob + scored.total} for token, logprob in pairs]
             self._logits.append({"pos": len(self._logits), "tops": tops})
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
         if event.kind == "content" and event.text:
             self._say(event.text)
 
@@ -173,7 +174,7 @@ class LiteqwenWriter:
         self._ended = True
         self._push("", error.status)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         history = list(self._body.history or [])
         query, role = self._body.query, self._body.role or "user"
         if history and isinstance(history[0], list):

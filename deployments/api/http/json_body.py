@@ -23,6 +23,7 @@ import msgspec
 
 from deployments.api.http.errors import ApiError, invalid, shown
 
+JsonObject = dict[str, Any]  # as it was read, or as it is written
 MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
 MAX_NODES = 700_000  # values: token ids, nearly all of them; bounds memory at ~25 MB
 MAX_STRINGS = 100_000  # keys are strings too

@@ -2,10 +2,10 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.plan import OutputPlan
 from deployments.api.output.step_parser import Event
 from deployments.api.output.text_reader import TextReader
@@ -43,7 +43,7 @@ class ParsedChoice:
         self._parser = plan.parser()
         tokenizer = plan.tokenizer
         hidden: frozenset[int] = frozenset()
-        changes: dict[str, Any] = {"stop": ()}
+        changes: JsonObject = {"stop": ()}
         if plan.shown_ids and params.skip_special_tokens:
             changes["skip_special_tokens"] = False
             hidden = tokenizer.special_ids - plan.shown_ids
@@ -151,10 +151,10 @@ class ParsedChoice:
 
     # --- on the wire ---
 
-    def message(self, number: bytes, choice: int) -> dict[str, Any]:
+    def message(self, number: bytes, choice: int) -> JsonObject:
         """Return the message of a whole answer. A call without arguments has `{}`."""
         content = "".join(self.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning and self._plan.shows_reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
         if (self.calls or self.reasoning) and not content:
@@ -166,13 +166,13 @@ class ParsedChoice:
             ]
         return message
 
-    def delta(self, number: bytes, choice: int) -> dict[str, Any]:
+    def delta(self, number: bytes, choice: int) -> JsonObject:
         """Return the message delta of the last `feed`; {} if there is none.
 
         A call's id and name are sent once.
         """
-        delta: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+        delta: JsonObject = {}
+        calls: list[JsonObject] = []
         for kind, text in self.new:
             if kind == "content":
                 delta["content"] = delta.get("content", "") + text
@@ -193,7 +193,7 @@ class ParsedChoice:
             delta["tool_calls"] = calls
         return delta
 
-    def _called(self, name: str, text: str) -> dict[str, Any]:
+    def _called(self, name: str, text: str) -> JsonObject:
         if name in self._custom:
             return {"type": "custom", "custom": {"name": name, "input": text}}
         return {"type": "function", "function": {"name": name, "arguments": text}}

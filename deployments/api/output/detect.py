@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.output_format import (
     FORMATS,
     REASONING,
@@ -23,7 +24,7 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger("manta.api")
 
 _NAME, _VALUES = "probe_function", {"probe_key": "probe value"}
-_TOOL: dict[str, Any] = {
+_TOOL: JsonObject = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -104,7 +105,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
     if reasoning is not None and reasoning.channels:
         wrapper = ()
     code = " ".join(_CODE.findall(_COMMENT.sub("", source)))
-    more: dict[str, Any] = {
+    more: JsonObject = {
         "variables": frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code)),
         "wrapper": wrapper,
         "problems": declared.problems,
@@ -248,7 +249,7 @@ def _rendered(
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for id, name in called.items()
     ]
-    turn: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+    turn: JsonObject = {"role": "assistant", "tool_calls": calls}
     if content or shape.empty_content:
         turn["content"] = content
     if reasoning:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.dialect import Dialect
 from deployments.api.output.output_format import (
     CHANNEL,
@@ -41,7 +42,7 @@ class Function:
     """
 
     name: str
-    schema: dict[str, Any]
+    schema: JsonObject
     grammar: str = ""
 
     def raw(self, format: OutputFormat | None) -> frozenset[str]:
@@ -60,7 +61,7 @@ class Function:
         )
 
 
-def _choices(schema: dict[str, Any]) -> list[str] | None:
+def _choices(schema: JsonObject) -> list[str] | None:
     if "const" in schema:
         return [schema["const"]] if isinstance(schema["const"], str) else []
     values = schema.get("enum")
@@ -373,12 +374,10 @@ class _Builder:
             parts.append(rule if name in required else f"{rule}?")
         return parts
 
-    def _written(self, dialect: Dialect, rule: str, schema: dict[str, Any]) -> list[str]:
+    def _written(self, dialect: Dialect, rule: str, schema: JsonObject) -> list[str]:
         """Return the parts of a call's arguments, or of an object's properties, in a dialect."""
         required = schema.get("required") or []
-        shared: dict[str, Any] = {
-            key: schema[key] for key in ("$defs", "definitions") if key in schema
-        }
+        shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         items = dialect.ordered(schema.get("properties") or {})
         between = self.literal(dialect.separator)
         parts = []
@@ -403,7 +402,7 @@ class _Builder:
             return [f"({' | '.join(forms)})?"] if forms else []
         return [f"({' | '.join(forms)})"]
 
-    def _value(self, dialect: Dialect, rule: str, schema: Any, shared: dict[str, Any]) -> str:
+    def _value(self, dialect: Dialect, rule: str, schema: Any, shared: JsonObject) -> str:
         """Return the rule of a schema: in the dialect if that can say the same, else in JSON."""
         if not isinstance(schema, dict):
             return _json(schema, _COMPACT)
@@ -515,7 +514,7 @@ def json_content(schema: Any) -> str:
     return _json(schema, _FREE)
 
 
-def _json(schema: Any, options: dict[str, Any]) -> str:
+def _json(schema: Any, options: JsonObject) -> str:
     if schema is True or schema is False:
         schema = {} if schema else {"enum": []}
     guided = {**schema, "x-guidance": {**options, **_UNICODE}}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.dialect import Dialect
 from deployments.api.output.output_format import OutputFormat, Reasoning, TaggedArguments
 
@@ -97,7 +98,7 @@ def declared_output(
     return DeclaredOutput(calls, reasoning, wrapper or (), tuple(problems))
 
 
-def _fields(template: Any) -> dict[str, dict[str, Any]]:
+def _fields(template: Any) -> dict[str, JsonObject]:
     if not isinstance(template, dict):
         raise _Unusable("it is no object")
     if template.get("version", 1) != 1:
@@ -112,14 +113,14 @@ def _fields(template: Any) -> dict[str, dict[str, Any]]:
     return fields
 
 
-def _reasoning(field: dict[str, Any]) -> Reasoning:
+def _reasoning(field: JsonObject) -> Reasoning:
     start, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
     if not start or not end:
         raise _Unusable(": reasoning without a mark at its beginning and its end")
     return Reasoning(start, end)
 
 
-def _wrapper(field: dict[str, Any]) -> tuple[str, ...] | None:
+def _wrapper(field: JsonObject) -> tuple[str, ...] | None:
     if not _mark(field, "open"):
         return None  # what no other field takes
     begin, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
@@ -127,7 +128,7 @@ def _wrapper(field: dict[str, Any]) -> tuple[str, ...] | None:
 
 
 def _calls(
-    field: dict[str, Any],
+    field: JsonObject,
     probe: tuple[str, str, str],
     examples: Sequence[str],
     ends: tuple[str, ...],
@@ -146,7 +147,7 @@ def _calls(
     head, tail = _split(opened, "name") if named else (opened, [])
     if any(isinstance(part, _Captured) for part in (*head, *tail, *closed)):
         raise _Unusable(".transform: it uses more than a name")
-    more: dict[str, Any] = {"parallel": repeats or per_call}
+    more: JsonObject = {"parallel": repeats or per_call}
     name, key, value = probe
     if kind == "json" and not named:
         if inner:
@@ -196,13 +197,13 @@ def _calls(
 
 
 def _tagged(
-    inner: dict[str, Any],
+    inner: JsonObject,
     head: list[_Part],
     tail: list[_Part],
     closed: list[_Part],
     probe: tuple[str, str, str],
     examples: Sequence[str],
-    more: dict[str, Any],
+    more: JsonObject,
 ) -> OutputFormat:
     where = ".content_args.tag_pattern"
     key_open, rest = _split(_parts(inner.get("tag_pattern"), where), "key", where)
@@ -258,7 +259,7 @@ def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
     raise _Unusable(".transform: it says not plainly where a call's name and arguments are")
 
 
-def _dialect(options: dict[str, Any]) -> Dialect | None:
+def _dialect(options: JsonObject) -> Dialect | None:
     """Return the dialect of these options; None for plain JSON. Raises _Unusable."""
     if not options.keys() - {"allow_non_json"}:
         return None
@@ -273,7 +274,7 @@ def _dialect(options: dict[str, Any]) -> Dialect | None:
 # --- marks and expressions ---
 
 
-def _mark(field: dict[str, Any], name: str) -> list[_Part]:
+def _mark(field: JsonObject, name: str) -> list[_Part]:
     """Return the parts of a mark, of a list of texts the first; [] if there is no mark."""
     text = field.get(name)
     if isinstance(text, list) and text:

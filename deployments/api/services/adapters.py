@@ -1,7 +1,5 @@
 """/v1/adapters: the adapters of the served model, listed, added and removed while it runs."""
 
-from typing import Any
-
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
@@ -14,6 +12,7 @@ from deployments.api.fields.others import (
 from deployments.api.fields.schema import TEXT
 from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.route import DELETED, LIST, NAMES, PLAIN, READS, Operation, Route
 from engine.errors import AdapterError
 
@@ -114,7 +113,7 @@ def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
     return model or next(bases, "")
 
 
-def _shown(record: AdapterRecord, base: str) -> dict[str, Any]:
+def _shown(record: AdapterRecord, base: str) -> JsonObject:
     """base: its model's name. revision null: no request has named it yet, so its files were not
     read."""
     return {

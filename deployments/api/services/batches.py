@@ -24,6 +24,7 @@ from deployments.api.http.errors import (
     shown,
 )
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.route import BYTES, DELETED, LIST, NAMES, PAGES, READS, Operation, Route
 
 FILES = "/v1/files"
@@ -124,7 +125,7 @@ def _missing(what: str, id: str) -> ApiError:
     return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id", kind=NOT_FOUND)
 
 
-def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+def _checked(body: JsonObject) -> tuple[JsonObject, float | None]:
     """Return a new batch, and the most seconds that its results are kept. Raises ApiError 400."""
     for name in ("input_file_id", "endpoint", "completion_window"):
         if not isinstance(body.get(name), str):

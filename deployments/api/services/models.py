@@ -2,7 +2,6 @@
 away while the others serve."""
 
 from datetime import UTC, datetime
-from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -13,6 +12,7 @@ from deployments.api.context import ApiContext
 from deployments.api.fields.others import MAX_MODEL_NAME, MODEL
 from deployments.api.http.errors import PERMISSION, ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ModelChanges
 from deployments.api.route import DELETED, LIST, NAMES, READS, Operation, Route
 from deployments.api.served_model import find_model
@@ -114,12 +114,12 @@ def _may_change(context: ApiContext, exchange: HttpExchange) -> bool:
     return bool(context.options.admin_keys)
 
 
-def _for_anthropic(card: ModelCard) -> dict[str, Any]:
+def _for_anthropic(card: ModelCard) -> JsonObject:
     created = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": card.id, "display_name": card.id, "created_at": created}
 
 
-def _page(served: list[ModelCard], query: bytes) -> dict[str, Any]:
+def _page(served: list[ModelCard], query: bytes) -> JsonObject:
     """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for.
 
     Raises ApiError 400.
@@ -148,8 +148,8 @@ def _page(served: list[ModelCard], query: bytes) -> dict[str, Any]:
     }
 
 
-def _shown(context: ApiContext, card: ModelCard) -> dict[str, Any]:
-    more: dict[str, Any] = {}
+def _shown(context: ApiContext, card: ModelCard) -> JsonObject:
+    more: JsonObject = {}
     if card.parent is None and card.aliases:
         more["aliases"] = card.aliases
     if card.parent is None and context.options.models is not None:

@@ -7,10 +7,11 @@ can begin behind any of them. A run belongs to its router, as kept answers do, a
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from deployments.api.http.errors import OVERLOADED, ApiError, from_backend, internal
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
+from deployments.api.http.json_body import JsonObject
 from deployments.api.stream.item_answer import ItemAnswer, ItemWriter
 from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS
 from deployments.backend import Generation
@@ -42,7 +43,7 @@ class BackgroundRun:
         answer: ItemAnswer,
         writer: CancellableWriter,
         generation: Generation,
-        items: list[dict[str, Any]],
+        items: list[JsonObject],
     ) -> None:
         self.owner, self.items = owner, items
         self.writer = writer
@@ -55,7 +56,7 @@ class BackgroundRun:
         self._more = asyncio.Event()
         self._record()
 
-    def response(self) -> dict[str, Any]:
+    def response(self) -> JsonObject:
         return self.writer.whole()
 
     async def all(self) -> None:

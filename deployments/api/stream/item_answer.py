@@ -8,13 +8,14 @@ of its events again and leaves those out.
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.output.chat_output import ParsedChoice, call_id
 from deployments.api.output.plan import OutputPlan
@@ -58,10 +59,10 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self.new: list[tuple[str, dict[str, Any]]] = []
+        self.new: list[tuple[str, JsonObject]] = []
         self.count = 0
 
-    def push(self, name: str, fields: dict[str, Any]) -> None:
+    def push(self, name: str, fields: JsonObject) -> None:
         self.new.append((name, fields))
         self.count += 1
 
@@ -75,13 +76,13 @@ class ItemWriter(Protocol):
         """Begin the answer. usage: the counts before the first token, without the engines' own."""
         ...
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None: ...
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None: ...
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None: ...
 
     def fail(self, error: ApiError) -> None: ...
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """Return the answer so far."""
         ...
 
@@ -277,7 +278,7 @@ class ItemAnswer:
         return b"".join(out)
 
 
-def _event(event: tuple[str, dict[str, Any]]) -> bytes:
+def _event(event: tuple[str, JsonObject]) -> bytes:
     name, fields = event
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields))
 

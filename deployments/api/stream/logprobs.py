@@ -1,8 +1,8 @@
 """Logprobs in the three forms that clients know: chat, completions, and prompt_logprobs."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from deployments.api.http.json_body import JsonObject
 from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
@@ -12,7 +12,7 @@ _FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
 
 def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs], *, by_id: bool = False
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """choices[].logprobs.content: each token with its alternatives, best first, and their bytes.
 
     by_id: a token's name is ``token_id:N``, as vLLM's `return_tokens_as_token_ids` has it.
@@ -29,7 +29,7 @@ def chat_logprobs(
     ]
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> JsonObject:
     raw = tokenizer.token_bytes(token)
     return {
         "token": _NUMBERED.format(token) if by_id else raw.decode("utf-8", "replace"),
@@ -45,7 +45,7 @@ def completion_logprobs(
     offsets: Sequence[int],
     *,
     by_id: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
@@ -80,9 +80,9 @@ def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
 
 def prompt_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any] | None]:
+) -> list[JsonObject | None]:
     """One item a prompt token: token id -> {logprob, rank, decoded_token}; null for the first."""
-    listed: list[dict[str, Any] | None] = []
+    listed: list[JsonObject | None] = []
     for item in items:
         if item is None:
             listed.append(None)

@@ -574,7 +574,7 @@ def test_work_that_fails_in_itself_ends(tmp_path: Path, monkeypatch: pytest.Monk
         told = await look(client, f"/v1/batches/{batch['id']}")
         assert told["status"] == "completed" and told["request_counts"]["failed"] == 2
         batch = await begin(client, lines(2))
-        monkeypatch.setattr("deployments.router.batch_worker._told_line", fails)
+        monkeypatch.setattr("deployments.router.batch_worker._answer_line", fails)
         monkeypatch.setattr("deployments.router.batch_worker._Run._answer_all", fails)
         async with asyncio.timeout(20):
             await worker.work()

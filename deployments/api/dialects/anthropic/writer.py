@@ -7,6 +7,7 @@ import msgspec
 
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 
@@ -23,7 +24,7 @@ _KINDS = {
 }
 
 
-def error_object(error: ApiError) -> dict[str, Any]:
+def error_object(error: ApiError) -> JsonObject:
     """Return an error in Anthropic's shape; code and param stand beside Anthropic's own fields."""
     message = error.message
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
@@ -43,12 +44,12 @@ class MessagesWriter:
     def __init__(self, call: GenerationCall, naming: Naming) -> None:
         self.wire = Wire()
         self._naming = naming
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[JsonObject] = []
         self._open = ""  # kind of the last block while it is open: of an Event
         self._arguments: list[str] = []  # of the open call
         self._cut = False  # the last block is a call that has no end
         self._calls = 0
-        self._message: dict[str, Any] = {
+        self._message: JsonObject = {
             "id": naming.item("msg", 0),
             "type": "message",
             "role": "assistant",
@@ -59,7 +60,7 @@ class MessagesWriter:
             "usage": {},
         }
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """Return the answer so far, without a call that was cut: half a command must not run."""
         blocks = self._blocks[:-1] if self._cut else self._blocks
         return {**self._message, "content": blocks}
@@ -69,7 +70,7 @@ class MessagesWriter:
         message = {**self._message, "content": [], "usage": counts}
         self._push("message_start", message=message)
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
         kind, text = event
         if kind == "end":
             self._close()
@@ -95,7 +96,7 @@ class MessagesWriter:
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
         self._cut = self._open == "call"
         self._close()
-        ending: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
+        ending: JsonObject = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             ending["stop_reason"] = "max_tokens"
         elif isinstance(stop, str):
@@ -112,14 +113,14 @@ class MessagesWriter:
     def _push(self, event: str, **fields: Any) -> None:
         self.wire.push(event, {"type": event, **fields})
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> None:
+    def _begin(self, kind: str, block: JsonObject) -> None:
         self._open, self._arguments = kind, []
         self._blocks.append(block)
         index = len(self._blocks) - 1
         # A copy: it is told before the block is complete.
         self._push("content_block_start", index=index, content_block={**block})
 
-    def _delta(self, delta: dict[str, Any]) -> None:
+    def _delta(self, delta: JsonObject) -> None:
         self._push("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
@@ -11,6 +10,7 @@ from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama.names import asked_name
 from deployments.api.fields.ollama import SHOW
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.detect import template_output
 from deployments.api.served_model import find_model
 from deployments.backend import ModelCard
@@ -66,7 +66,7 @@ async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]
     return [card for card in context.backend.models().values() if may_use(card.id)]
 
 
-async def _tag(card: ModelCard) -> dict[str, Any]:
+async def _tag(card: ModelCard) -> JsonObject:
     """The digest is of the name and its time, as the files' own is not known here."""
     return {
         "name": card.id,
@@ -82,7 +82,7 @@ def _modified(card: ModelCard) -> str:
     return datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _details(card: ModelCard, count: int) -> dict[str, Any]:
+def _details(card: ModelCard, count: int) -> JsonObject:
     """count: of parameters."""
     facts = card.facts
     return {
@@ -102,10 +102,10 @@ def _human(count: int) -> str:
     return f"{count / 10**6:.2f}M" if count else ""
 
 
-def _info(card: ModelCard, count: int) -> dict[str, Any]:
+def _info(card: ModelCard, count: int) -> JsonObject:
     """Names are those of GGUF's metadata."""
     family = card.facts.family or "unknown"
-    facts: dict[str, Any] = {"general.architecture": family}
+    facts: JsonObject = {"general.architecture": family}
     if count:
         facts["general.parameter_count"] = count
     facts[f"{family}.context_length"] = card.max_model_len

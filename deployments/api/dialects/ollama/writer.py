@@ -4,16 +4,16 @@ and as a whole."""
 import json
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
 from deployments.api.http.errors import ApiError
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 
 
-def error_object(error: ApiError) -> dict[str, Any]:
+def error_object(error: ApiError) -> JsonObject:
     """Return an error in Ollama's shape; code and param stand beside Ollama's own field."""
     return {"error": error.message, "code": error.code, "param": error.param}
 
@@ -30,17 +30,17 @@ class OllamaWriter:
         self._model, self._naming = model, naming
         self._began = time.monotonic_ns()
         self._first = 0  # when the first token came
-        self._message: dict[str, Any] = {"role": "assistant", "content": ""}
-        self._logprobs: list[dict[str, Any]] = []
+        self._message: JsonObject = {"role": "assistant", "content": ""}
+        self._logprobs: list[JsonObject] = []
         self._name = ""  # of the open call
         self._arguments: list[str] = []
         self._calls = 0
-        self._end: dict[str, Any] = {"done": False}
+        self._end: JsonObject = {"done": False}
 
     def open(self, usage: Usage) -> None:
         return
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
         self._first = self._first or time.monotonic_ns()
         kind, text = event
         if kind == "call":
@@ -80,28 +80,26 @@ class OllamaWriter:
     def fail(self, error: ApiError) -> None:
         self.wire.push("", error_object(error))
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         return self._line(self._message, self._logprobs)
 
-    def _push(self, said: dict[str, Any], logprobs: list[dict[str, Any]] | None = None) -> None:
+    def _push(self, said: JsonObject, logprobs: list[JsonObject] | None = None) -> None:
         self.wire.push("", self._line({"role": "assistant", **said}, logprobs))
 
-    def _line(
-        self, message: dict[str, Any], logprobs: list[dict[str, Any]] | None
-    ) -> dict[str, Any]:
+    def _line(self, message: JsonObject, logprobs: list[JsonObject] | None) -> JsonObject:
         line = {**_head(self._model), **self._said(message)}
         if logprobs:
             line["logprobs"] = logprobs
         return {**line, **self._end}
 
-    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, message: JsonObject) -> JsonObject:
         return {"message": message}
 
 
 class GenerateWriter(OllamaWriter):
     """The writer of /api/generate, whose answer is a text and no message."""
 
-    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, message: JsonObject) -> JsonObject:
         said = {"response": message["content"]}
         if "thinking" in message:
             said["thinking"] = message["thinking"]
@@ -114,6 +112,6 @@ def loaded(model: str, *, chat: bool) -> bytes:
     return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
 
 
-def _head(model: str) -> dict[str, Any]:
+def _head(model: str) -> JsonObject:
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": now}

@@ -16,6 +16,7 @@ import msgspec
 from deployments.api.generation.call import GenerationCall, scored_entries
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED, EventIds
 from deployments.api.stream.keepalive import (
@@ -70,7 +71,7 @@ class OpenAIResponse:
         self.choices = [ChoiceOutput(call, index, offsets=offsets) for index in range(count)]
         number = secrets.token_bytes(12) if ids is None else ids.number
         self._number = number
-        self.head: dict[str, Any] = {
+        self.head: JsonObject = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{number.hex()}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()) if ids is None else ids.created,
@@ -115,7 +116,7 @@ class OpenAIResponse:
         usage = self.usage(generation)
         return await in_thread(lambda: self._body(usage), self._logprobs_size())
 
-    def _body(self, usage: dict[str, Any]) -> bytes:
+    def _body(self, usage: JsonObject) -> bytes:
         call = self.call
         shaped = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
         body = {**self.head, "choices": shaped, "usage": usage}
@@ -135,10 +136,10 @@ class OpenAIResponse:
         outputs = sum(len(choice.logprobs) for choice in self.choices)
         return _ENTRY_CHARS * (prompts + outputs * (1 + (params.logprobs or 0)))
 
-    def _whole(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+    def _whole(self, index: int, choice: ChoiceOutput) -> JsonObject:
         call = self.call
         text = "" if call.score_only else "".join(choice.text)
-        shaped: dict[str, Any] = {"index": index}
+        shaped: JsonObject = {"index": index}
         if self.chat:
             if choice.parsed is None:
                 shaped["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -165,12 +166,12 @@ class OpenAIResponse:
     def _prompt_of(self, index: int) -> int:
         return index // self.call.params.n
 
-    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, index: int) -> list[JsonObject | None]:
         length = len(self.call.prompts[self._prompt_of(index)])
         items = with_first(self.choices[index].prompt_logprobs, length)
         return prompt_logprobs(self.call.tokenizer, items)
 
-    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> dict[str, Any] | None:
+    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> JsonObject | None:
         if not self.wants_logprobs:
             return None
         call = self.call
@@ -187,7 +188,7 @@ class OpenAIResponse:
         )
         return own if echoed is None else {key: echoed[key] + own[key] for key in own}
 
-    def _echo_logprobs(self, index: int) -> dict[str, Any]:
+    def _echo_logprobs(self, index: int) -> JsonObject:
         """Return the prompt's own logprobs, for echo."""
         call = self.call
         place = self._prompt_of(index)
@@ -202,7 +203,7 @@ class OpenAIResponse:
         items = with_first(self.choices[index].prompt_logprobs, len(ids))
         return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=call.token_names)
 
-    def usage(self, generation: Generation) -> dict[str, Any]:
+    def usage(self, generation: Generation) -> JsonObject:
         """Return the usage of the answer.
 
         A prompt counts once, however many choices it has. Its cached tokens are those that all its
@@ -323,13 +324,13 @@ class OpenAIResponse:
         out.append(b"data: [DONE]\n\n")
         await exchange.write(b"".join(out), more=False)
 
-    def _data(self, fields: dict[str, Any]) -> bytes:
+    def _data(self, fields: JsonObject) -> bytes:
         name = "chat.completion.chunk" if self.chat else "text_completion"
         line = b"" if self.ids is None else self.ids.line()
         return b"%bdata: %b\n\n" % (line, _json({**self.head, "object": name, **fields}))
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        fields: dict[str, Any] = {"choices": [choice]}
+    def _chunk(self, choice: JsonObject) -> bytes:
+        fields: JsonObject = {"choices": [choice]}
         if self._metered is not None:
             fields["usage"] = self.usage(self._metered)
         elif self.call.include_usage:
@@ -347,8 +348,8 @@ class OpenAIResponse:
             before.append(start[start.index(b"data: ") :])
         return before, after
 
-    def _shaped(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        body: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+    def _shaped(self, index: int, text: str, logprobs: Any) -> JsonObject:
+        body: JsonObject = {"delta": {"content": text}} if self.chat else {"text": text}
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": None}
 
     def _opening(self) -> list[bytes]:
@@ -389,7 +390,7 @@ class OpenAIResponse:
         """Return an event with more than text in it; empty if there is nothing to send."""
         call, choice = self.call, self.choices[index]
         num_tokens = decoded.num_tokens
-        message: dict[str, Any] | None = None
+        message: JsonObject | None = None
         if choice.parsed is not None:
             message = choice.parsed.delta(self._number, index)
             scored = self.wants_logprobs and any(choice.parsed.is_content)
@@ -397,7 +398,7 @@ class OpenAIResponse:
                 return b""
         elif call.score_only or not (num_tokens or decoded.text):
             return b""
-        logprobs: dict[str, Any] | None = None
+        logprobs: JsonObject | None = None
         if self.wants_logprobs:
             items = self._scored(choice, delta, num_tokens)
             if self.chat:
@@ -430,7 +431,7 @@ class OpenAIResponse:
         choice = self.choices[index]
         if self.ids is not None:
             self.ids.enter(index, FINISHED)
-        body: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+        body: JsonObject = {"delta": {}} if self.chat else {"text": ""}
         reason = "length" if self.call.score_only else choice.finish_reason
         stop = None if self.call.score_only else choice.stop_reason
         return self._chunk(

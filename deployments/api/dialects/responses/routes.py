@@ -16,6 +16,7 @@ from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.errors import invalid, shown
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.response_store import StoredResponse
 from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.background import BackgroundRun, stream_run
@@ -168,7 +169,7 @@ def _told_items(id: str, items: list[Item]) -> list[Item]:
         else:
             fields.setdefault("status", "completed")
         if kind == "message" and isinstance(fields.get("content"), str):
-            part: dict[str, Any] = {"type": "input_text", "text": fields["content"]}
+            part: JsonObject = {"type": "input_text", "text": fields["content"]}
             if fields.get("role") == "assistant":
                 part |= {"type": "output_text", "annotations": [], "logprobs": []}
             fields["content"] = [part]
@@ -176,7 +177,7 @@ def _told_items(id: str, items: list[Item]) -> list[Item]:
     return listed
 
 
-def _page(query: dict[str, str], items: list[Item]) -> dict[str, Any]:
+def _page(query: dict[str, str], items: list[Item]) -> JsonObject:
     """Items, the newest first, as `order`, `after` and `limit` of the query say. Raises ApiError
     400."""
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")

@@ -7,6 +7,7 @@ import msgspec
 
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.stream.keepalive import EVENT_STREAM, STREAM_HEADERS
 
 
@@ -26,7 +27,7 @@ def take_after(query: dict[str, str]) -> int:
     return int(sequence_number)
 
 
-def events_of(response: dict[str, Any]) -> list[bytes]:
+def events_of(response: JsonObject) -> list[bytes]:
     """The events of an answer that was not recorded: each text in one piece. The same for each
     call, so that a stream can go on behind any of them."""
     return [
@@ -36,7 +37,7 @@ def events_of(response: dict[str, Any]) -> list[bytes]:
     ]
 
 
-def _told(response: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _told(response: JsonObject) -> Iterator[tuple[str, JsonObject]]:
     begun = {
         **response,
         **dict.fromkeys(("completed_at", "incomplete_details", "error", "usage")),
@@ -66,7 +67,7 @@ def _told(response: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"response.{response['status']}", {"response": response}
 
 
-def _told_part(about: dict[str, Any], part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _told_part(about: JsonObject, part: JsonObject) -> Iterator[tuple[str, JsonObject]]:
     text, kind = part["text"], part["type"]
     more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
     nothing = {**part, "text": "", **({"logprobs": []} if more else {})}

@@ -6,6 +6,7 @@ from typing import Any
 from deployments.api.dialects.responses.request import ResponsesRequest
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 
@@ -21,13 +22,13 @@ class ResponsesWriter:
         self.wire = Wire()
         self._request = request
         self._naming = naming
-        self._items: list[dict[str, Any]] = []
+        self._items: list[JsonObject] = []
         self._open = ""  # kind of the last item while it is open: of an Event
         self._calls = 0
         self._text: list[str] = []  # of the open item
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[JsonObject] = []
         self._custom = False  # the open call
-        self._response: dict[str, Any] = {
+        self._response: JsonObject = {
             "id": naming.item("resp", 0),
             "object": "response",
             "created_at": created,
@@ -48,7 +49,7 @@ class ResponsesWriter:
         id: str = self._response["id"]
         return id
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         return self._response
 
     def open(self, usage: Usage) -> None:
@@ -64,7 +65,7 @@ class ResponsesWriter:
         self._response["status"] = "in_progress"
         self._push("response.in_progress", response={**self._response, "output": []})
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
         if self._response["status"] == "queued":
             self._progress()
         kind, text = event
@@ -80,7 +81,7 @@ class ResponsesWriter:
                 self._close("completed")
                 self._begin(kind)
             self._text.append(text)
-            more: dict[str, Any] = {}
+            more: JsonObject = {}
             if kind == "content":
                 self._logprobs += logprobs
                 more["logprobs"] = logprobs
@@ -130,7 +131,7 @@ class ResponsesWriter:
         item = self._items[-1]
         self._push(event, item_id=item["id"], output_index=len(self._items) - 1, **fields)
 
-    def _add(self, prefix: str, item: dict[str, Any]) -> None:
+    def _add(self, prefix: str, item: JsonObject) -> None:
         item = {"id": self._naming.item(prefix, len(self._items)), **item}
         self._items.append(item)
         self._text, self._logprobs = [], []
@@ -147,7 +148,7 @@ class ResponsesWriter:
             self._add("rs", {"type": "reasoning", "summary": [], "content": []})
         self._about("response.content_part.added", content_index=0, part=self._part(kind))
 
-    def _part(self, kind: str) -> dict[str, Any]:
+    def _part(self, kind: str) -> JsonObject:
         text = "".join(self._text)
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -159,7 +160,7 @@ class ResponsesWriter:
         space, own = self._request.places.get(name, ("", name))
         call_id = self._naming.call(self._calls)
         self._calls += 1
-        item: dict[str, Any] = {"status": "in_progress", "call_id": call_id, "name": own}
+        item: JsonObject = {"status": "in_progress", "call_id": call_id, "name": own}
         if space:
             item["namespace"] = space
         self._custom = name in self._request.custom
