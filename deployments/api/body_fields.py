@@ -5,7 +5,7 @@ Nothing is dropped silently: a field is used, or named in x-ignored-fields, or r
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
@@ -161,23 +161,6 @@ def take_str(body: Mapping[str, Any], name: str, max_bytes: int) -> str | None:
     if len(value.encode()) > max_bytes:
         raise invalid(f"{name} must have at most {max_bytes} bytes", name)
     return value
-
-
-def take_word(body: Mapping[str, Any], name: str, words: Sequence[str]) -> str | None:
-    """Return the field's value, one of these words, or None. Raises ApiError 400."""
-    value = body.get(name)
-    if value is not None and value not in words:
-        code = "invalid_value" if isinstance(value, str) else "invalid_type"
-        raise invalid(f"{name} must be {' or '.join(words)}", name, code)
-    return value
-
-
-def take_cut(body: Mapping[str, Any], limit: int) -> int | None:
-    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: it is not cut.
-
-    limit: tokens that a prompt may have; -1 keeps these. Raises ApiError 400.
-    """
-    return kept_tokens(take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1), limit)
 
 
 def kept_tokens(cut: int | None, limit: int) -> int | None:

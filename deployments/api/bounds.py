@@ -1,7 +1,7 @@
 """The bounds and the words of request fields, which the checks and the schemas share."""
 
 import re
-from typing import Literal, get_args
+from typing import Literal
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 4096  # tool calls in all messages together
@@ -21,7 +21,6 @@ ROLES = {
 MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags"]
 # Fields that other servers have taken instead of `structured_outputs`.

@@ -66,11 +66,6 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
     raise ApiError(403, "model_not_found", message, param="model", kind=INVALID)
 
 
-def asked_model(body: dict[str, Any], backend: Backend) -> str:
-    """What a body's model is called, as far as that can be told at once; else ""."""
-    return known_model(body.get("model"), backend)
-
-
 def known_model(name: Any, backend: Backend) -> str:
     """Return the id of the model that a request names, as far as it is known at once; else ""."""
     card = _known(name, backend) if name is None or isinstance(name, str) else None

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.infill import INFILL, SAME
+from deployments.api.fields.common import LLAMA_SAMPLING
+from deployments.api.fields.infill import INFILL
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import TextRequest
@@ -25,7 +26,7 @@ from engine.text.infill import Gap
 
 PATH = "/infill"
 _NAMES: Mapping[str, str] = {
-    **{field: own for own, field in SAME.items()},
+    **{field: own for own, field in LLAMA_SAMPLING.items()},
     "prompt": "input_prefix",
     "suffix": "input_suffix",
     "max_tokens": "n_predict",
@@ -50,7 +51,7 @@ class InfillRequest(DialectRequest):
             model=fields.model,
             # Below 0: as far as the context reaches.
             sampling=take_sampling(
-                fields, SAME, max_tokens=None if most is None or most < 0 else most
+                fields, LLAMA_SAMPLING, max_tokens=None if most is None or most < 0 else most
             ),
             queue=take_queue(fields, None),
             stream=bool(fields.stream),

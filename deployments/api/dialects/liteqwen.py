@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import (
-    take_str,
     take_token_ids,
 )
 from deployments.api.context import ApiContext
@@ -18,7 +17,7 @@ from deployments.api.generation.request import ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
-from deployments.api.http.exchange import MAX_REQUEST_ID, HttpExchange, request_id
+from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
@@ -78,7 +77,7 @@ class LiteqwenRequest(DialectRequest):
         )
 
     def _model(self, fields: LiteqwenChat) -> str | None:
-        adapter = take_str({"adapter_name": self._kwargs.adapter_name}, "adapter_name", 1024)
+        adapter = self._kwargs.adapter_name
         return adapter if adapter and not self._kwargs.skip_lora else fields.model
 
     async def admit(self, exchange: HttpExchange) -> None:
@@ -226,7 +225,6 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
 
 def _checked_id(given: str) -> str:
     """Return the id that a client gave to a request. Raises ApiError 400."""
-    take_str({"request_id": given}, "request_id", MAX_REQUEST_ID)
     if request_id([given.encode()]) != given:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
     return given

@@ -20,4 +20,9 @@ class Queued(Struct, kw_only=True):
     deadline_seconds: Annotated[float, Meta(gt=0, le=MAX_DEADLINE)] | None = None
 
 
-QUEUED = ("priority", "deadline_seconds")  # the fields of Queued beside the model
+# llama.cpp's and Ollama's names -> the fields of SamplingParams that they set.
+LLAMA_SAMPLING = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "repeat_penalty": "repetition_penalty",
+}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -55,8 +55,6 @@ from engine.sampling_params import (
 )
 from engine.structured.grammar import MAX_BYTES, MAX_CHOICES
 
-# Other servers' names -> the field that says the same.
-SAME_FIELDS: Mapping[str, str] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 
 
@@ -394,12 +392,3 @@ COMPLETION = struct_body(
     generates=True,
     required=("prompt",),
 )
-# Fields of both routes that change how tokens are chosen or which of them are returned.
-SAMPLING: Mapping[str, Schema] = {
-    name: COMPLETION.taken[name]
-    for name in (
-        *(name for name in Sampling.__struct_fields__ if name not in Queued.__struct_fields__),
-        *("n", "max_tokens", "max_new_tokens", "prompt_logprobs", "stop", "logprobs"),
-    )
-}
-SIDES = get_args(Side)

@@ -53,9 +53,3 @@ class Infill(Queued, kw_only=True):
 
 
 INFILL = struct_body(Infill)
-# The names of fields -> the fields of SamplingParams that they set.
-SAME = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty")},
-    "repeat_penalty": "repetition_penalty",
-}

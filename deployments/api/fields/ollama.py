@@ -68,15 +68,6 @@ class Options(Struct, kw_only=True):
     repeat_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
 
 
-OPTIONS = frozenset(Options.__struct_fields__)
-# options -> the field of a chat that says the same.
-SAME: Mapping[str, str] = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty")},
-    "repeat_penalty": "repetition_penalty",
-}
-
-
 class OllamaGeneration(Queued, kw_only=True):
     """What the bodies of both generating routes have."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from deployments.api.fields.generation import SAME_FIELDS, SAMPLING, Sampling
+from deployments.api.fields.generation import Generation, Sampling
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import (
@@ -22,9 +22,8 @@ _WORD_CHARS = 64  # a word is encoded three times, each with the overhead of a c
 # The fields of bodies with our names, beside those that are looked into.
 _SAME = {
     name: name
-    for name in SAMPLING
-    if name not in ("logit_bias", "logprobs", "max_tokens", "bad_words", "suppress_tokens")
-    and name not in SAME_FIELDS
+    for name in SamplingParams.__struct_fields__
+    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens")
 }
 
 

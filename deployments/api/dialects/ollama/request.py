@@ -6,12 +6,12 @@ from typing import Any
 from deployments.api.body_fields import name_fields
 from deployments.api.bounds import MAX_MESSAGE_CALLS
 from deployments.api.fields.body import StructBody, T
+from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.ollama import (
     CHAT,
     GENERATE,
     IGNORED,
     ROLES,
-    SAME,
     THINK,
     OllamaGeneration,
     Options,
@@ -34,7 +34,7 @@ _MESSAGE = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
 )
 _NAMES: Mapping[str, str] = {
-    **{field: f"options.{name}" for name, field in SAME.items()},
+    **{field: f"options.{name}" for name, field in LLAMA_SAMPLING.items()},
     "max_tokens": "options.num_predict",
     "reasoning_effort": "think",
 }
@@ -128,7 +128,7 @@ def _common(fields: OllamaGeneration, user: str | None) -> dict[str, Any]:
     most, logprobs = options.num_predict, fields.top_logprobs or 0
     sampling = take_sampling(
         options,
-        SAME,
+        LLAMA_SAMPLING,
         # Below 0: as far as the context reaches.
         max_tokens=None if most is None or most < 0 else most,
         logprobs=logprobs if fields.logprobs else None,
