@@ -198,12 +198,12 @@ def _parse(shape: type[Any], value: Any) -> Any:
     return shape.parse(value)
 
 
-def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> ApiError:
+def _explained(error: msgspec.ValidationError, struct: type[msgspec.Struct], body: Any) -> ApiError:
     """Return the answer to an error of msgspec, in the words of this API."""
     text = str(error)
     match = _PLACE.search(text)
     place = match[1] if match else ""
-    shape: inspect.Type = inspect.type_info(struct)
+    shape: inspect.Type = _type_of(struct)
     value, path = body, ""
     for name, index in _STEP.findall(place):
         shape, extra = _plain(shape, value)
@@ -309,11 +309,16 @@ def _too_long(path: str, most: int) -> ApiError:
 
 
 @functools.cache
-def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
-    """Return the fields whose texts have a greatest length, which msgspec counts in characters."""
+def _type_of(struct: type[msgspec.Struct]) -> inspect.StructType:
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
-    shapes = [(field.name, _plain(field.type, "")[0]) for field in info.fields]
+    return info
+
+
+@functools.cache
+def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
+    """Return the fields whose texts have a greatest length, which msgspec counts in characters."""
+    shapes = [(field.name, _plain(field.type, "")[0]) for field in _type_of(struct).fields]
     return tuple(
         (name, shape.max_length)
         for name, shape in shapes
@@ -324,9 +329,7 @@ def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 @functools.cache
 def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
     """Return the fields that are Structs themselves, each with the names of its own fields."""
-    info = inspect.type_info(struct)
-    assert isinstance(info, inspect.StructType)
-    shapes = [(field.name, _plain(field.type, {})[0]) for field in info.fields]
+    shapes = [(field.name, _plain(field.type, {})[0]) for field in _type_of(struct).fields]
     return tuple(
         (name, frozenset(field.name for field in shape.fields))
         for name, shape in shapes
