@@ -2,8 +2,9 @@
 check_messages: the messages of OpenAI's dialect."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
+
+import msgspec
 
 from deployments.api.bounds import (
     MAX_CALLS,
@@ -64,7 +65,7 @@ class ChatBuilder:
 
     def change(self, **fields: Any) -> None:
         """Change fields of the last message."""
-        self.messages[-1] = replace(self.messages[-1], **fields)
+        self.messages[-1] = msgspec.structs.replace(self.messages[-1], **fields)
 
     def ignore(self, path: str) -> None:
         """Name something without effect, unless many are named already."""
@@ -119,7 +120,7 @@ class ChatBuilder:
             [
                 message
                 if message.content is not None or message.tool_calls
-                else replace(message, content=empty)
+                else msgspec.structs.replace(message, content=empty)
                 for message in self.messages
             ]
         )

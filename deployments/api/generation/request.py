@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -47,8 +49,7 @@ class ToolCall:
     arguments: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
+class ChatMessage(msgspec.Struct, frozen=True):
     """A checked message of a chat.
 
     place: the client's name of the message, e.g. ``messages[2]`` or ``instructions``
@@ -122,8 +123,7 @@ class PromptCut:
     keeps_end: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationFields:
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     """What chats and completions have in common.
 
     model: the name that the client gave; None: the only model
@@ -149,7 +149,7 @@ class GenerationFields:
     best_of: int | None = None
     prompt_name: str = "messages"
     limit_name: str = "max_tokens"
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def own_name(self, name: str) -> str:
@@ -173,8 +173,7 @@ class GenerationFields:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """A chat that a client asks for.
 
     effort: how much the model should think; None: as its template has it
@@ -196,8 +195,7 @@ class ChatRequest(GenerationFields):
         return self.names.get(name, name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest(GenerationFields):
+class TextRequest(GenerationFields, frozen=True, kw_only=True):
     """A completion that a client asks for.
 
     prompts: texts, or lists of token ids

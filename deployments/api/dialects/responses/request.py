@@ -1,8 +1,10 @@
 """responses_request: the body of a request to /v1/responses as a ChatRequest."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from deployments.api.body_fields import check_names, name_fields
 from deployments.api.dialects.openai.request import thinking_budget
@@ -371,7 +373,7 @@ class _Messages:
             leading += 1
         if leading > 1:
             text = "\n\n".join(message.text for message in messages[:leading])
-            first = replace(messages[leading - 1], content=(TextPart(text),))
+            first = msgspec.structs.replace(messages[leading - 1], content=(TextPart(text),))
             messages[:leading] = [first]
 
 
