@@ -1,4 +1,4 @@
-"""Every error that a user of the engine can meet, with a stable code and the field it is about."""
+"""Errors that a user of the engine can meet, each with a stable code and the field at fault."""
 
 import traceback
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of pooling, in sentence-transformers' files beside its weights:
+"""Reads how a checkpoint pools, from sentence-transformers' files beside its weights:
 
     modules.json                            Transformer, Pooling, Dense and Normalize, in order
     1_Pooling/config.json                   which hidden states are pooled, and how

@@ -51,7 +51,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How a model pools the hidden states of a text into one vector.
+    """The pooling of a text's hidden states into one vector.
 
     mode: "last" = the last token's hidden state behind the final norm, "mean" = the mean of all,
         "cls" = the first token's.

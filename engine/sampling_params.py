@@ -49,7 +49,7 @@ BIAS_RANGE = (-100.0, 100.0)  # of each entry of logit_bias
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the next tokens of one request.
+    """The parameters by which the next tokens of one request are chosen.
 
     Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban
     of end tokens below min_tokens or the mask of a grammar and of lists of tokens, then

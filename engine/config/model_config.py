@@ -51,7 +51,7 @@ def divide_heads(
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one decoder layer attends. The token at position t sees the keys at s <= t, and of these:
+    """The attention of a decoder layer. The token at position t sees keys at s <= t, and of these:
 
     window: > 0: those with t - s < window. chunk: > 0: those with s // chunk == t // chunk.
     scale: scores are q k^T times it. softcap: > 0: then softcap * tanh(score / softcap).

@@ -1,5 +1,4 @@
-"""score: a model's perplexity on a text and its accuracy on tasks; and its distance from another
-model."""
+"""score: a model's perplexity on a text, its accuracy on tasks, and its KL from another model."""
 
 import gc
 import tempfile

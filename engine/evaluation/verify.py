@@ -107,7 +107,7 @@ class Texts:
 
 @dataclass(slots=True)
 class Report:
-    """What a verification compared and found.
+    """The comparisons of a verification and their results.
 
     reference: what was compared with, "" for nothing; no_reference says why.
 

@@ -15,8 +15,10 @@ from engine.resolve import Resolved
 
 
 def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
-    """(purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes. On the CPU,
-    adapters are used where they were read to."""
+    """Return (purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes.
+
+    On the CPU, adapters are used where they were read to.
+    """
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens
     parts = []

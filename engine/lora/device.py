@@ -201,7 +201,8 @@ class LoraDevice:
         return tile_rows(1 if self._deterministic else tokens, self.num_slots)
 
     def _max_tiles(self, tokens: int, block: int) -> int:
-        """Every group of equal slots has at most one tile that is not full."""
+        """Return the most tiles of a step: each group of equal slots has one tile at most that is
+        not full."""
         return tokens // block + min(self.num_slots + 1, tokens)
 
     def _upload(self, slots: "np.ndarray[Any, Any]", layout: "_Layout") -> LoraStep:

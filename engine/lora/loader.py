@@ -20,7 +20,7 @@ logger = logging.getLogger("manta.engine")
 
 @contextmanager
 def _named(path: str, entry: CachedFolder) -> Iterator[None]:
-    """Errors speak of the URL that was given, not of the copy."""
+    """Replace the copy's path by the given URL in errors."""
     folder = str(entry.folder)
     try:
         yield

@@ -47,8 +47,11 @@ class PeftConfig:
     heads: int = 0
 
     def rank_of(self, module: str) -> int:
-        """module: its full name in the model of the training, e.g.
-        model.language_model.layers.0.self_attn.q_proj."""
+        """Return the rank of a module.
+
+        module: its full name in the model of the training, e.g.
+            model.language_model.layers.0.self_attn.q_proj.
+        """
         return int(_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
@@ -218,7 +221,7 @@ class _Reader:
         return ends
 
     def _everywhere(self) -> bool:
-        """target_modules are bare names, and nothing narrows them down."""
+        """Whether target_modules are bare names that nothing narrows down."""
         value = self._fields.get("target_modules")
         narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
         return (

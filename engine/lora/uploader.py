@@ -11,8 +11,11 @@ STAGING_BYTES = 4 << 20
 
 
 class AdapterUploader:
-    """Copies on a stream of their own, by way of memory that is pinned once: to pin some while
-    steps run would hold them up. On the CPU plain copies. For one thread at a time."""
+    """The copies of adapters to the device, on a stream of their own; for one thread at a time.
+
+    They go through memory that is pinned once, because pinning would hold up steps that run. On the
+    CPU they are plain copies.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,8 +27,11 @@ class AdapterUploader:
             ]
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """(source, target) pairs, contiguous and of one dtype; no step uses the targets. Returns
-        when they are there."""
+        """Copy (source, target) pairs, contiguous and of one dtype, and return when the copies are
+        done.
+
+        No step may use the targets.
+        """
         if self.device.type != "cuda":
             for source, target in pairs:
                 target.copy_(source)

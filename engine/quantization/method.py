@@ -279,7 +279,7 @@ class DenseState:
 
 
 class Dense(LinearMethod):
-    """Weights as the checkpoint has them, in the model's dtype."""
+    """The method for dense weights, as the checkpoint has them, in the model's dtype."""
 
     FROM_DENSE = True
 

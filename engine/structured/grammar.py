@@ -14,7 +14,7 @@ MAX_CHOICES = 4096
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """kind: the language of `text`.
+    """A grammar that the output has to match. kind: the language of `text`:
 
         json_schema   a schema as `enforceable` leaves it (use the constructor below)
         regex         of the whole output, in the syntax of Rust's regex crate, without look-around

@@ -83,7 +83,7 @@ class Grammars:
         self._wake()
 
     def poll(self) -> list[Prepared]:
-        """What has been made since the last call."""
+        """Return what has been compiled since the last call."""
         results = []
         while not self._done.empty():
             results.append(self._done.get())

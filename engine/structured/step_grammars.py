@@ -80,7 +80,7 @@ class StepGrammars:
         return wait
 
     def fill(self, constraints: Sequence[Constraint]) -> Filled:
-        """What `begin` begins, waited for."""
+        """Fill the masks of a step and wait for them; see `begin`."""
         return self.begin(constraints)()
 
     def _room(self, rows: int, words: int) -> Masks:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """tokens: of thoughts, before the end mark is forced; the marks do not count.
+    """The most tokens of thoughts before the end mark is forced. tokens: without the marks.
 
     end: ids of the end mark. ends: texts of what else ends thoughts, and of the end mark. start:
     text of the mark that thoughts begin with; "" if the prompt has left off inside them.

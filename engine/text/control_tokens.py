@@ -13,8 +13,12 @@ _TAG = re.compile(r"</?\w+>")  # of a kind that people write, too, such as <thin
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """text: matches such a token. span: the same, with the spaces that it takes. reach: characters
-    of the longest."""
+    """The control tokens of a tokenizer, as patterns.
+
+    text: matches such a token.
+    span: matches the token with the spaces that it strips.
+    reach: characters of the longest token.
+    """
 
     ids: frozenset[int]
     text: re.Pattern[str]

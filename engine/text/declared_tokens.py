@@ -18,8 +18,12 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True)
 class DeclaredTokens:
-    """added: tokens with their flags. named: control tokens, such as bos_token. more: control
-    tokens unless they are added tokens of another kind."""
+    """The declared tokens of a checkpoint.
+
+    added: tokens with their flags.
+    named: control tokens, such as bos_token.
+    more: control tokens, unless they are added tokens of another kind.
+    """
 
     added: tuple[AddedToken, ...]
     named: tuple[str, ...]

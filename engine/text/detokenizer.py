@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """What one `ChoiceDecoder.feed` made of its tokens.
+    """The text and tokens that one `ChoiceDecoder.feed` returned.
 
     text: new text, certain to belong to the output.
     finish_reason: None while the choice runs; "stop", "length", "abort" or "error".

@@ -20,8 +20,11 @@ Message = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """What a template shows of one role's messages: a content that is a text, one that is a list of
-    parts. None: it raises an error with such a message."""
+    """The text that a template shows for one role's messages, with a text or a list of parts as
+    content.
+
+    None: the template raises an error for such a message.
+    """
 
     text: bool | None = None
     parts: bool | None = None

@@ -40,7 +40,7 @@ _TAIL = 6  # tokens before a text on which its beginning may depend
 
 
 def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
-    """What the end of a text shows of bytes that are no whole character yet."""
+    """Return what the end of a text shows for bytes that are no whole character yet."""
     state = utf8.getstate()
     text = utf8.decode(b"", True)
     utf8.setstate(state)
@@ -56,8 +56,9 @@ class _DecodeStream(Protocol):
 
 
 class _Pieces(dict[int, Any]):
-    """What each token contributes, looked up on first use: a vocabulary has 150,000 and an answer
-    uses few.
+    """The text that each token contributes, looked up on first use.
+
+    A vocabulary has 150,000 tokens, and an answer uses few.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
@@ -73,7 +74,7 @@ class _Pieces(dict[int, Any]):
 
 
 class _Scheme:
-    """How a tokenizer's decoder joins tokens, read from its declaration once."""
+    """The way a tokenizer's decoder joins tokens, read from its declaration once."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         decoder = tokenizer.backend.decoder
@@ -157,7 +158,8 @@ class _ByteStream:
 
 
 class _FallbackStream:
-    """sentencepiece style: tokens are text, with single bytes for what the vocabulary lacks.
+    """The stream of sentencepiece's style: tokens are text, or single bytes where the vocabulary
+    has no text.
 
     Bytes that never become a character are replaced one by one, and valid characters beside them
     are kept, which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens,
@@ -286,7 +288,7 @@ class _WindowStream:
 
 
 class Tables:
-    """What all streams of one tokenizer share."""
+    """The tables that all streams of one tokenizer share."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.scheme = _Scheme(tokenizer)

@@ -1,5 +1,7 @@
-"""Which token ids a model folder's tokenizer has: models have rows beyond, which pad a matrix and
-mean nothing."""
+"""Reads which token ids a model folder's tokenizer has.
+
+Models have rows beyond, which pad a matrix and mean nothing.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -79,7 +79,8 @@ class Transfer:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """(offset, length) of the bytes that hold the rows; all of the tensor's if transposed."""
+        """Return (offset, length) of the bytes that hold the rows, or of the whole tensor if
+        transposed."""
         stored, source = self.stored, self.source
         if source.transpose or source.rows is None:
             return stored.offset, stored.num_bytes

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What the files of an adapter say at a look.
+    """The description of an adapter that its files give without its weights.
 
     stamp: a text that changes when the files do; "" if a store does not report it.
     """

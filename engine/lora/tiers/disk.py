@@ -189,8 +189,10 @@ class DiskCache:
             ) from None
 
     def _folders(self) -> dict[Path, tuple[int, int]]:
-        """Entries and parts, with the last use and the bytes of each. The parts of processes that
-        are gone are removed."""
+        """Return entries and parts, with the last use and the bytes of each.
+
+        The parts of processes that are gone are removed.
+        """
         folders = {}
         for path in self.folder.iterdir():
             part = path.name.startswith("part-")

@@ -8,8 +8,11 @@ _MOST = 1e100
 
 
 class Popularity:
-    """Counts grow instead of fading, and are scaled down before they overflow. Names whose last
-    request was long before then are forgotten. now: seconds of any one clock."""
+    """Counts of requests by name, of which recent ones count more.
+
+    Counts grow instead of fading, and are scaled down before they overflow. Names whose last
+    request was long before then are forgotten. now: seconds of any one clock.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -31,7 +34,7 @@ class Popularity:
         return self._counts.get(name, 0.0)
 
     def one(self, now: float) -> float:
-        """About what a single request counts now."""
+        """Return about what a single request counts now."""
         # After 500 half-lives nothing is left of what was, and a float ends at 2 ** 1024.
         lives = min(max(0.0, now - self._last) / HALF_LIFE, 500.0) if self._counts else 0.0
         return self._gain * 2.0**lives

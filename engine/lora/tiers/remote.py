@@ -22,8 +22,9 @@ def is_remote(path: str) -> bool:
 
 @contextmanager
 def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
-    """Fills an empty entry with the adapter's files (weights=False: the configuration alone), and
-    closes it afterwards. Yields a stamp that changes when they do.
+    """Fill an empty entry with an adapter's files, close it afterwards, and yield the files' stamp.
+
+    The stamp changes when the files do. weights=False: the configuration alone.
 
     path: a URL that fsspec knows. Raises AdapterError, after MAX_SECONDS at the latest;
     storage_full if there is no room for a copy, adapter_incompatible if it is too large for any,

@@ -33,18 +33,18 @@ class BlockType:
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """[n, blocks] float16."""
+    """Return the float16 number of each block: [n, blocks]."""
     return raw[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _shifted(values: Tensor, *shifts: int) -> Tensor:
-    """uint8 [..., k] -> [..., shifts, k]."""
+    """Shift bytes by several amounts: uint8 [..., k] -> [..., shifts, k]."""
     by = torch.tensor(shifts, dtype=torch.uint8, device=values.device).unsqueeze(-1)
     return values.unsqueeze(-2) >> by
 
 
 def _flat(values: Tensor) -> Tensor:
-    """[n, ...] -> [n, -1]."""
+    """Flatten [n, ...] -> [n, -1]."""
     return values.reshape(values.shape[0], -1)
 
 
@@ -86,7 +86,7 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(d: Tensor, by: Tensor) -> Tensor:
-    """float16 [n, blocks] times whole [n, blocks, groups] -> float32 [n, blocks * groups]."""
+    """Multiply float16 [n, blocks] by int [n, blocks, groups] -> float32 [n, blocks * groups]."""
     return _flat(d.float().unsqueeze(-1) * by.float())
 
 

@@ -24,7 +24,7 @@ _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neig
 
 
 class Layout(ABC):
-    """How the checkpoint keeps one matrix [out, in], or a rank's part of it.
+    """The stored form of one matrix [out, in], or of a rank's part of it.
 
     rows, width: the size of the kept part.
     parameters: the tensors that loading fills, by the name behind the matrix's.

@@ -331,7 +331,7 @@ class Stored(LinearMethod):
         return out
 
     def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
-        """apply_piece, written into out [n, outputs of all pieces] from a column on."""
+        """Write the result of `apply_piece` into out [n, all outputs], from a column on."""
         out[:, column : column + piece.spec.out_features] = self.apply_piece(piece, x)
 
 
