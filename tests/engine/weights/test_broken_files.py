@@ -1,4 +1,4 @@
-"""Damaged folders in fewer bits: each error names the tensor and the file, or the key."""
+"""Damaged quantised folders: each error names the tensor and the file, or the key."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -629,7 +629,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             **compressed("pack-quantized", {"num_bits": 4, "group_size": 128}),
             "sparsity_config": {"format": "sparse-24-bitmask"},
         },
-        "2:4 sparse weights are not supported: there is no product",
+        "2:4 sparse weights are not supported: there is no kernel",
     ),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version.*gemv"),
     ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format.*gemv_fast"),

@@ -1,4 +1,4 @@
-"""Experts of mixtures in fewer bits: files that keep them so, and weights rounded at load."""
+"""Quantised experts of mixtures: in files, and quantised on load."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Weights in fewer bits as checkpoints keep them: each layout against its own oracle, and whole
+"""Quantised weights as checkpoints store them: each layout against its own oracle, and whole
 models against the same weights expanded."""
 
 import contextlib
