@@ -87,7 +87,7 @@ _TOOL = either(
             "type": one_of("function"),
             "name": TOOL_NAMED,
             "parameters": optional(ARGUMENTS),
-            **{name: optional(one) for name, one in _OPTIONAL_TOOL.items()},
+            **{name: optional(schema) for name, schema in _OPTIONAL_TOOL.items()},
         },
         "required": ["name"],
     },

@@ -48,27 +48,29 @@ class Body:
 
     def __post_init__(self) -> None:
         others = (NEVER, ELSEWHERE)
-        looked = {name for name, one in self.refused.items() if not any(one is o for o in others)}
+        looked = {
+            name for name, schema in self.refused.items() if not any(schema is o for o in others)
+        }
         object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
         """Return the JSON schema of the whole body, in which null is a field that is left out."""
         properties = {
-            name: one if name in self.required else optional(one)
-            for name, one in self.taken.items()
+            name: schema if name in self.required else optional(schema)
+            for name, schema in self.taken.items()
         }
         properties |= {name: {} for name in sorted(self.ignored | self.silent)}
-        for name, one in self.refused.items():
-            if one is ELSEWHERE and strict:
+        for name, schema in self.refused.items():
+            if schema is ELSEWHERE and strict:
                 properties[name] = NEVER
             else:
-                properties[name] = NULL if one is NEVER else optional(one)
-        found: Schema = {"type": "object", "properties": properties}
+                properties[name] = NULL if schema is NEVER else optional(schema)
+        body: Schema = {"type": "object", "properties": properties}
         if self.required:
-            found["required"] = list(self.required)
+            body["required"] = list(self.required)
         if strict:
-            found["additionalProperties"] = False
-        return found
+            body["additionalProperties"] = False
+        return body
 
 
 def openai_body(
@@ -116,18 +118,18 @@ def either(*schemas: Schema) -> Schema:
 
 
 def list_of(item: Schema, low: int = 0, high: int | None = None) -> Schema:
-    found: Schema = {"type": "array", "items": item}
+    array: Schema = {"type": "array", "items": item}
     if low:
-        found["minItems"] = low
+        array["minItems"] = low
     if high is not None:
-        found["maxItems"] = high
-    return found
+        array["maxItems"] = high
+    return array
 
 
 def record(required: Mapping[str, Schema], **others: Schema) -> Schema:
     """Return the schema of an object. others: the schemas of keys that may be left out or null."""
-    properties = {**required, **{name: optional(one) for name, one in others.items()}}
-    found: Schema = {"type": "object", "properties": properties}
+    properties = {**required, **{name: optional(schema) for name, schema in others.items()}}
+    object_schema: Schema = {"type": "object", "properties": properties}
     if required:
-        found["required"] = list(required)
-    return found
+        object_schema["required"] = list(required)
+    return object_schema

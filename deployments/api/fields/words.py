@@ -32,8 +32,8 @@ def words(schema: Schema) -> str:
     """A schema in a few words. What is deep inside is left to the document."""
     if "anyOf" in schema:
         # Of several objects the document tells what sets them apart.
-        objects = [one for one in schema["anyOf"] if one.get("type") == "object"]
-        some = [OBJECT if one in objects and objects[1:] else one for one in schema["anyOf"]]
+        objects = [form for form in schema["anyOf"] if form.get("type") == "object"]
+        some = [OBJECT if form in objects and objects[1:] else form for form in schema["anyOf"]]
         return " or ".join(dict.fromkeys(map(words, some)))
     if schema == NOTHING:
         return "nothing"

@@ -68,7 +68,7 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
 def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> dict[str, Any]:
     """Return the OpenAPI document of the routes. root: the text before every path."""
     keyed = bool(options.api_keys or options.admin_keys)
-    made: dict[str, Any] = {
+    openapi: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Manta", "version": installed_version()},
         "servers": [{"url": root or "/"}],
@@ -76,24 +76,24 @@ def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> di
         "components": {"schemas": {"Error": _ERROR, "ErrorText": _ERROR_TEXT}},
     }
     if keyed:
-        made["components"]["securitySchemes"] = {
+        openapi["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
-        made["security"] = [{"bearer": []}, {"header": []}]
-    return made
+        openapi["security"] = [{"bearer": []}, {"header": []}]
+    return openapi
 
 
 def _path(route: Route, options: ApiOptions, keyed: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    item: dict[str, Any] = {}
     if "{" in route.path:
         name = route.path.partition("{")[2].partition("}")[0]
         schema = {"type": "string", "minLength": 1}
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+        item["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     for method in route.operations:
         verb = method.lower()
-        found[verb] = _operation(route, method, options, keyed and not route.open)
-    return found
+        item[verb] = _operation(route, method, options, keyed and not route.open)
+    return item
 
 
 def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> dict[str, Any]:
@@ -109,24 +109,24 @@ def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> d
             "description": _MEANINGS[status],
             **({} if bare or status < 400 else {"content": error}),
         }
-    found: dict[str, Any] = {"summary": operation.summary, "responses": replies}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": replies}
     parameters = [
         {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
     ]
     if 429 in operation.statuses and operation.body is not None and 499 in operation.statuses:
         parameters += [
-            {"name": name, "in": "header", "description": told, "schema": schema}
-            for name, told, schema in _HEADERS
+            {"name": name, "in": "header", "description": meaning, "schema": schema}
+            for name, meaning, schema in _HEADERS
         ]
     if parameters:
-        found["parameters"] = parameters
+        described["parameters"] = parameters
     if operation.form is not None:
-        found["requestBody"] = _content("multipart/form-data", operation.form)
+        described["requestBody"] = _content("multipart/form-data", operation.form)
     elif operation.body is not None:
-        found["requestBody"] = _content("application/json", _schema(operation.body, options))
+        described["requestBody"] = _content("application/json", _schema(operation.body, options))
     if route.open:
-        found["security"] = []
-    return found
+        described["security"] = []
+    return described
 
 
 def _schema(body: Body, options: ApiOptions) -> Schema:

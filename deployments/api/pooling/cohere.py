@@ -40,16 +40,16 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         tokens = sum(map(len, prompts))
 
         def answer() -> bytes:
-            made: dict[str, Any] = {"id": exchange.request_id, "texts": texts}
+            response: dict[str, Any] = {"id": exchange.request_id, "texts": texts}
             if older and body.embedding_types is None:
-                made["embeddings"] = [vector.tolist() for vector in vectors]
-                made["response_type"] = "embeddings_floats"
+                response["embeddings"] = [vector.tolist() for vector in vectors]
+                response["response_type"] = "embeddings_floats"
             else:
                 written = {kind: [_written(one, kind) for one in vectors] for kind in kinds}
-                made |= {"embeddings": written, "response_type": "embeddings_by_type"}
+                response |= {"embeddings": written, "response_type": "embeddings_by_type"}
             version = "1" if older else "2"
-            made["meta"] = cohere_meta(version, {"input_tokens": tokens}, tokens)
-            return msgspec.json.encode(made)
+            response["meta"] = cohere_meta(version, {"input_tokens": tokens}, tokens)
+            return msgspec.json.encode(response)
 
         await exchange.answer(200, await in_thread(answer, 4 * sum(map(len, vectors))))
 

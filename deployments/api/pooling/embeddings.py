@@ -40,7 +40,7 @@ async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: 
     if size is not None:
         call.pooling.check_dimensions(size, call.card.vector_size)
     prompts = await take_input(call)
-    found = await call.vectors(prompts)
+    vectors = await call.vectors(prompts)
     tokens = sum(map(len, prompts))
 
     def values(one: bytes) -> Vector:
@@ -49,14 +49,14 @@ async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: 
         return call.vector(one, size)
 
     if form.binary:
-        await form.answer(exchange, call, [values(one) for one in found])
+        await form.answer(exchange, call, [values(vector) for vector in vectors])
         return
 
     def answer() -> bytes:
         data = [
-            {"object": kind, "index": i, name: form.written(values(one))}
-            for i, one in enumerate(found)
+            {"object": kind, "index": i, name: form.written(values(vector))}
+            for i, vector in enumerate(vectors)
         ]
         return call.listed(data, tokens)
 
-    await exchange.answer(200, await in_thread(answer, sum(map(len, found))))
+    await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))

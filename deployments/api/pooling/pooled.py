@@ -109,10 +109,10 @@ class PooledCall(Generic[T]):
         most: the most tokens that are kept
         """
         tokenizer = self.tokenizer
-        kept = self.limit if most is None else min(self.limit, most)
-        if self.truncate or kept == most:
+        most_kept = self.limit if most is None else min(self.limit, most)
+        if self.truncate or most_kept == most:
             return tokenizer.encode(
-                text, add_special_tokens=self.special, max_tokens=kept, keep_end=self.keep_end
+                text, add_special_tokens=self.special, max_tokens=most_kept, keep_end=self.keep_end
             )
         try:
             tokenizer.check_length(text, self.limit)
@@ -145,9 +145,11 @@ class PooledCall(Generic[T]):
         over = max(0, len(ids) - self.limit)
         if over and (not self.truncate or over >= len(cuttable)):
             raise context_too_long(self.limit, len(ids), param=path, where=path)
-        kept = len(cuttable) - over
-        kept = kept if most is None else min(kept, most)
-        dropped = set(cuttable[: len(cuttable) - kept] if self.keep_end else cuttable[kept:])
+        most_kept = len(cuttable) - over
+        most_kept = most_kept if most is None else min(most_kept, most)
+        dropped = set(
+            cuttable[: len(cuttable) - most_kept] if self.keep_end else cuttable[most_kept:]
+        )
         return [token for place, token in enumerate(ids) if place not in dropped]
 
     def checked(self, ids: list[int], path: str) -> list[int]:

@@ -146,7 +146,7 @@ async def score(context: ApiContext, exchange: HttpExchange) -> None:
                 second_name,
             )
         scores, tokens = await _scores(call, first, second)
-        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        data = [{"index": i, "object": "score", "score": number} for i, number in enumerate(scores)]
         await exchange.answer(200, call.listed(data, tokens))
 
 

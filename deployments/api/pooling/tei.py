@@ -23,8 +23,8 @@ PATHS = frozenset({EMBED, PREDICT, INFO})
 def error_body(error: ApiError) -> bytes:
     """Return an error in TEI's shape; code and param stand beside TEI's own fields."""
     kind = "Overloaded" if error.status == 503 else "Validation"
-    told = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
-    return msgspec.json.encode({**told, "code": error.code, "param": error.param})
+    fields = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
+    return msgspec.json.encode({**fields, "code": error.code, "param": error.param})
 
 
 def only_model(name: str | None, backend: Backend) -> str | None:
@@ -45,7 +45,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         vectors = await call.vectors(prompts)
 
         def answer() -> bytes:
-            return msgspec.json.encode([call.vector(one, size).tolist() for one in vectors])
+            return msgspec.json.encode([call.vector(vector, size).tolist() for vector in vectors])
 
         await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
 
@@ -72,12 +72,12 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
             ]
 
         prompts = await in_thread(work, exchange.body_size)
-        found = []
+        rankings = []
         for vector in await call.vectors(prompts):
             scores = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
             ranked = sorted(zip(scores, labels, strict=True), reverse=True)
-            found.append([{"score": score, "label": label} for score, label in ranked])
-        await exchange.answer(200, msgspec.json.encode(found if pairs.many else found[0]))
+            rankings.append([{"score": score, "label": label} for score, label in ranked])
+        await exchange.answer(200, msgspec.json.encode(rankings if pairs.many else rankings[0]))
 
 
 def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
@@ -103,14 +103,14 @@ async def info(context: ApiContext, exchange: HttpExchange) -> None:
         kind = "reranker" if len(pooling.labels) == 1 else "classifier"
         named = {str(i): label for i, label in enumerate(pooling.labels)}
         numbers = {label: i for i, label in enumerate(pooling.labels)}
-        told: dict[str, Any] = {"id2label": named, "label2id": numbers}
+        details: dict[str, Any] = {"id2label": named, "label2id": numbers}
     else:
-        kind, told = "embedding", {"pooling": pooling.mode}
+        kind, details = "embedding", {"pooling": pooling.mode}
     answer = {
         "model_id": card.id,
         "model_sha": None,
         "model_dtype": card.facts.quantization.lower(),
-        "model_type": {kind: told},
+        "model_type": {kind: details},
         "max_concurrent_requests": context.options.max_in_flight,
         "max_input_length": min(card.max_model_len, pooling.max_tokens or card.max_model_len),
         "max_batch_requests": None,

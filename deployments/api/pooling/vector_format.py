@@ -44,8 +44,8 @@ class VectorFormat:
         """Return an embedding as JSON has it: numbers, or base64."""
         if self.form == "base64":
             return base64.b64encode(self.packed(values)).decode()
-        found: list[float] = self._rounded(values).tolist()
-        return found
+        numbers: list[float] = self._rounded(values).tolist()
+        return numbers
 
     def packed(self, values: Vector) -> bytes:
         if self.dtype == "bfloat16":
@@ -71,19 +71,19 @@ class VectorFormat:
         headers: tuple[tuple[str, str], ...] = ()
         if self.form == BYTES:
             items, start = [], 0
-            for index, one in enumerate(packed):
+            for index, vector_bytes in enumerate(packed):
                 item: dict[str, Any] = {"index": index, "embed_dtype": self.dtype, "start": start}
                 item |= {"endianness": "big" if self.big else "little"}
-                start += len(one)
+                start += len(vector_bytes)
                 items.append({**item, "end": start, "shape": [len(vectors[index])]})
-            told = msgspec.json.encode({"model": call.card.id, "data": items}).decode()
-            if len(told) > _MAX_METADATA:
+            metadata = msgspec.json.encode({"model": call.card.id, "data": items}).decode()
+            if len(metadata) > _MAX_METADATA:
                 raise invalid(
                     f"encoding_format bytes of {len(packed)} vectors has more metadata than a "
                     "header holds; use bytes_only, or fewer texts",
                     "encoding_format",
                 )
-            headers = (("metadata", told),)
+            headers = (("metadata", metadata),)
         await exchange.answer(200, b"".join(packed), _BINARY, headers)
 
 

@@ -22,14 +22,14 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         vectors, tokens = await _vectors(call, call.body.input, "input", call.body.dimensions)
 
         def answer() -> bytes:
-            made = {
+            response = {
                 "model": call.card.id,
                 "embeddings": [normalized(vector).tolist() for vector in vectors],
                 "total_duration": time.monotonic_ns() - began,
                 "load_duration": 0,
                 "prompt_eval_count": tokens,
             }
-            return msgspec.json.encode(made)
+            return msgspec.json.encode(response)
 
         await exchange.answer(200, await in_thread(answer, 4 * sum(map(len, vectors))))
 
@@ -39,8 +39,8 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
     async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")
-        one: list[float] = vectors[0].tolist() if vectors else []
-        await exchange.answer(200, msgspec.json.encode({"embedding": one}))
+        vector: list[float] = vectors[0].tolist() if vectors else []
+        await exchange.answer(200, msgspec.json.encode({"embedding": vector}))
 
 
 async def _vectors(
@@ -55,7 +55,7 @@ async def _vectors(
     if not texts.items:
         return [], 0
     prompts = await take_prompts(call, texts, name)
-    found = [as_array(vector) for vector in await call.vectors(prompts)]
+    vectors = [as_array(vector) for vector in await call.vectors(prompts)]
     if size is not None:
-        found = [pooling.cut(vector, size) for vector in found]
-    return found, sum(map(len, prompts))
+        vectors = [pooling.cut(vector, size) for vector in vectors]
+    return vectors, sum(map(len, prompts))
