@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
 import msgspec
 from msgspec import Meta, inspect
 
-from deployments.api.body_fields import check_names, name_fields
-from deployments.api.fields.schema import Body, Schema, openai_body, record
+from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT, check_names, name_fields
+from deployments.api.fields.schema import NEVER, Body, Schema, record
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -136,12 +136,15 @@ def struct_body(
     required = always + required
     for name, schema in (narrower or {}).items():
         taken[name] = {**taken[name], **schema}
-    common = openai_body(taken, required, refused) if openai else Body(taken, required)
+    refused = {**(refused or {})}
+    if openai:
+        refused |= dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)
+        ignored |= WITHOUT_EFFECT - taken.keys() - refused.keys()
     return StructBody(
         taken,
         required,
-        common.ignored | ignored,
-        refused=common.refused,
+        ignored,
+        refused=refused,
         struct=struct,
         rejected=rejected or {},
         generates=generates,

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
-
 Schema = dict[str, Any]
 
 BOOLEAN: Schema = {"type": "boolean"}
@@ -19,8 +17,6 @@ FILLED: Schema = {"type": "string", "minLength": 1}
 OBJECT: Schema = {"type": "object"}
 TOKEN: Schema = {"type": "integer", "minimum": 0}
 NOTHING: Schema = {"enum": [False, 0, "", [], {}]}  # values that ask for nothing
-# The same of another route's fields: an empty one is a field that is not known.
-ELSEWHERE: Schema = {**NOTHING}
 NULL: Schema = {"type": "null"}
 NEVER: Schema = {"not": {}}
 
@@ -47,10 +43,7 @@ class Body:
     known: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        others = (NEVER, ELSEWHERE)
-        looked = {
-            name for name, schema in self.refused.items() if not any(schema is o for o in others)
-        }
+        looked = {name for name, schema in self.refused.items() if schema is not NEVER}
         object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
@@ -61,26 +54,13 @@ class Body:
         }
         properties |= {name: {} for name in sorted(self.ignored | self.silent)}
         for name, schema in self.refused.items():
-            if schema is ELSEWHERE and strict:
-                properties[name] = NEVER
-            else:
-                properties[name] = NULL if schema is NEVER else optional(schema)
+            properties[name] = NULL if schema is NEVER else optional(schema)
         body: Schema = {"type": "object", "properties": properties}
         if self.required:
             body["required"] = list(self.required)
         if strict:
             body["additionalProperties"] = False
         return body
-
-
-def openai_body(
-    taken: Mapping[str, Schema],
-    required: tuple[str, ...] = (),
-    refused: Mapping[str, Schema] | None = None,
-) -> Body:
-    """Return a Body with OpenAI's ignored fields and the fields that no request may set."""
-    never = {**(refused or {}), **dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)}
-    return Body(taken, required, WITHOUT_EFFECT - taken.keys() - never.keys(), refused=never)
 
 
 def optional(schema: Schema) -> Schema:
