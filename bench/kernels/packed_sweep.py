@@ -279,7 +279,7 @@ def now(table: str, to: str, shape: str, tokens: int) -> str:
         tile, steps = blocks.tile(tokens, outputs, sms), width // 128
         rule: Callable[[int, int, int, int], int] = blocks.splits
     else:
-        early = form.bits == 4 and dot.early_pays(weight, tokens, sms)
+        early = form.bits == 4 and dot.scale_codes_pays(weight, tokens, sms)
         tile = dot.tile(form.bits, tokens, SHAPES[shape], sms, early, dot.scales_sums(weight))
         steps, rule = width // (tile[2] * (4 if form.bits == 4 else 1)), dot.splits
     programs = -(-outputs // tile[0]) * -(-tokens // tile[1])

@@ -13,11 +13,14 @@ take long tiles); one round of equal shares rather than two; as few splits as th
 each costs a handful of dependent trips to memory.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.shapes import Heads, Scores
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -103,6 +106,17 @@ def item_of(items, item, exists):
     return entry, begin, end
 
 
+class DecodeTile(NamedTuple):
+    """What a program takes at a time, as one `tl.constexpr`."""
+
+    rows: int  # GROUP padded to what the matrix unit takes
+    dims: int  # HEAD_DIM padded to a power of two
+    keys: int  # keys a tile
+    merge: int  # splits merged at a time
+    merge_rows: int  # GROUP padded to a power of two
+    last_merges: bool  # else _merge_kernel does
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_table", "counted", "items", "arrived"],
@@ -123,77 +137,69 @@ def _decode_kernel(
     scale_log2,
     cap_log2,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a kv head
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
-    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
-    KEYS: tl.constexpr,  # keys a tile
-    MERGE: tl.constexpr,  # splits merged at a time
-    MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
-    LAST_MERGES: tl.constexpr,  # else _merge_kernel does
-    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `DecodeTile`
+    SCORES: tl.constexpr,  # `Scores`
     PDL: tl.constexpr,
 ):
+    DIMS: tl.constexpr = TILE.dims
+    ROWS: tl.constexpr = TILE.rows
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    keys = tl.arange(0, KEYS)
-    row_mask = rows < GROUP
-    dim_mask = dims < HEAD_DIM
+    keys = tl.arange(0, TILE.keys)
+    row_mask = rows < HEADS.group
+    dim_mask = dims < HEADS.head_dim
     tile_mask = row_mask[:, None] & dim_mask[None, :]
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
+    PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
     programs = tl.num_programs(0)
-    pairs = tl.load(counted) * NUM_KV_HEADS
+    pairs = tl.load(counted) * HEADS.num_kv_heads
     work = tl.program_id(0)
-    entry, begin, end = item_of(items, work // NUM_KV_HEADS, work < pairs)
+    entry, begin, end = item_of(items, work // HEADS.num_kv_heads, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     while work < pairs:
-        head = work % NUM_KV_HEADS
-        item = work // NUM_KV_HEADS
+        head = work % HEADS.num_kv_heads
+        item = work // HEADS.num_kv_heads
         table = block_table + entry * table_stride
-        head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+        head_rows = (entry * NUM_HEADS + head * HEADS.group + rows) * HEADS.head_dim
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
         query = tl.load(q + head_rows[:, None] + dims[None, :], mask=tile_mask, other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
-        if SINKS:  # in the first split, as a key without a value
-            sink = tl.load(sinks + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+        if SCORES.sinks:  # in the first split, as a key without a value
+            sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink, top)
             denominator += tl.where(item == first, 1.0, 0.0)
-        if SLOPES:
-            slope = tl.load(slopes + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+        if SCORES.slopes:
+            slope = tl.load(slopes + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             last = tl.load(items + item * 8 + 5)
         # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
         position = begin + keys
-        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
         # numbers (each program's last is one too many), so the remainder starts again at zero.
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
-        next_item = item_of(items, next_work // NUM_KV_HEADS, next_work < pairs)
-        for start in range(begin, end, KEYS):
+        next_item = item_of(items, next_work // HEADS.num_kv_heads, next_work < pairs)
+        for start in range(begin, end, TILE.keys):
             position = start + keys
             seen = position < end
-            in_page = (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+            in_page = (head * HEADS.block_size + position % HEADS.block_size) * HEADS.head_dim
             offset = page.to(tl.int64) * PAGE + in_page
-            position += KEYS
-            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+            position += TILE.keys
+            page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
             where = offset[:, None] + dims[None, :]
-            mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
+            mask = seen[:, None] & dim_mask[None, :] if HEADS.head_dim < DIMS else seen[:, None]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
-            if SOFTCAP:
+            if SCORES.softcap:
                 score = capped(score, cap_log2)
-            if SLOPES:
+            if SCORES.slopes:
                 ahead = start + keys - last
                 score += slope[:, None] * ahead[None, :].to(tl.float32)
             score = tl.where(seen[None, :], score, float("-inf"))
@@ -212,19 +218,19 @@ def _decode_kernel(
             where_out = out + head_rows[:, None] + dims[None, :]
             tl.store(where_out, acc.to(out.dtype.element_ty), mask=tile_mask)
         else:
-            at = item.to(tl.int64) * NUM_HEADS + head * GROUP + rows
-            tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask)
+            at = item.to(tl.int64) * NUM_HEADS + head * HEADS.group + rows
+            tl.store(partial + at[:, None] * HEADS.head_dim + dims[None, :], acc, mask=tile_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
-            if LAST_MERGES:
+            if TILE.last_merges:
                 tl.debug_barrier()  # every thread's stores come before the arrival
-                arrivals = arrived + entry * NUM_KV_HEADS + head
+                arrivals = arrived + entry * HEADS.num_kv_heads + head
                 before = tl.atomic_add(arrivals, 1, sem="release")
                 if before == splits - 1:
                     tl.atomic_xchg(arrivals, 0, sem="acquire")
                     tl.debug_barrier()
                     merge_into(
                         out, partial, partial_lse, entry, first, splits, head,
-                        NUM_HEADS, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                        NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS, TILE.merge, TILE.merge_rows,
                     )  # fmt: skip
         work = next_work
         entry, begin, end = next_item
@@ -267,19 +273,18 @@ def attention_decode(
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
         block_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        DIMS=dims,
-        KEYS=shape.keys,
-        MERGE=max(2, shape.merge // (merge_rows * dims)),
-        MERGE_ROWS=merge_rows,
-        LAST_MERGES=plan.last_merges,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
+        HEADS=Heads(
+            num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
+        ),
+        TILE=DecodeTile(
+            rows=max(16, triton.next_power_of_2(group)),
+            dims=dims,
+            keys=shape.keys,
+            merge=max(2, shape.merge // (merge_rows * dims)),
+            merge_rows=merge_rows,
+            last_merges=plan.last_merges,
+        ),
+        SCORES=Scores(softcap=softcap > 0, sinks=sinks is not None, slopes=slopes is not None),
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
+from kernels.attention.shapes import Heads, Scores
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -21,6 +22,14 @@ from kernels.metadata import AttentionMeta
 def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Offsets of keys in their blocks."""
     return ((head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
+
+
+class PrefillTile(NamedTuple):
+    """What a program takes at a time, as one `tl.constexpr`."""
+
+    rows: int
+    dims: int
+    keys: int
 
 
 @triton.jit
@@ -40,32 +49,27 @@ def _walk(
     cap_log2,
     slope,  # of each row, if SLOPES
     lowest,  # the first key that any row sees
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-    KEYS: tl.constexpr,
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `PrefillTile`
     MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
+    SCORES: tl.constexpr,  # `Scores`
 ):
     """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
     # Of a tile's first keys no query may see any, and their block may be another request's.
-    PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
+    KEYS: tl.constexpr = TILE.keys
+    PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
     keys = tl.arange(0, KEYS)
-    dims = tl.arange(0, DIMS)
-    PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    dims = tl.arange(0, TILE.dims)
+    PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
     # The loop waits for its own instructions more than for the tensor cores: what is the same for
     # each tile stays out of it. Where tiles start with a block that is all but the block ids.
-    WHOLE: tl.constexpr = KEYS % BLOCK_SIZE == 0
+    WHOLE: tl.constexpr = KEYS % HEADS.block_size == 0
     if WHOLE:
-        in_block = _in_block(keys, dims, head, HEAD_DIM, BLOCK_SIZE)
-        ids = table + begin // BLOCK_SIZE + keys // BLOCK_SIZE
+        in_block = _in_block(keys, dims, head, HEADS.head_dim, HEADS.block_size)
+        ids = table + begin // HEADS.block_size + keys // HEADS.block_size
     else:
-        in_block = _in_block(begin + keys, dims, head, HEAD_DIM, BLOCK_SIZE)
-        ids = table + (begin + keys) // BLOCK_SIZE
+        in_block = _in_block(begin + keys, dims, head, HEADS.head_dim, HEADS.block_size)
+        ids = table + (begin + keys) // HEADS.block_size
     # They are read a tile ahead of the keys, which the compiler reads ahead in turn.
     own = begin + keys < end
     if PART:
@@ -75,36 +79,36 @@ def _walk(
         position = start + keys
         where = (page.to(tl.int64) * PAGE)[:, None] + in_block
         if WHOLE:
-            ids += KEYS // BLOCK_SIZE
+            ids += KEYS // HEADS.block_size
         else:
-            in_block = _in_block(position + KEYS, dims, head, HEAD_DIM, BLOCK_SIZE)
-            ids = table + (position + KEYS) // BLOCK_SIZE
+            in_block = _in_block(position + KEYS, dims, head, HEADS.head_dim, HEADS.block_size)
+            ids = table + (position + KEYS) // HEADS.block_size
         page = tl.load(ids, mask=position + KEYS < end, other=0)
         if MASKED:
             seen = position < end
             if PART:
                 seen = seen & (position >= lowest)
-            mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = seen[:, None] & (dims < HEADS.head_dim)[None, :]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
-        elif HEAD_DIM < DIMS:
-            mask = (dims < HEAD_DIM)[None, :]
+        elif HEADS.head_dim < TILE.dims:
+            mask = (dims < HEADS.head_dim)[None, :]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
         else:
             key = tl.load(k_cache + where)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if SOFTCAP:
+        if SCORES.softcap:
             score = capped(score * scale_log2, cap_log2)
-        elif SLOPES:
+        elif SCORES.slopes:
             ahead = position[None, :] - row_position[:, None]
             score = score * scale_log2 + slope[:, None] * ahead.to(tl.float32)
         if MASKED:
             score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
         if PART:
-            first_key = row_position - (WINDOW - 1)
-            if CHUNK:
-                first_key = row_position // CHUNK * CHUNK
+            first_key = row_position - (SCORES.window - 1)
+            if SCORES.chunk:
+                first_key = row_position // SCORES.chunk * SCORES.chunk
             score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
-        scaled: tl.constexpr = SOFTCAP or SLOPES
+        scaled: tl.constexpr = SCORES.softcap or SCORES.slopes
         factor = 1.0 if scaled else scale_log2
         new_top = tl.maximum(top, tl.max(score, axis=1) * factor)
         base = new_top
@@ -116,7 +120,7 @@ def _walk(
         part = tl.sum(tl.reshape(weight, [weight.shape[0], KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
-        if MASKED or HEAD_DIM < DIMS:
+        if MASKED or HEADS.head_dim < TILE.dims:
             value = tl.load(v_cache + where, mask=mask, other=0.0)
         else:
             value = tl.load(v_cache + where)
@@ -176,22 +180,15 @@ def _prefill_kernel(
     cap_log2,
     table_stride,
     num_tokens,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `PrefillTile`
+    SCORES: tl.constexpr,  # `Scores`
     DETERMINISTIC: tl.constexpr,
 ):
-    QUERIES: tl.constexpr = ROWS // GROUP
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    DIMS: tl.constexpr = TILE.dims
+    ROWS: tl.constexpr = TILE.rows
+    QUERIES: tl.constexpr = ROWS // HEADS.group
+    NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -208,12 +205,12 @@ def _prefill_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    query_index = first + rows // GROUP
-    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    query_index = first + rows // HEADS.group
+    row_mask = (rows < QUERIES * HEADS.group) & (query_index < query_len)
     token = (begin + query_index).to(tl.int64)
-    at = (token * NUM_HEADS + head * GROUP + rows % GROUP) * HEAD_DIM
+    at = (token * NUM_HEADS + head * HEADS.group + rows % HEADS.group) * HEADS.head_dim
     where = at[:, None] + dims[None, :]
-    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    tile_mask = row_mask[:, None] & (dims < HEADS.head_dim)[None, :]
     if entry == num_entries:
         tl.store(out + where, tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=tile_mask)
         return
@@ -223,36 +220,33 @@ def _prefill_kernel(
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
     # Rows past the last query look at what the last one sees.
-    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     lowest, begin_full, full, end = borders(
-        first_position, length, QUERIES, KEYS, WINDOW, CHUNK, DETERMINISTIC
+        first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
     )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    query_head = head * GROUP + rows % GROUP
-    if SINKS:  # as a key without a value
+    query_head = head * HEADS.group + rows % HEADS.group
+    if SCORES.sinks:  # as a key without a value
         top = tl.load(sinks + query_head) * LOG2E
         denominator += tl.where(tl.arange(0, 8) == 0, 1.0, 0.0)[None, :]
     slope = top
-    if SLOPES:
+    if SCORES.slopes:
         slope = tl.load(slopes + query_head) * LOG2E
-    if WINDOW or CHUNK:
+    if SCORES.window or SCORES.chunk:
         top, denominator, acc = _walk(
-            query, k_cache, v_cache, table, head, lowest // KEYS * KEYS,
+            query, k_cache, v_cache, table, head, lowest // TILE.keys * TILE.keys,
             tl.minimum(begin_full, end), row_position, top,
-            denominator, acc, scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM,
-            BLOCK_SIZE, DIMS, KEYS, True, WINDOW, CHUNK, SOFTCAP, SLOPES,
+            denominator, acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, True, SCORES,
         )  # fmt: skip
     top, denominator, acc = _walk(
         query, k_cache, v_cache, table, head, begin_full, full, row_position, top, denominator,
-        acc, scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        False, WINDOW, CHUNK, SOFTCAP, SLOPES,
+        acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, False, SCORES,
     )  # fmt: skip
     top, denominator, acc = _walk(
         query, k_cache, v_cache, table, head, full, end, row_position, top, denominator, acc,
-        scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        True, WINDOW, CHUNK, SOFTCAP, SLOPES,
+        scale_log2, cap_log2, slope, lowest, HEADS, TILE, True, SCORES,
     )  # fmt: skip
     acc = acc / tl.sum(denominator, axis=1)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -316,18 +310,17 @@ def attention_prefill(
         softcap * 1.4426950408889634,
         meta.block_table.stride(0),
         num_tokens,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-        DIMS=dims,
-        KEYS=shape.keys,
-        WINDOW=meta.window,
-        CHUNK=meta.chunk,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
+        HEADS=Heads(
+            num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
+        ),
+        TILE=PrefillTile(rows=rows, dims=dims, keys=shape.keys),
+        SCORES=Scores(
+            window=meta.window,
+            chunk=meta.chunk,
+            softcap=softcap > 0,
+            sinks=sinks is not None,
+            slopes=slopes is not None,
+        ),
         DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

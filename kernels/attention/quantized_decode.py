@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.decode import LOG2E, capped, item_of, merge, merge_into
+from kernels.attention.decode import LOG2E, DecodeTile, capped, item_of, merge, merge_into
 from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.shapes import Heads, Scores
 from kernels.kv.codes import (
-    constants,
+    code_pages,
     exponent_of,
     middle_of,
     numbers_in,
@@ -56,58 +57,49 @@ def _quantized_decode_kernel(
     scale_log2,
     cap_log2,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a kv head
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
-    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
-    KEYS: tl.constexpr,  # keys a tile
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `DecodeTile`
     SHARES: tl.constexpr,  # keys that the warps take in one product
-    MERGE: tl.constexpr,  # splits merged at a time
-    MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
-    LAST_MERGES: tl.constexpr,  # else _merge_kernel does
-    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    KIND: tl.constexpr,
-    CODE_PAGE: tl.constexpr,
-    NUMBER_PAGE: tl.constexpr,
+    SCORES: tl.constexpr,  # `Scores`
+    CODES: tl.constexpr,  # `CodePages`
     DTYPE: tl.constexpr,  # of products
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    DIMS: tl.constexpr = TILE.dims
+    KEYS: tl.constexpr = TILE.keys
+    ROWS: tl.constexpr = TILE.rows
+    PACKED: tl.constexpr = 2 if CODES.kind == 3 else 1  # elements a byte
     PARTS: tl.constexpr = 2 * PACKED
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, DIMS // PACKED)
     dims = columns * PACKED
     keys = tl.arange(0, KEYS)
-    row_mask = rows < GROUP
-    dim_mask = dims < HEAD_DIM
+    row_mask = rows < HEADS.group
+    dim_mask = dims < HEADS.head_dim
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     value_columns = tl.arange(0, DIMS // PARTS)
     value_dims = value_columns * PARTS
-    value_mask = value_dims < HEAD_DIM
+    value_mask = value_dims < HEADS.head_dim
     out_mask = row_mask[:, None] & value_mask[None, :]
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
     programs = tl.num_programs(0)
-    pairs = tl.load(counted) * NUM_KV_HEADS
+    pairs = tl.load(counted) * HEADS.num_kv_heads
     work = tl.program_id(0)
-    entry, begin, end = item_of(items, work // NUM_KV_HEADS, work < pairs)
+    entry, begin, end = item_of(items, work // HEADS.num_kv_heads, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     while work < pairs:
-        head = work % NUM_KV_HEADS
-        item = work // NUM_KV_HEADS
+        head = work % HEADS.num_kv_heads
+        item = work // HEADS.num_kv_heads
         table = block_table + entry * table_stride
-        head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+        head_rows = (entry * NUM_HEADS + head * HEADS.group + rows) * HEADS.head_dim
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
         # Block ids and numbers are read a tile ahead, codes more tiles by the compiler.
         position = begin + keys
-        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         where_query = q + head_rows[:, None] + dims[None, :]
         query = tl.load(where_query, mask=tile_mask, other=0.0).to(tl.float32)
         odd = query
@@ -127,42 +119,44 @@ def _quantized_decode_kernel(
         acc1 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc2 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc3 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
-        if SINKS:  # in the first split, as a key without a value, whose scale would be 2^-24
-            sink = tl.load(sinks + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+        if SCORES.sinks:  # in the first split, as a key without a value, whose scale would be 2^-24
+            sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink - 24.0, top)
             one = (item == first) & (tl.arange(0, SHARES) == 0)
             denominator += tl.where(one, 16777216.0, 0.0)[None, :]
-        if SLOPES:
-            slope = tl.load(slopes + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+        if SCORES.slopes:
+            slope = tl.load(slopes + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             last = tl.load(items + item * 8 + 5)
-        in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
+        in_page = head * HEADS.block_size + position % HEADS.block_size
         seen = position < end
-        k_word = words_at(k_words, page, in_page, seen, NUMBER_PAGE)
-        v_word = words_at(v_words, page, in_page, seen, NUMBER_PAGE)
+        k_word = words_at(k_words, page, in_page, seen, CODES.number_page)
+        v_word = words_at(v_words, page, in_page, seen, CODES.number_page)
         # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
         # numbers (each program's last is one too many), so the remainder starts again at zero.
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
-        next_item = item_of(items, next_work // NUM_KV_HEADS, next_work < pairs)
+        next_item = item_of(items, next_work // HEADS.num_kv_heads, next_work < pairs)
         for start in range(begin, end, KEYS):
             position = start + keys
             seen = position < end
-            in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
-            offset = page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED)
+            in_page = head * HEADS.block_size + position % HEADS.block_size
+            offset = page.to(tl.int64) * CODES.code_page + in_page * (HEADS.head_dim // PACKED)
             where = offset[:, None] + columns[None, :]
-            mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
-            offset = page.to(tl.int64) * (CODE_PAGE // 2) + in_page * (HEAD_DIM // PARTS)
+            mask = seen[:, None] & dim_mask[None, :] if HEADS.head_dim < DIMS else seen[:, None]
+            offset = page.to(tl.int64) * (CODES.code_page // 2) + in_page * (
+                HEADS.head_dim // PARTS
+            )
             value_where = offset[:, None] + value_columns[None, :]
-            key_factor, key_least = numbers_in(k_word, KIND)
-            value_scale, value_least = numbers_in(v_word, KIND)
+            key_factor, key_least = numbers_in(k_word, CODES.kind)
+            value_scale, value_least = numbers_in(v_word, CODES.kind)
             ahead = position + KEYS
-            page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-            in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
-            k_word = words_at(k_words, page, in_page, ahead < end, NUMBER_PAGE)
-            v_word = words_at(v_words, page, in_page, ahead < end, NUMBER_PAGE)
+            page = tl.load(table + ahead // HEADS.block_size, mask=ahead < end, other=0)
+            in_page = head * HEADS.block_size + ahead % HEADS.block_size
+            k_word = words_at(k_words, page, in_page, ahead < end, CODES.number_page)
+            v_word = words_at(v_words, page, in_page, ahead < end, CODES.number_page)
             key = tl.load(k_codes + where, mask=mask, other=0.0)
-            low, high = parts_of(key, KIND, DTYPE, ASM)
+            low, high = parts_of(key, CODES.kind, DTYPE, ASM)
             score = tl.dot(query, tl.trans(low), input_precision="ieee")
             if PACKED == 2:
                 score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
@@ -171,9 +165,9 @@ def _quantized_decode_kernel(
                 score = score * factor[:, None]
             else:
                 score = score * (factor[:, None] * key_factor[None, :])
-            if SOFTCAP:
+            if SCORES.softcap:
                 score = capped(score, cap_log2)
-            if SLOPES:
+            if SCORES.slopes:
                 distance = position - last
                 score += slope[:, None] * distance[None, :].to(tl.float32)
             score = tl.where(seen[None, :], score, float("-inf"))
@@ -184,11 +178,11 @@ def _quantized_decode_kernel(
             # In parts that no two threads share: they are added up once, behind the loop.
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
             denominator = denominator * shrink[:, None] + part
-            if HEAD_DIM < DIMS:
+            if HEADS.head_dim < DIMS:
                 mask = seen[:, None] & value_mask[None, :]
             value = tl.load(v_codes + value_where, mask=mask, other=0)
             weight = (own * value_scale[None, :]).to(DTYPE)
-            value0, value1, value2, value3 = pair_parts(value, KIND, DTYPE, ASM)
+            value0, value1, value2, value3 = pair_parts(value, CODES.kind, DTYPE, ASM)
             acc0 = tl.dot(weight, value0, acc0 * shrink[:, None], input_precision="ieee")
             acc1 = tl.dot(weight, value1, acc1 * shrink[:, None], input_precision="ieee")
             if PARTS == 4:
@@ -203,9 +197,9 @@ def _quantized_decode_kernel(
         denominator = tl.sum(denominator, axis=1)
         # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
-        at = item.to(tl.int64) * NUM_HEADS + head * GROUP + rows
+        at = item.to(tl.int64) * NUM_HEADS + head * HEADS.group + rows
         where_out = out + head_rows[:, None] + value_dims[None, :]
-        where_part = partial + at[:, None] * HEAD_DIM + value_dims[None, :]
+        where_part = partial + at[:, None] * HEADS.head_dim + value_dims[None, :]
         share = 1.0 / denominator[:, None]
         acc0 = (acc0 + middle[:, None]) * share
         acc1 = (acc1 + middle[:, None]) * share
@@ -224,16 +218,16 @@ def _quantized_decode_kernel(
                 tl.store(where_part + 2, acc2, mask=out_mask)
                 tl.store(where_part + 3, acc3, mask=out_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
-            if LAST_MERGES:
+            if TILE.last_merges:
                 tl.debug_barrier()  # every thread's stores come before the arrival
-                arrivals = arrived + entry * NUM_KV_HEADS + head
+                arrivals = arrived + entry * HEADS.num_kv_heads + head
                 before = tl.atomic_add(arrivals, 1, sem="release")
                 if before == splits - 1:
                     tl.atomic_xchg(arrivals, 0, sem="acquire")
                     tl.debug_barrier()
                     merge_into(
                         out, partial, partial_lse, entry, first, splits, head,
-                        NUM_HEADS, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                        NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS, TILE.merge, TILE.merge_rows,
                     )  # fmt: skip
         work = next_work
         entry, begin, end = next_item
@@ -275,21 +269,20 @@ def quantized_decode(
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
         block_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        DIMS=dims,
-        KEYS=shape.keys,
+        HEADS=Heads(
+            num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
+        ),
+        TILE=DecodeTile(
+            rows=max(16, triton.next_power_of_2(group)),
+            dims=dims,
+            keys=shape.keys,
+            merge=max(2, shape.merge // (merge_rows * dims)),
+            merge_rows=merge_rows,
+            last_merges=plan.last_merges,
+        ),
         SHARES=8 * shape.num_warps,
-        MERGE=max(2, shape.merge // (merge_rows * dims)),
-        MERGE_ROWS=merge_rows,
-        LAST_MERGES=plan.last_merges,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
-        **constants(k_cache),
+        SCORES=Scores(softcap=softcap > 0, sinks=sinks is not None, slopes=slopes is not None),
+        CODES=code_pages(k_cache),
         **products(q),
         **pdl(q.device),
         num_warps=shape.num_warps,

@@ -5,9 +5,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
-from kernels.attention.prefill import PrefillLaunch, borders
+from kernels.attention.prefill import PrefillLaunch, PrefillTile, borders
+from kernels.attention.shapes import Heads, Scores
 from kernels.kv.codes import (
-    constants,
+    code_pages,
     elements_of,
     exponent_of,
     middle_of,
@@ -82,18 +83,11 @@ def _walk(
     cap_log2,
     slope,  # of each row, if SLOPES
     lowest,  # the first key that any row sees
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-    KEYS: tl.constexpr,
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `PrefillTile`
     MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
-    KIND: tl.constexpr,
-    CODE_PAGE: tl.constexpr,
-    NUMBER_PAGE: tl.constexpr,
+    SCORES: tl.constexpr,  # `Scores`
+    CODES: tl.constexpr,  # `CodePages`
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -102,45 +96,48 @@ def _walk(
     begin: a multiple of KEYS.
     """
     # Of a tile's first keys no query may see any, and their block may be another request's.
-    PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
-    PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    KEYS: tl.constexpr = TILE.keys
+    PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
+    PACKED: tl.constexpr = 2 if CODES.kind == 3 else 1  # elements a byte
     ROWS: tl.constexpr = acc.shape[0]
     keys = tl.arange(0, KEYS)
-    columns = tl.arange(0, DIMS // PACKED)
-    dim_mask = (columns * PACKED < HEAD_DIM)[None, :]
+    columns = tl.arange(0, TILE.dims // PACKED)
+    dim_mask = (columns * PACKED < HEADS.head_dim)[None, :]
     # What is the same for each tile stays out of the loop (`prefill._walk`). Block ids and numbers
     # are read a tile ahead, codes more tiles by the compiler.
-    WHOLE: tl.constexpr = KEYS % BLOCK_SIZE == 0
+    WHOLE: tl.constexpr = KEYS % HEADS.block_size == 0
     position = begin + keys
-    rows_in = head * BLOCK_SIZE + (keys if WHOLE else position) % BLOCK_SIZE
-    ids = table + position // BLOCK_SIZE
+    rows_in = head * HEADS.block_size + (keys if WHOLE else position) % HEADS.block_size
+    ids = table + position // HEADS.block_size
     seen = _seen(position, end, lowest, PART)
     page = tl.load(ids, mask=seen, other=0)
-    k_word, v_word = _words(k_words, v_words, page, rows_in, seen, NUMBER_PAGE, KIND)
+    k_word, v_word = _words(k_words, v_words, page, rows_in, seen, CODES.number_page, CODES.kind)
     for start in range(begin, end, KEYS):
         position = start + keys
-        where = (page.to(tl.int64) * CODE_PAGE)[:, None]
-        where += (rows_in * (HEAD_DIM // PACKED))[:, None] + columns[None, :]
-        key_factor, key_least, value_scale, value_least = _numbers(k_word, v_word, KIND)
+        where = (page.to(tl.int64) * CODES.code_page)[:, None]
+        where += (rows_in * (HEADS.head_dim // PACKED))[:, None] + columns[None, :]
+        key_factor, key_least, value_scale, value_least = _numbers(k_word, v_word, CODES.kind)
         ahead = position + KEYS
         if WHOLE:
-            ids += KEYS // BLOCK_SIZE
+            ids += KEYS // HEADS.block_size
         else:
-            rows_in = head * BLOCK_SIZE + ahead % BLOCK_SIZE
-            ids = table + ahead // BLOCK_SIZE
+            rows_in = head * HEADS.block_size + ahead % HEADS.block_size
+            ids = table + ahead // HEADS.block_size
         page = tl.load(ids, mask=ahead < end, other=0)
-        k_word, v_word = _words(k_words, v_words, page, rows_in, ahead < end, NUMBER_PAGE, KIND)
+        k_word, v_word = _words(
+            k_words, v_words, page, rows_in, ahead < end, CODES.number_page, CODES.kind
+        )
         if MASKED:
             mask = _seen(position, end, lowest, PART)[:, None]
-            if HEAD_DIM < DIMS:
+            if HEADS.head_dim < TILE.dims:
                 mask = mask & dim_mask
             key = tl.load(k_codes + where, mask=mask, other=0.0)
-        elif HEAD_DIM < DIMS:
+        elif HEADS.head_dim < TILE.dims:
             mask = dim_mask
             key = tl.load(k_codes + where, mask=mask, other=0.0)
         else:
             key = tl.load(k_codes + where)
-        key = elements_of(key, KIND, DTYPE, ASM)
+        key = elements_of(key, CODES.kind, DTYPE, ASM)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
         if PACKED == 2:
             key_middle = middle_of(key_factor, key_least)
@@ -148,19 +145,19 @@ def _walk(
         else:
             score = score * key_factor[None, :]
         row_factor = factor[:, None]
-        if SOFTCAP:
+        if SCORES.softcap:
             score = capped(score * row_factor, cap_log2)
-        elif SLOPES:
+        elif SCORES.slopes:
             distance = position[None, :] - row_position[:, None]
             score = score * row_factor + slope[:, None] * distance.to(tl.float32)
-        if SOFTCAP or SLOPES:
+        if SCORES.softcap or SCORES.slopes:
             row_factor = tl.full([ROWS, 1], 1.0, tl.float32)
         if MASKED:
             score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
         if PART:
-            first_key = row_position - (WINDOW - 1)
-            if CHUNK:
-                first_key = row_position // CHUNK * CHUNK
+            first_key = row_position - (SCORES.window - 1)
+            if SCORES.chunk:
+                first_key = row_position // SCORES.chunk * SCORES.chunk
             score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
         # The factor twice, because it is part of an addition.
         scaled = score * row_factor + exponent_of(value_scale)[None, :]
@@ -174,12 +171,12 @@ def _walk(
         part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
-        if MASKED or HEAD_DIM < DIMS:
+        if MASKED or HEADS.head_dim < TILE.dims:
             value = tl.load(v_codes + where, mask=mask, other=0.0)
         else:
             value = tl.load(v_codes + where)
         weight = (own * value_scale[None, :]).to(DTYPE)
-        value = elements_of(value, KIND, DTYPE, ASM)
+        value = elements_of(value, CODES.kind, DTYPE, ASM)
         acc = tl.dot(weight, value, acc, input_precision="ieee")
         if PACKED == 2:
             own = own * middle_of(value_scale, value_least)[None, :]
@@ -210,27 +207,18 @@ def _quantized_prefill_kernel(
     cap_log2,
     table_stride,
     num_tokens,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    KIND: tl.constexpr,
-    CODE_PAGE: tl.constexpr,
-    NUMBER_PAGE: tl.constexpr,
+    HEADS: tl.constexpr,  # `Heads`
+    TILE: tl.constexpr,  # `PrefillTile`
+    SCORES: tl.constexpr,  # `Scores`
+    CODES: tl.constexpr,  # `CodePages`
     DTYPE: tl.constexpr,  # of products
     ASM: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    QUERIES: tl.constexpr = ROWS // GROUP
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    DIMS: tl.constexpr = TILE.dims
+    ROWS: tl.constexpr = TILE.rows
+    QUERIES: tl.constexpr = ROWS // HEADS.group
+    NUM_HEADS: tl.constexpr = HEADS.num_kv_heads * HEADS.group
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -247,12 +235,12 @@ def _quantized_prefill_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    query_index = first + rows // GROUP
-    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    query_index = first + rows // HEADS.group
+    row_mask = (rows < QUERIES * HEADS.group) & (query_index < query_len)
     token = (begin + query_index).to(tl.int64)
-    at = (token * NUM_HEADS + head * GROUP + rows % GROUP) * HEAD_DIM
+    at = (token * NUM_HEADS + head * HEADS.group + rows % HEADS.group) * HEADS.head_dim
     where = at[:, None] + dims[None, :]
-    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    tile_mask = row_mask[:, None] & (dims < HEADS.head_dim)[None, :]
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     if entry == num_entries:
         tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -268,38 +256,38 @@ def _quantized_prefill_kernel(
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
     # Rows past the last query look at what the last one sees.
-    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     lowest, begin_full, full, end = borders(
-        first_position, length, QUERIES, KEYS, WINDOW, CHUNK, DETERMINISTIC
+        first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
     )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     middle = tl.zeros([ROWS, 8], tl.float32)
-    query_head = head * GROUP + rows % GROUP
-    if SINKS:  # as a key without a value, whose scale would be 2^-24
+    query_head = head * HEADS.group + rows % HEADS.group
+    if SCORES.sinks:  # as a key without a value, whose scale would be 2^-24
         top = tl.load(sinks + query_head) * LOG2E - 24.0
         denominator += tl.where(tl.arange(0, 8) == 0, 16777216.0, 0.0)[None, :]
     slope = top
-    if SLOPES:
+    if SCORES.slopes:
         slope = tl.load(slopes + query_head) * LOG2E
-    if WINDOW or CHUNK:
+    if SCORES.window or SCORES.chunk:
         top, denominator, middle, acc = _walk(
             query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
-            lowest // KEYS * KEYS, tl.minimum(begin_full, end), row_position, top, denominator,
-            middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-            True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
+            lowest // TILE.keys * TILE.keys, tl.minimum(begin_full, end), row_position, top,
+            denominator, middle, acc, cap_log2, slope, lowest, HEADS, TILE,
+            True, SCORES, CODES, DTYPE, ASM,
         )  # fmt: skip
     top, denominator, middle, acc = _walk(
         query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         begin_full, full, row_position, top, denominator,
-        middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        False, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
+        middle, acc, cap_log2, slope, lowest, HEADS, TILE,
+        False, SCORES, CODES, DTYPE, ASM,
     )  # fmt: skip
     top, denominator, middle, acc = _walk(
         query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         full, end, row_position, top, denominator,
-        middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
+        middle, acc, cap_log2, slope, lowest, HEADS, TILE,
+        True, SCORES, CODES, DTYPE, ASM,
     )  # fmt: skip
     under = tl.sum(denominator, axis=1)[:, None]
     acc = (acc + tl.sum(middle, axis=1)[:, None]) / under
@@ -356,19 +344,18 @@ def quantized_prefill(
         softcap * 1.4426950408889634,
         meta.block_table.stride(0),
         num_tokens,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-        DIMS=dims,
-        KEYS=shape.keys,
-        WINDOW=meta.window,
-        CHUNK=meta.chunk,
-        SOFTCAP=softcap > 0,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
-        **constants(k_cache),
+        HEADS=Heads(
+            num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
+        ),
+        TILE=PrefillTile(rows=rows, dims=dims, keys=shape.keys),
+        SCORES=Scores(
+            window=meta.window,
+            chunk=meta.chunk,
+            softcap=softcap > 0,
+            sinks=sinks is not None,
+            slopes=slopes is not None,
+        ),
+        CODES=code_pages(k_cache),
         **products(q),
         DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,

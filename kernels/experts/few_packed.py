@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts.gate import code, gated
+from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
-from kernels.gemm.packed.codes import E2M1_CODE, E4M3_BITS, E4M3_CODE, constants
+from kernels.gemm.packed.codes import E2M1_CODE, E4M3_BITS, E4M3_CODE, code_format
 from kernels.gemm.packed.gemv8 import converted, decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
@@ -87,6 +88,17 @@ def _four(w, CODE: tl.constexpr):
     return a, b, c, d
 
 
+class FewTile(NamedTuple):
+    """What a program reads at a time, and how its codes become numbers."""
+
+    rows: int  # outputs a program owns
+    units: int
+    ints: int
+    lift: float
+    rest: float
+    ptx: str  # PTX for four codes of a word; "": there is none
+
+
 @triton.jit
 def _multiply(
     w,  # [rows, units, INTS] int32
@@ -94,39 +106,37 @@ def _multiply(
     inside,
     table,
     TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    SPAN: tl.constexpr,
-    LIFT: tl.constexpr,
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `FewTile`
     SUMS: tl.constexpr,
-    HOW: tl.constexpr,  # PTX for four codes of a word; "": there is none
 ):
     """Return decoded codes times x, lifted, of each unit; SUMS: and the sums of x."""
+    PTX: tl.constexpr = TILE.ptx
     total = tl.zeros(w.shape, tl.float32)
     kept = tl.zeros(x_at.shape, tl.float32)
-    if BITS == 4:
+    if FORMAT.bits == 4:
         for field in tl.static_range(4):
-            words = tl.load(x_at + field * (SPAN // 8), mask=inside, other=0)
+            words = tl.load(x_at + field * (FORMAT.span // 8), mask=inside, other=0)
             a, b = number(words, 0, TYPE), number(words, 1, TYPE)
             if SUMS:
                 kept += a + b
-            low, high = _two(w, table, field, CODE)
-            total += low * (a * LIFT)
-            total += high * (b * LIFT)
+            low, high = _two(w, table, field, FORMAT.code)
+            total += low * (a * TILE.lift)
+            total += high * (b * TILE.lift)
     else:
         words = tl.load(x_at, mask=inside, other=0)
         a, b = number(words, 0, TYPE), number(words, 1, TYPE)
         c, d = number(words, 2, TYPE), number(words, 3, TYPE)
         if SUMS:
             kept += (a + b) + (c + d)
-        if HOW != "":
-            w0, w1, w2, w3 = converted(w, HOW)
+        if PTX != "":
+            w0, w1, w2, w3 = converted(w, PTX)
         else:
-            w0, w1, w2, w3 = _four(w, CODE)
-        total += w0 * (a * LIFT)
-        total += w1 * (b * LIFT)
-        total += w2 * (c * LIFT)
-        total += w3 * (d * LIFT)
+            w0, w1, w2, w3 = _four(w, FORMAT.code)
+        total += w0 * (a * TILE.lift)
+        total += w1 * (b * TILE.lift)
+        total += w2 * (c * TILE.lift)
+        total += w3 * (d * TILE.lift)
     return tl.sum(total, axis=2), tl.sum(kept, axis=2)
 
 
@@ -141,42 +151,38 @@ def _rows_times_x(
     exists,  # [rows]
     COLUMNS: tl.constexpr,
     TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    LIFT: tl.constexpr,
-    REST: tl.constexpr,
-    UNITS: tl.constexpr,
-    INTS: tl.constexpr,
-    HOW: tl.constexpr,
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `FewTile`
     EARLY: tl.constexpr,  # x is of the launch before: the first codes come before it is waited for
 ):
     """[rows] float32: the weight's rows times x."""
-    EACH: tl.constexpr = 8 if BITS == 4 else 4  # codes of a word
-    STEP: tl.constexpr = UNITS * INTS * EACH
-    PER: tl.constexpr = 2 if BITS == 4 else 4  # numbers in a word of x
-    RUN: tl.constexpr = SPAN // 4
-    SUMS: tl.constexpr = BASE != 0 or OFFSET != 0
-    WHOLE: tl.constexpr = GROUP == COLUMNS and not SUMS  # a scale an output
+    UNITS: tl.constexpr = TILE.units
+    EACH: tl.constexpr = 8 if FORMAT.bits == 4 else 4  # codes of a word
+    STEP: tl.constexpr = UNITS * TILE.ints * EACH
+    PER: tl.constexpr = 2 if FORMAT.bits == 4 else 4  # numbers in a word of x
+    RUN: tl.constexpr = FORMAT.span // 4
+    SUMS: tl.constexpr = FORMAT.base != 0 or FORMAT.offset != 0
+    WHOLE: tl.constexpr = FORMAT.group == COLUMNS and not SUMS  # a scale an output
     unit = tl.arange(0, UNITS)
-    index = tl.arange(0, INTS)[None, None, :]
-    first = unit * (INTS * EACH)  # the inputs of a unit, in a group
-    if BITS == 4:  # words of 16 bits are in runs, and a span has four
-        word = unit * (2 * INTS)
-        column = word // RUN * SPAN + word % RUN
+    index = tl.arange(0, TILE.ints)[None, None, :]
+    first = unit * (TILE.ints * EACH)  # the inputs of a unit, in a group
+    if FORMAT.bits == 4:  # words of 16 bits are in runs, and a span has four
+        word = unit * (2 * TILE.ints)
+        column = word // RUN * FORMAT.span + word % RUN
     else:
         column = first
-    at = codes + source[:, None, None] * (COLUMNS // EACH) + (unit * INTS)[None, :, None] + index
+    at = (
+        codes
+        + source[:, None, None] * (COLUMNS // EACH)
+        + (unit * TILE.ints)[None, :, None]
+        + index
+    )
     here = x_at + (column // PER)[None, :, None] + index
-    groups = (source // BAND * (COLUMNS // GROUP))[:, None]
+    groups = (source // FORMAT.band * (COLUMNS // FORMAT.group))[:, None]
     has = exists[:, None] & (first < COLUMNS)[None, :]
     w = tl.load(at, mask=has[:, :, None], other=0, eviction_policy="evict_first")
     if not WHOLE:
-        s = tl.load(scale + groups + (first // GROUP)[None, :], mask=has, other=0.0)
+        s = tl.load(scale + groups + (first // FORMAT.group)[None, :], mask=has, other=0.0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -185,34 +191,37 @@ def _rows_times_x(
         inside = start + first < COLUMNS
         # The next codes and scales are on their way while these are used.
         more = exists[:, None] & (start + STEP + first < COLUMNS)[None, :]
-        at += UNITS * INTS
+        at += UNITS * TILE.ints
         ahead = tl.load(at, mask=more[:, :, None], other=0, eviction_policy="evict_first")
         if not WHOLE:
-            group = groups + ((start + STEP + first) // GROUP)[None, :]
+            group = groups + ((start + STEP + first) // FORMAT.group)[None, :]
             s_ahead = tl.load(scale + group, mask=more, other=0.0)
         total, sums = _multiply(
             w, here + start // PER, inside[None, :, None], table,
-            TYPE, BITS, CODE, SPAN, LIFT, SUMS, HOW,
+            TYPE, FORMAT, TILE, SUMS,
         )  # fmt: skip
         if SUMS:
-            total -= BASE * sums
-        if OFFSET != 0:
+            total -= FORMAT.base * sums
+        if FORMAT.offset != 0:
             has = exists[:, None] & inside[None, :]
-            group = groups + ((start + first) // GROUP)[None, :]
+            group = groups + ((start + first) // FORMAT.group)[None, :]
             o = tl.load(offset + group, mask=has, other=0.0).to(tl.float32)
-            if OFFSET == 2:
+            if FORMAT.offset == 2:
                 o *= s.to(tl.float32)
             acc += total * s.to(tl.float32) + o * sums
         elif WHOLE:
             acc += total
         else:
-            acc += total * (s.to(tl.float32) * REST)
+            acc += total * (s.to(tl.float32) * TILE.rest)
         w = ahead
         if not WHOLE:
             s = s_ahead
     y = tl.sum(acc, axis=1)
     if WHOLE:
-        y *= tl.load(scale + source // BAND, mask=exists, other=0.0).to(tl.float32) * REST
+        y *= (
+            tl.load(scale + source // FORMAT.band, mask=exists, other=0.0).to(tl.float32)
+            * TILE.rest
+        )
     return y
 
 
@@ -228,40 +237,24 @@ def _few_packed_up_kernel(
     bias,  # [experts, 2 * SIZE]
     inner,  # [tokens * CHOSEN, SIZE]
     limit,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
     EXPERTS: tl.constexpr,  # 0: all are here; else pairs of this one are another rank's
-    ROWS: tl.constexpr,  # of the weight a program owns: gate and up in turns
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    LIFT: tl.constexpr,
-    REST: tl.constexpr,
-    UNITS: tl.constexpr,
-    INTS: tl.constexpr,
-    HOW: tl.constexpr,
+    TILE: tl.constexpr,  # `FewTile`
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(1)
-    index = tl.arange(0, ROWS)
-    HALF: tl.constexpr = ROWS if ACT == 4 else ROWS // 2  # 4: without gates
-    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE
-    PER: tl.constexpr = 2 if BITS == 4 else 4
-    if ACT == 4:
-        mine = tl.program_id(0) * ROWS + index
+    index = tl.arange(0, TILE.rows)
+    HALF: tl.constexpr = TILE.rows if MIXTURE.act == 4 else TILE.rows // 2  # 4: without gates
+    EACH: tl.constexpr = MIXTURE.size if MIXTURE.act == 4 else 2 * MIXTURE.size
+    PER: tl.constexpr = 2 if FORMAT.bits == 4 else 4
+    if MIXTURE.act == 4:
+        mine = tl.program_id(0) * TILE.rows + index
         row = mine
     else:
         mine = tl.program_id(0) * HALF + index // 2
-        row = mine + (index % 2) * SIZE
-    exists = mine < SIZE
+        row = mine + (index % 2) * MIXTURE.size
+    exists = mine < MIXTURE.size
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -269,24 +262,23 @@ def _few_packed_up_kernel(
     if EXPERTS:
         exists = tl.where(exists, expert, EXPERTS) < EXPERTS
     source = expert * EACH + row
-    token = (pair // CHOSEN + tl.zeros([1, 1, 1], tl.int32)).to(tl.int64)
+    token = (pair // MIXTURE.chosen + tl.zeros([1, 1, 1], tl.int32)).to(tl.int64)
     y = _rows_times_x(
-        codes, scale, offset, table, x + token * (WIDTH // PER), source, exists,
-        WIDTH, inner.dtype.element_ty, BITS, CODE, BASE, OFFSET, GROUP, BAND, SPAN, LIFT, REST,
-        UNITS, INTS, HOW, False,
+        codes, scale, offset, table, x + token * (MIXTURE.width // PER), source, exists,
+        MIXTURE.width, inner.dtype.element_ty, FORMAT, TILE, False,
     )  # fmt: skip
-    if WEIGH:
+    if MIXTURE.weigh:
         y *= tl.load(weights + pair)
-    if BIAS:
+    if MIXTURE.bias:
         y += tl.load(bias + source, mask=exists, other=0.0).to(tl.float32)
-    if ACT == 4:
-        value = gated(y, y, limit, ACT)
+    if MIXTURE.act == 4:
+        value = gated(y, y, limit, MIXTURE.act)
     else:
         gate, up = tl.split(tl.reshape(y, (HALF, 2)))
-        value = gated(gate, up, limit, ACT)
+        value = gated(gate, up, limit, MIXTURE.act)
     out = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    at_out = inner + pair.to(tl.int64) * SIZE + out
-    tl.store(at_out, value.to(inner.dtype.element_ty), mask=out < SIZE)
+    at_out = inner + pair.to(tl.int64) * MIXTURE.size + out
+    tl.store(at_out, value.to(inner.dtype.element_ty), mask=out < MIXTURE.size)
 
 
 @triton.jit
@@ -301,60 +293,44 @@ def _few_packed_down_kernel(
     bias,  # [experts, WIDTH]
     residual,  # [tokens, WIDTH]
     out,  # [tokens, WIDTH]
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
     ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
-    ROWS: tl.constexpr,  # outputs a program owns
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    LIFT: tl.constexpr,
-    REST: tl.constexpr,
-    UNITS: tl.constexpr,
-    INTS: tl.constexpr,
-    HOW: tl.constexpr,
+    TILE: tl.constexpr,  # `FewTile`
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
 ):
     token = tl.program_id(1)
-    index = tl.arange(0, PLACES * ROWS)
-    PER: tl.constexpr = 2 if BITS == 4 else 4
-    place = index // ROWS
-    mine = tl.program_id(0) * ROWS + index % ROWS
-    exists = (place < CHOSEN) & (mine < WIDTH)
-    pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
+    index = tl.arange(0, PLACES * TILE.rows)
+    PER: tl.constexpr = 2 if FORMAT.bits == 4 else 4
+    place = index // TILE.rows
+    mine = tl.program_id(0) * TILE.rows + index % TILE.rows
+    exists = (place < MIXTURE.chosen) & (mine < MIXTURE.width)
+    pair = token * MIXTURE.chosen + tl.minimum(place, MIXTURE.chosen - 1)
     # The choice is there since before the launch before this one.
     expert = tl.load(ids + pair).to(tl.int64)
     if EXPERTS:
         exists &= expert < EXPERTS
-    source = expert * WIDTH + mine
+    source = expert * MIXTURE.width + mine
     y = _rows_times_x(
-        codes, scale, offset, table, inner + (pair.to(tl.int64) * (SIZE // PER))[:, None, None],
-        source, exists,
-        SIZE, out.dtype.element_ty, BITS, CODE, BASE, OFFSET, GROUP, BAND, SPAN, LIFT, REST,
-        UNITS, INTS, HOW, PDL,
+        codes, scale, offset, table,
+        inner + (pair.to(tl.int64) * (MIXTURE.size // PER))[:, None, None], source, exists,
+        MIXTURE.size, out.dtype.element_ty, FORMAT, TILE, PDL,
     )  # fmt: skip
-    if BIAS:
+    if MIXTURE.bias:
         y += tl.load(bias + source, mask=exists, other=0.0).to(tl.float32)
-    if WEIGH:
+    if MIXTURE.weigh:
         y = tl.where(exists, y, 0.0)
     else:
         # What is not there has read another's inner numbers, which need not be any.
         y = tl.where(exists, y * tl.load(weights + pair, mask=exists, other=0.0), 0.0)
-    total = tl.sum(tl.reshape(y, (PLACES, ROWS)), axis=0)
-    outs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at_out = token.to(tl.int64) * WIDTH + outs
+    total = tl.sum(tl.reshape(y, (PLACES, TILE.rows)), axis=0)
+    outs = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
+    at_out = token.to(tl.int64) * MIXTURE.width + outs
     if ADD:
-        total += tl.load(residual + at_out, mask=outs < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + at_out, total.to(out.dtype.element_ty), mask=outs < WIDTH)
+        total += tl.load(residual + at_out, mask=outs < MIXTURE.width, other=0.0).to(tl.float32)
+    tl.store(out + at_out, total.to(out.dtype.element_ty), mask=outs < MIXTURE.width)
 
 
 def _words_of(weight: PackedWeight) -> int:
@@ -390,20 +366,22 @@ def down_tile(weight: PackedWeight, tokens: int) -> Tile:
 
 
 def _options(weight: PackedWeight, tile: Tile) -> dict[str, Any]:
-    given = constants(weight)
+    form = code_format(weight)
     eight = weight.form.bits == 8
     assert not eight or weight.form.group % (4 * tile.ints) == 0
-    converts = tile.converts and given["CODE"] == E4M3_CODE
-    how = decoder(weight.codes.device) if converts else ""
-    lacks = 0 if how else _LACKS.get(given["CODE"], 0)
+    converts = tile.converts and form.code == E4M3_CODE
+    ptx = decoder(weight.codes.device) if converts else ""
+    lacks = 0 if ptx else _LACKS.get(form.code, 0)
     return {
-        **given,
-        "LIFT": 2.0 ** (_LIFT if lacks else 0),
-        "REST": 2.0 ** (lacks - _LIFT if lacks else 0),
-        "ROWS": tile.rows,
-        "UNITS": tile.units,
-        "INTS": tile.ints if eight else _words_of(weight),
-        "HOW": how,
+        "FORMAT": form,
+        "TILE": FewTile(
+            tile.rows,
+            tile.units,
+            tile.ints if eight else _words_of(weight),
+            lift=2.0 ** (_LIFT if lacks else 0),
+            rest=2.0 ** (lacks - _LIFT if lacks else 0),
+            ptx=ptx,
+        ),
         "num_warps": tile.num_warps,
         **pdl(weight.codes.device),
     }
@@ -444,12 +422,14 @@ def few_packed_up(
         stack.gate_up_bias,
         inner,
         stack.limit,
-        CHOSEN=chosen,
-        SIZE=size,
-        WIDTH=width,
-        ACT=code(stack.act),
-        BIAS=stack.gate_up_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            chosen=chosen,
+            size=size,
+            width=width,
+            act=code(stack.act),
+            bias=stack.gate_up_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         EXPERTS=stack.count if stack.total else 0,
         **_options(weight, tile),
     )
@@ -481,11 +461,13 @@ def few_packed_down(
         stack.down_bias,
         residual,
         out,
-        CHOSEN=chosen,
-        SIZE=size,
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            chosen=chosen,
+            size=size,
+            width=width,
+            bias=stack.down_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         ADD=residual is not None,
         EXPERTS=stack.count if stack.total else 0,
         PLACES=triton.next_power_of_2(chosen),

@@ -2,6 +2,7 @@
 few rows of the router, and the one that ends last chooses."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +16,25 @@ from kernels.experts.topk import choose_experts
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 _WIDEST = 8192  # a program holds a whole row of x
+
+
+class RouteTile(NamedTuple):
+    """What programs take at a time, as one `tl.constexpr`."""
+
+    rows: int
+    columns: int  # a power of two, at least WIDTH
+    block: int
+    places: int
+
+
+class Choice(NamedTuple):
+    """How experts are chosen, as one `tl.constexpr`."""
+
+    experts: int
+    chosen: int
+    sigmoid: bool
+    correct: bool
+    renormalise: bool
 
 
 @triton.jit
@@ -31,25 +51,18 @@ def _few_route_kernel(
     ids,
     eps,
     scale,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    CHOICE: tl.constexpr,  # `Choice`
     WIDTH: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    CORRECT: tl.constexpr,
-    RENORMALISE: tl.constexpr,
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # a power of two, at least WIDTH
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
+    TILE: tl.constexpr,  # `RouteTile`
     PDL: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
+    column = tl.arange(0, TILE.columns)
     inside = column < WIDTH
     # What no kernel writes is fetched before the one that makes x has ended.
-    mask = (row < EXPERTS)[:, None] & inside[None, :]
+    mask = (row < CHOICE.experts)[:, None] & inside[None, :]
     rows = tl.load(router + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
@@ -62,19 +75,20 @@ def _few_route_kernel(
         tl.store(normed + token * WIDTH + column, rounded, mask=inside)
     logit = tl.sum(rows.to(tl.float32) * rounded.to(tl.float32)[None, :], axis=1)
     if BIAS:
-        logit += tl.load(bias + row, mask=row < EXPERTS, other=0.0).to(tl.float32)
-    tl.store(logits + token * EXPERTS + row, logit, mask=row < EXPERTS)
+        logit += tl.load(bias + row, mask=row < CHOICE.experts, other=0.0).to(tl.float32)
+    tl.store(logits + token * CHOICE.experts + row, logit, mask=row < CHOICE.experts)
     tl.debug_barrier()  # every thread's stores come before the arrival
     before = tl.atomic_add(arrived + token, 1, sem="release")
     if before == tl.num_programs(0) - 1:
         tl.atomic_xchg(arrived + token, 0, sem="acquire")
         tl.debug_barrier()
-        expert = tl.arange(0, BLOCK)
-        at = logits + token * EXPERTS + expert
-        every = tl.load(at, mask=expert < EXPERTS, other=float("-inf"))
+        expert = tl.arange(0, TILE.block)
+        at = logits + token * CHOICE.experts + expert
+        every = tl.load(at, mask=expert < CHOICE.experts, other=float("-inf"))
         choose_experts(
             every, correction, weights, ids, token, scale,
-            EXPERTS, CHOSEN, SIGMOID, CORRECT, RENORMALISE, BLOCK, PLACES,
+            CHOICE.experts, CHOICE.chosen, CHOICE.sigmoid, CHOICE.correct, CHOICE.renormalise,
+            TILE.block, TILE.places,
         )  # fmt: skip
 
 
@@ -119,17 +133,21 @@ def few_route(
         ids,
         eps,
         routing.scale,
-        EXPERTS=experts,
-        CHOSEN=chosen,
+        CHOICE=Choice(
+            experts=experts,
+            chosen=chosen,
+            sigmoid=routing.score == "sigmoid",
+            correct=correction is not None,
+            renormalise=routing.renormalise,
+        ),
         WIDTH=width,
-        SIGMOID=routing.score == "sigmoid",
-        CORRECT=correction is not None,
-        RENORMALISE=routing.renormalise,
         BIAS=bias is not None,
-        ROWS=rows,
-        COLUMNS=columns,
-        BLOCK=triton.next_power_of_2(experts),
-        PLACES=triton.next_power_of_2(chosen),
+        TILE=RouteTile(
+            rows=rows,
+            columns=columns,
+            block=triton.next_power_of_2(experts),
+            places=triton.next_power_of_2(chosen),
+        ),
         num_warps=4 if rows * columns <= 8192 else 8,
         **pdl(x.device),
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts.gate import code, gated
+from kernels.experts.mixture import Mixture
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.sorting import Sorted, sort
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
@@ -92,6 +93,17 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
     return acc
 
 
+class GroupedTile(NamedTuple):
+    """What a program multiplies at a time, and how tiles reach it."""
+
+    block: int  # a power of two, at least EXPERTS
+    rows: int
+    outs: int
+    depth: int
+    tma: bool
+    swap: bool
+
+
 @triton.jit
 def _grouped_up_kernel(
     x,  # [tokens, WIDTH]
@@ -105,90 +117,92 @@ def _grouped_up_kernel(
     x_scale,  # SCALED: [tokens]
     scale,  # SCALED: [EXPERTS, 2 * SIZE]
     limit,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
     SCALED: tl.constexpr,  # x and weights are rounded, with a scale a row each
-    BLOCK: tl.constexpr,  # a power of two, at least EXPERTS
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-    SWAP: tl.constexpr,
+    TILE: tl.constexpr,  # `GroupedTile`
     PDL: tl.constexpr,
 ):
-    tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
-    HALVES: tl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
+    tiles: tl.constexpr = (MIXTURE.size + TILE.outs - 1) // TILE.outs
+    HALVES: tl.constexpr = 1 if MIXTURE.act == 4 else 2  # 4: without gates
     block = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * OUTS
-    column = first + tl.arange(0, OUTS)
+    first = tl.program_id(0) % tiles * TILE.outs
+    column = first + tl.arange(0, TILE.outs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, place, behind = _find(starts, block, EXPERTS, BLOCK, ROWS)
-    if expert == EXPERTS:
+    expert, place, behind = _find(starts, block, MIXTURE.experts, TILE.block, TILE.rows)
+    if expert == MIXTURE.experts:
         return
-    row = place + tl.arange(0, ROWS)
+    row = place + tl.arange(0, TILE.rows)
     exists = row < behind
     pair = tl.load(order + row, mask=exists, other=0)
-    depth = tl.arange(0, DEPTH)
-    x_at = x + (pair // CHOSEN).to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    source = expert.to(tl.int64) * (HALVES * SIZE) + column
-    if TMA:
-        both = _nothing(ROWS, HALVES * OUTS, SWAP)
-        for start in range(0, WIDTH, DEPTH):
+    depth = tl.arange(0, TILE.depth)
+    x_at = x + (pair // MIXTURE.chosen).to(tl.int64)[:, None] * MIXTURE.width + depth[None, :]
+    source = expert.to(tl.int64) * (HALVES * MIXTURE.size) + column
+    if TILE.tma:
+        both = _nothing(TILE.rows, HALVES * TILE.outs, TILE.swap)
+        for start in range(0, MIXTURE.width, TILE.depth):
             # Rows that do not exist read the token of pair 0: nobody looks at what becomes of them.
-            if WIDTH % DEPTH == 0:
+            if MIXTURE.width % TILE.depth == 0:
                 xs = tl.load(x_at + start)
             else:
-                xs = tl.load(x_at + start, mask=(start + depth < WIDTH)[None, :], other=0.0)
-            ws = tl.reshape(described.load([expert * HALVES, first, start]), (HALVES * OUTS, DEPTH))
-            both = _add(xs, ws, both, SWAP)
-        if SWAP:
+                xs = tl.load(x_at + start, mask=(start + depth < MIXTURE.width)[None, :], other=0.0)
+            ws = tl.reshape(
+                described.load([expert * HALVES, first, start]), (HALVES * TILE.outs, TILE.depth)
+            )
+            both = _add(xs, ws, both, TILE.swap)
+        if TILE.swap:
             both = tl.trans(both)
-        if ACT == 4:
+        if MIXTURE.act == 4:
             gate = both
             up = both
         else:
-            gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, OUTS)), (0, 2, 1)))
+            gate, up = tl.split(tl.permute(tl.reshape(both, (TILE.rows, 2, TILE.outs)), (0, 2, 1)))
     else:
-        gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
-        up_at = gate_at + SIZE * WIDTH
-        gate = _nothing(ROWS, OUTS, SWAP)
-        up = _nothing(ROWS, OUTS, SWAP)
-        for start in range(0, WIDTH, DEPTH):
-            inside = (start + depth < WIDTH)[None, :]
-            mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
+        gate_at = gate_up + source[:, None] * MIXTURE.width + depth[None, :]
+        up_at = gate_at + MIXTURE.size * MIXTURE.width
+        gate = _nothing(TILE.rows, TILE.outs, TILE.swap)
+        up = _nothing(TILE.rows, TILE.outs, TILE.swap)
+        for start in range(0, MIXTURE.width, TILE.depth):
+            inside = (start + depth < MIXTURE.width)[None, :]
+            mask = (
+                inside
+                if MIXTURE.size % TILE.outs == 0
+                else (column < MIXTURE.size)[:, None] & inside
+            )
             xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
             gates = tl.load(gate_at + start, mask=mask, other=0.0)
-            gate = _add(xs, gates, gate, SWAP)
-            if ACT != 4:
+            gate = _add(xs, gates, gate, TILE.swap)
+            if MIXTURE.act != 4:
                 ups = tl.load(up_at + start, mask=mask, other=0.0)
-                up = _add(xs, ups, up, SWAP)
-        if SWAP:
+                up = _add(xs, ups, up, TILE.swap)
+        if TILE.swap:
             gate = tl.trans(gate)
             up = tl.trans(up)
     if SCALED:
-        of_x = tl.load(x_scale + pair // CHOSEN, mask=exists, other=0.0)[:, None]
-        gate *= of_x * tl.load(scale + source, mask=column < SIZE, other=0.0)[None, :]
-        if ACT != 4:
-            up *= of_x * tl.load(scale + source + SIZE, mask=column < SIZE, other=0.0)[None, :]
-    if WEIGH:
+        of_x = tl.load(x_scale + pair // MIXTURE.chosen, mask=exists, other=0.0)[:, None]
+        gate *= of_x * tl.load(scale + source, mask=column < MIXTURE.size, other=0.0)[None, :]
+        if MIXTURE.act != 4:
+            up *= (
+                of_x
+                * tl.load(scale + source + MIXTURE.size, mask=column < MIXTURE.size, other=0.0)[
+                    None, :
+                ]
+            )
+    if MIXTURE.weigh:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
         gate *= weight
         up *= weight
-    if BIAS:
-        gate += tl.load(bias + source, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
-        if ACT != 4:
-            of_up = tl.load(bias + source + SIZE, mask=column < SIZE, other=0.0)
+    if MIXTURE.bias:
+        gate += tl.load(bias + source, mask=column < MIXTURE.size, other=0.0).to(tl.float32)[
+            None, :
+        ]
+        if MIXTURE.act != 4:
+            of_up = tl.load(bias + source + MIXTURE.size, mask=column < MIXTURE.size, other=0.0)
             up += of_up.to(tl.float32)[None, :]
-    value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
-    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(inner + at, value, mask=exists[:, None] & (column < SIZE)[None, :])
+    value = gated(gate, up, limit, MIXTURE.act).to(inner.dtype.element_ty)
+    at = row.to(tl.int64)[:, None] * MIXTURE.size + column[None, :]
+    tl.store(inner + at, value, mask=exists[:, None] & (column < MIXTURE.size)[None, :])
 
 
 @triton.jit
@@ -204,62 +218,62 @@ def _grouped_down_kernel(
     given,  # [pairs, WIDTH]
     inner_scale,  # SCALED: [pairs], in sorted order
     scale,  # SCALED: [EXPERTS, WIDTH]
-    EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
     SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TMA: tl.constexpr,
-    SWAP: tl.constexpr,
+    TILE: tl.constexpr,  # `GroupedTile`
     PDL: tl.constexpr,
 ):
-    tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    WEIGH: tl.constexpr = MIXTURE.weigh
+    tiles: tl.constexpr = (MIXTURE.width + TILE.outs - 1) // TILE.outs
     # Sorted before the launch before this one.
-    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
-    first = tl.program_id(0) % tiles * OUTS
-    column = first + tl.arange(0, OUTS)
-    source = expert.to(tl.int64) * WIDTH + column
+    expert, place, behind = _find(
+        starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, TILE.rows
+    )
+    first = tl.program_id(0) % tiles * TILE.outs
+    column = first + tl.arange(0, TILE.outs)
+    source = expert.to(tl.int64) * MIXTURE.width + column
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if expert == EXPERTS:
+    if expert == MIXTURE.experts:
         return
-    row = place + tl.arange(0, ROWS)
+    row = place + tl.arange(0, TILE.rows)
     exists = row < behind
-    depth = tl.arange(0, DEPTH)
-    x_at = inner + row.to(tl.int64)[:, None] * SIZE + depth[None, :]
-    w_at = down + source[:, None] * SIZE + depth[None, :]
-    acc = _nothing(ROWS, OUTS, SWAP)
-    if TMA:
-        for start in range(0, SIZE, DEPTH):
+    depth = tl.arange(0, TILE.depth)
+    x_at = inner + row.to(tl.int64)[:, None] * MIXTURE.size + depth[None, :]
+    w_at = down + source[:, None] * MIXTURE.size + depth[None, :]
+    acc = _nothing(TILE.rows, TILE.outs, TILE.swap)
+    if TILE.tma:
+        for start in range(0, MIXTURE.size, TILE.depth):
             # Rows behind the expert's are another's, or of no number: nobody looks at theirs.
             xs = inner_described.load([place, start])
-            ws = tl.reshape(down_described.load([expert, first, start]), (OUTS, DEPTH))
-            acc = _add(xs, ws, acc, SWAP)
+            ws = tl.reshape(down_described.load([expert, first, start]), (TILE.outs, TILE.depth))
+            acc = _add(xs, ws, acc, TILE.swap)
     else:
-        for start in range(0, SIZE, DEPTH):
-            inside = (start + depth < SIZE)[None, :]
-            mask = inside if WIDTH % OUTS == 0 else (column < WIDTH)[:, None] & inside
+        for start in range(0, MIXTURE.size, TILE.depth):
+            inside = (start + depth < MIXTURE.size)[None, :]
+            mask = (
+                inside
+                if MIXTURE.width % TILE.outs == 0
+                else (column < MIXTURE.width)[:, None] & inside
+            )
             xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
             ws = tl.load(w_at + start, mask=mask, other=0.0)
-            acc = _add(xs, ws, acc, SWAP)
-    if SWAP:
+            acc = _add(xs, ws, acc, TILE.swap)
+    if TILE.swap:
         acc = tl.trans(acc)
     if SCALED:
         of_inner = tl.load(inner_scale + row, mask=exists, other=0.0)[:, None]
-        acc *= of_inner * tl.load(scale + source, mask=column < WIDTH, other=0.0)[None, :]
-    if BIAS:
-        acc += tl.load(bias + source, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        acc *= of_inner * tl.load(scale + source, mask=column < MIXTURE.width, other=0.0)[None, :]
+    if MIXTURE.bias:
+        acc += tl.load(bias + source, mask=column < MIXTURE.width, other=0.0).to(tl.float32)[
+            None, :
+        ]
     pair = tl.load(order + row, mask=exists, other=0)
     if not WEIGH:
         acc *= tl.load(weights + pair, mask=exists, other=0.0)[:, None]
-    at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    mask = exists[:, None] & (column < WIDTH)[None, :]
+    at = pair.to(tl.int64)[:, None] * MIXTURE.width + column[None, :]
+    mask = exists[:, None] & (column < MIXTURE.width)[None, :]
     tl.store(given + at, acc.to(given.dtype.element_ty), mask=mask)
 
 
@@ -333,18 +347,15 @@ def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(each, [halves, tile.outs, tile.depth])
 
 
-def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
+def _shape(tile: Tile, experts: int, rows: int, x: Tensor, tma: bool) -> dict[str, Any]:
     """Return a launch's constants, with as many stages as shared memory has room for.
 
     rows: of the weight, that a turn reads.
     """
     stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
+    block = triton.next_power_of_2(experts)
     return {
-        "BLOCK": triton.next_power_of_2(experts),
-        "ROWS": tile.rows,
-        "OUTS": tile.outs,
-        "DEPTH": tile.depth,
-        "SWAP": tile.swap,
+        "TILE": GroupedTile(block, tile.rows, tile.outs, tile.depth, tma, tile.swap),
         "num_warps": tile.num_warps,
         "num_stages": max(1, min(tile.num_stages, shared_memory(x.device) // stage)),
     }
@@ -376,16 +387,17 @@ def grouped_up(
         None if scales is None else scales.rows,
         None if scales is None else scales.outputs,
         stack.limit,
-        EXPERTS=experts,
-        CHOSEN=ids.shape[1],
-        SIZE=size,
-        WIDTH=width,
-        ACT=code(stack.act),
-        BIAS=stack.gate_up_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            chosen=ids.shape[1],
+            size=size,
+            width=width,
+            act=code(stack.act),
+            bias=stack.gate_up_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         SCALED=scales is not None,
-        TMA=tma,
-        **_shape(tile, experts, halves * tile.outs, x),
+        **_shape(tile, experts, halves * tile.outs, x, tma),
         **pdl(x.device),
     )
     return inner
@@ -418,14 +430,15 @@ def grouped_down(
         given,
         None if scales is None else scales.rows,
         None if scales is None else scales.outputs,
-        EXPERTS=experts,
-        SIZE=size,
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            size=size,
+            width=width,
+            bias=stack.down_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         SCALED=scales is not None,
-        TMA=tma,
-        **_shape(tile, experts, tile.outs, inner),
+        **_shape(tile, experts, tile.outs, inner, tma),
         **pdl(inner.device),
     )
     return given

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.grouped import _find, by_expert
+from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
 from kernels.experts.sorting import Sorted
-from kernels.gemm.packed.codes import E2M1_CODE, bytes_fit, code_of, constants, scaled_floats
-from kernels.gemm.packed.dot import LOWERED, add_step, quick
+from kernels.gemm.packed.codes import E2M1_CODE, code_format, code_of, scaled_floats
+from kernels.gemm.packed.dot import LOWERED, add_step, decoding, pair_ptx
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
@@ -47,6 +48,16 @@ TILES: tuple[tuple[float, Tiles], ...] = (
 FIXED = Tiles(Tile(32, 64, 4, 3), Tile(32, 64, 4, 3))
 
 
+class PackedTile(NamedTuple):
+    """What a program multiplies at a time."""
+
+    block: int  # a power of two, at least EXPERTS
+    pairs: int
+    outs: int
+    words: int  # words or codes of a row at a time
+    whole_steps: bool
+
+
 @triton.jit
 def _packed_up_kernel(
     x,  # [tokens, WIDTH]
@@ -60,92 +71,72 @@ def _packed_up_kernel(
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE], in sorted order
     limit,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,  # a power of two, at least EXPERTS
-    PAIRS: tl.constexpr,
-    OUTS: tl.constexpr,
-    WORDS: tl.constexpr,  # words or codes of a row at a time
-    EVEN: tl.constexpr,
-    QUICK: tl.constexpr,
-    WHOLE: tl.constexpr,  # a scale is an output's
-    HOW0: tl.constexpr,
-    HOW1: tl.constexpr,
-    HOW2: tl.constexpr,
-    HOW3: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `PackedTile`
+    DECODE: tl.constexpr,  # `dot.Decoding`
     PDL: tl.constexpr,
 ):
-    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 4
-    tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
+    OUTS: tl.constexpr = TILE.outs
+    PAIRS: tl.constexpr = TILE.pairs
+    FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
+    RUN: tl.constexpr = FORMAT.span // 4
+    tiles: tl.constexpr = (MIXTURE.size + OUTS - 1) // OUTS
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, PAIRS)
-    if expert == EXPERTS:
+    expert, place, behind = _find(
+        starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, PAIRS
+    )
+    if expert == MIXTURE.experts:
         return
     row = place + tl.arange(0, PAIRS)
     exists = row < behind
     pair = tl.load(order + row, mask=exists, other=0)
     out = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
-    has = out < SIZE
-    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE  # 4: without gates
+    has = out < MIXTURE.size
+    EACH: tl.constexpr = MIXTURE.size if MIXTURE.act == 4 else 2 * MIXTURE.size  # 4: without gates
     source = expert.to(tl.int64) * EACH + out
-    element = tl.arange(0, WORDS)
-    if BITS == 4:
-        column = element // RUN * SPAN + element % RUN
+    element = tl.arange(0, TILE.words)
+    if FORMAT.bits == 4:
+        column = element // RUN * FORMAT.span + element % RUN
         column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)
     else:
         column = element
-    x_at = x + (pair // CHOSEN).to(tl.int64)[None, :] * WIDTH + column[:, None]
-    gate_at = codes + source[:, None] * (WIDTH // FIELDS) + element[None, :]
-    up_at = gate_at + SIZE * (WIDTH // FIELDS)
-    gate_groups = source // BAND * (WIDTH // GROUP)
-    up_groups = (source + SIZE) // BAND * (WIDTH // GROUP)
+    x_at = x + (pair // MIXTURE.chosen).to(tl.int64)[None, :] * MIXTURE.width + column[:, None]
+    gate_at = codes + source[:, None] * (MIXTURE.width // FIELDS) + element[None, :]
+    up_at = gate_at + MIXTURE.size * (MIXTURE.width // FIELDS)
+    gate_groups = source // FORMAT.band * (MIXTURE.width // FORMAT.group)
+    up_groups = (source + MIXTURE.size) // FORMAT.band * (MIXTURE.width // FORMAT.group)
     gate = tl.zeros([OUTS, PAIRS], tl.float32)
     up = tl.zeros([OUTS, PAIRS], tl.float32)
-    for start in range(0, WIDTH, WORDS * FIELDS):
+    for start in range(0, MIXTURE.width, TILE.words * FIELDS):
         gate = add_step(
-            gate, start, gate_at, x_at, WIDTH, has, exists, gate_groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
-            HOW0, HOW1, HOW2, HOW3, PRECISION,
+            gate, start, gate_at, x_at, MIXTURE.width, has, exists, gate_groups, scale, offset,
+            table, FORMAT, TILE.words, TILE.whole_steps, DECODE,
         )  # fmt: skip
-        if ACT != 4:
+        if MIXTURE.act != 4:
             up = add_step(
-                up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
-                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
-                HOW0, HOW1, HOW2, HOW3, PRECISION,
+                up, start, up_at, x_at, MIXTURE.width, has, exists, up_groups, scale, offset,
+                table, FORMAT, TILE.words, TILE.whole_steps, DECODE,
             )  # fmt: skip
-    if QUICK and BITS == 4 and CODE == 1:
+    if DECODE.by_ptx and FORMAT.bits == 4 and FORMAT.code == 1:
         gate *= LOWERED
         up *= LOWERED
-    if QUICK and BITS == 8 and WHOLE:
+    if DECODE.by_ptx and FORMAT.bits == 8 and DECODE.scale_outputs:
         gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
-        if ACT != 4:
-            up *= tl.load(scale + source + SIZE, mask=has, other=0.0)[:, None]
-    if WEIGH:
+        if MIXTURE.act != 4:
+            up *= tl.load(scale + source + MIXTURE.size, mask=has, other=0.0)[:, None]
+    if MIXTURE.weigh:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[None, :]
         gate *= weight
         up *= weight
-    if BIAS:
+    if MIXTURE.bias:
         gate += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
-        if ACT != 4:
-            up += tl.load(bias + source + SIZE, mask=has, other=0.0).to(tl.float32)[:, None]
-    value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
-    at = row.to(tl.int64)[None, :] * SIZE + out[:, None]
+        if MIXTURE.act != 4:
+            up += tl.load(bias + source + MIXTURE.size, mask=has, other=0.0).to(tl.float32)[:, None]
+    value = gated(gate, up, limit, MIXTURE.act).to(inner.dtype.element_ty)
+    at = row.to(tl.int64)[None, :] * MIXTURE.size + out[:, None]
     tl.store(inner + at, value, mask=has[:, None] & exists[None, :])
 
 
@@ -161,73 +152,57 @@ def _packed_down_kernel(
     table,
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
-    EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGH: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    OUTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    EVEN: tl.constexpr,
-    QUICK: tl.constexpr,
-    WHOLE: tl.constexpr,  # a scale is an output's
-    HOW0: tl.constexpr,
-    HOW1: tl.constexpr,
-    HOW2: tl.constexpr,
-    HOW3: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MIXTURE: tl.constexpr,  # `Mixture`
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `PackedTile`
+    DECODE: tl.constexpr,  # `dot.Decoding`
     PDL: tl.constexpr,
 ):
-    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 4
-    tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    OUTS: tl.constexpr = TILE.outs
+    PAIRS: tl.constexpr = TILE.pairs
+    WEIGH: tl.constexpr = MIXTURE.weigh
+    FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
+    RUN: tl.constexpr = FORMAT.span // 4
+    tiles: tl.constexpr = (MIXTURE.width + OUTS - 1) // OUTS
     # Sorted before the launch before this one.
-    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, PAIRS)
+    expert, place, behind = _find(
+        starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, PAIRS
+    )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if expert == EXPERTS:
+    if expert == MIXTURE.experts:
         return
     row = place + tl.arange(0, PAIRS)
     exists = row < behind
     out = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
-    has = out < WIDTH
-    source = expert.to(tl.int64) * WIDTH + out
-    element = tl.arange(0, WORDS)
-    if BITS == 4:
-        column = element // RUN * SPAN + element % RUN
+    has = out < MIXTURE.width
+    source = expert.to(tl.int64) * MIXTURE.width + out
+    element = tl.arange(0, TILE.words)
+    if FORMAT.bits == 4:
+        column = element // RUN * FORMAT.span + element % RUN
         column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)
     else:
         column = element
-    x_at = inner + row.to(tl.int64)[None, :] * SIZE + column[:, None]
-    at = codes + source[:, None] * (SIZE // FIELDS) + element[None, :]
-    groups = source // BAND * (SIZE // GROUP)
+    x_at = inner + row.to(tl.int64)[None, :] * MIXTURE.size + column[:, None]
+    at = codes + source[:, None] * (MIXTURE.size // FIELDS) + element[None, :]
+    groups = source // FORMAT.band * (MIXTURE.size // FORMAT.group)
     acc = tl.zeros([OUTS, PAIRS], tl.float32)
-    for start in range(0, SIZE, WORDS * FIELDS):
+    for start in range(0, MIXTURE.size, TILE.words * FIELDS):
         acc = add_step(
-            acc, start, at, x_at, SIZE, has, exists, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
-            HOW0, HOW1, HOW2, HOW3, PRECISION,
+            acc, start, at, x_at, MIXTURE.size, has, exists, groups, scale, offset, table,
+            FORMAT, TILE.words, TILE.whole_steps, DECODE,
         )  # fmt: skip
-    if QUICK and BITS == 4 and CODE == 1:
+    if DECODE.by_ptx and FORMAT.bits == 4 and FORMAT.code == 1:
         acc *= LOWERED
-    if QUICK and BITS == 8 and WHOLE:
+    if DECODE.by_ptx and FORMAT.bits == 8 and DECODE.scale_outputs:
         acc *= tl.load(scale + source, mask=has, other=0.0)[:, None]
-    if BIAS:
+    if MIXTURE.bias:
         acc += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
     pair = tl.load(order + row, mask=exists, other=0)
     if not WEIGH:
         acc *= tl.load(weights + pair, mask=exists, other=0.0)[None, :]
-    place_out = pair.to(tl.int64)[None, :] * WIDTH + out[:, None]
+    place_out = pair.to(tl.int64)[None, :] * MIXTURE.width + out[:, None]
     mask = has[:, None] & exists[None, :]
     tl.store(given + place_out, acc.to(given.dtype.element_ty), mask=mask)
 
@@ -248,26 +223,20 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
     four = weight.form.bits == 4
     words = 32 if four else 128
     step = 4 * words if four else words
-    how, warps = quick(x, weight, words), tile.num_warps
+    block = triton.next_power_of_2(experts)
+    ptx, warps = pair_ptx(x, weight, words), tile.num_warps
     if _floats_fit(x, weight):
-        how = [scaled_floats(at) for at in range(4)]
+        ptx = [scaled_floats(at) for at in range(4)]
     else:  # registers for sums of a group beside those of all
         warps = max(warps, tile.pairs * tile.outs // 1024)
     # A scale and an offset for each code are on their way too.
-    stages = 2 if not how and weight.form.group % step else tile.num_stages
+    stages = 2 if not ptx and weight.form.group % step else tile.num_stages
     return {
-        "BLOCK": triton.next_power_of_2(experts),
-        "PAIRS": tile.pairs,
-        "OUTS": tile.outs,
-        "WORDS": words,
-        "EVEN": weight.shape[1] % step == 0,
-        "QUICK": bool(how),
-        "WHOLE": bytes_fit(weight),
-        **{f"HOW{i}": how[i] if how else "" for i in range(4)},
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "FORMAT": code_format(weight),
+        "TILE": PackedTile(block, tile.pairs, tile.outs, words, weight.shape[1] % step == 0),
+        "DECODE": decoding(x, weight, ptx),
         "num_warps": warps,
         "num_stages": stages,
-        **constants(weight),
         **pdl(x.device),
     }
 
@@ -296,13 +265,15 @@ def packed_up(
         stack.gate_up_bias,
         inner,
         stack.limit,
-        EXPERTS=experts,
-        CHOSEN=ids.shape[1],
-        SIZE=size,
-        WIDTH=width,
-        ACT=code(stack.act),
-        BIAS=stack.gate_up_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            chosen=ids.shape[1],
+            size=size,
+            width=width,
+            act=code(stack.act),
+            bias=stack.gate_up_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         **_options(x, weight, tile, experts),
     )
     return inner
@@ -327,11 +298,13 @@ def packed_down(
         weight.table,
         stack.down_bias,
         given,
-        EXPERTS=experts,
-        SIZE=size,
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            size=size,
+            width=width,
+            bias=stack.down_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         **_options(inner, weight, tile, experts),
     )
     return given

@@ -11,12 +11,37 @@ programmatic dependent launch its first weights are on their way before the prev
 finished; only x waits for that.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+class Fused(NamedTuple):
+    """What a kernel computes around the GEMV of one token, as one `tl.constexpr`."""
+
+    norm: bool  # an RMS norm of x
+    gated: bool  # act(gate) * up of gate and up rows
+    gelu: bool  # the tanh form of GELU, else SiLU
+    add: bool  # a residual
+    bias: bool
+
+
+def fused(
+    norm: Tensor | None, gate: str | None, residual: Tensor | None, bias: Tensor | None
+) -> Fused:
+    """Return what a launch with these operands computes. gate: a value of GATES."""
+    return Fused(
+        norm=norm is not None,
+        gated=gate is not None,
+        gelu=gate == "gelu_pytorch_tanh",
+        add=residual is not None,
+        bias=bias is not None,
+    )
 
 
 @triton.jit

@@ -5,7 +5,7 @@ into its weight; products are of the bare codes. These are in float16, which hol
 exactly, and to which fewer instructions lead from 8 bits than to bfloat16.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,17 +17,23 @@ from kernels.kv.quantized import QuantizedKV
 KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # the constexpr KIND; 0 = numbers of the model's type
 
 
-def constants(cache: QuantizedKV) -> dict[str, Any]:
-    """Return a kernel's constants for the cache's format and layout.
+class CodePages(NamedTuple):
+    """The format and layout of a cache of codes, as one `tl.constexpr`.
 
-    CODE_PAGE: elements of codes from a block to the next.
-    NUMBER_PAGE: words (`words`) from a block to the next.
+    kind: a value of KINDS; 0 = numbers of the model's type.
+    code_page: elements of codes from a block to the next.
+    number_page: words (`words`) from a block to the next.
     """
-    return {
-        "KIND": KINDS[cache.form.name],
-        "CODE_PAGE": cache.codes.stride(0),
-        "NUMBER_PAGE": cache.numbers.stride(0) // cache.form.words,
-    }
+
+    kind: int
+    code_page: int
+    number_page: int
+
+
+def code_pages(cache: QuantizedKV) -> CodePages:
+    """Return the constants of the cache's format and layout."""
+    pages = cache.codes.stride(0), cache.numbers.stride(0) // cache.form.words
+    return CodePages(KINDS[cache.form.name], *pages)
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:

@@ -6,15 +6,16 @@ rotates, a rest. Into a cache of fewer bits keys and values go as codes, with th
 head that its elements ask for (kernels/kv/quantized.py).
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.kv.codes import (
+    CodePages,
     by_hadamard,
-    constants,
+    code_pages,
     numbers_of,
     store_codes,
     store_numbers,
@@ -138,6 +139,21 @@ def _store_key(
         )
 
 
+class RotarySizes(NamedTuple):
+    """The sizes of queries, keys and values with rotary embeddings, as one `tl.constexpr`."""
+
+    num_heads: int
+    num_kv_heads: int
+    query: int  # heads from a query to the next: 2 where its gate follows it
+    head_dim: int
+    rotary_dim: int
+    block_size: int
+    heads: int  # heads a program, a power of two
+    half: int  # power of two >= ROTARY_DIM / 2
+    rest: int  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
+    full: int  # power of two >= HEAD_DIM
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_kv_write_kernel(
     qkv,  # [tokens, (QUERY * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
@@ -152,107 +168,126 @@ def _rope_kv_write_kernel(
     k_numbers,  # int16, if KIND
     v_numbers,
     eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    QUERY: tl.constexpr,  # heads from a query to the next: 2 where its gate follows it
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    SIZES: tl.constexpr,  # `RotarySizes`
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
-    HEADS: tl.constexpr,  # heads a program, a power of two
-    HALF: tl.constexpr,  # power of two >= ROTARY_DIM / 2
-    REST: tl.constexpr,  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
-    FULL: tl.constexpr,  # power of two >= HEAD_DIM
-    KIND: tl.constexpr,  # of codes (kernels/kv/codes.py); 0 = plain
-    CODE_PAGE: tl.constexpr,
-    NUMBER_PAGE: tl.constexpr,
+    CODES: tl.constexpr,  # `CodePages`
     HADAMARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    K_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    row = qkv + token * (QUERY * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    Q_GROUPS: tl.constexpr = (SIZES.num_heads + SIZES.heads - 1) // SIZES.heads
+    K_GROUPS: tl.constexpr = (SIZES.num_kv_heads + SIZES.heads - 1) // SIZES.heads
+    row = qkv + token * (SIZES.query * SIZES.num_heads + 2 * SIZES.num_kv_heads) * SIZES.head_dim
     slot = tl.load(slots + token)
     position = tl.load(positions + token).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
+    block = slot // SIZES.block_size
+    offset = slot % SIZES.block_size
 
     if group >= Q_GROUPS + K_GROUPS:  # values: copied
-        v_heads = (group - Q_GROUPS - K_GROUPS) * HEADS + tl.arange(0, HEADS)
-        v_dims = tl.arange(0, FULL)
-        v_mask = (v_heads < NUM_KV_HEADS)[:, None] & (v_dims < HEAD_DIM)[None, :]
-        v_first: tl.constexpr = QUERY * NUM_HEADS + NUM_KV_HEADS
-        v_source = row + ((v_first + v_heads) * HEAD_DIM)[:, None] + v_dims[None, :]
+        v_heads = (group - Q_GROUPS - K_GROUPS) * SIZES.heads + tl.arange(0, SIZES.heads)
+        v_dims = tl.arange(0, SIZES.full)
+        v_mask = (v_heads < SIZES.num_kv_heads)[:, None] & (v_dims < SIZES.head_dim)[None, :]
+        v_first: tl.constexpr = SIZES.query * SIZES.num_heads + SIZES.num_kv_heads
+        v_source = row + ((v_first + v_heads) * SIZES.head_dim)[:, None] + v_dims[None, :]
         v_target = (
-            v_cache + ((block * NUM_KV_HEADS + v_heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+            v_cache
+            + ((block * SIZES.num_kv_heads + v_heads) * SIZES.block_size + offset)[:, None]
+            * SIZES.head_dim
         )
-        if KIND:
+        if CODES.kind:
             if slot >= 0:
                 value = tl.load(v_source, mask=v_mask, other=0.0).to(tl.float32)
-                low, high = _bounds(value, HEAD_DIM)
-                scale, least = numbers_of(low, high, KIND)
-                exists = v_heads < NUM_KV_HEADS
-                in_block = v_heads * BLOCK_SIZE + offset
-                words = v_numbers + block * NUMBER_PAGE
-                store_numbers(words, in_block, scale, least, exists, KIND)
-                PACKED: tl.constexpr = 2 if KIND == 3 else 1
-                codes = v_cache + block * CODE_PAGE + (in_block * (HEAD_DIM // PACKED))[:, None]
-                store_codes(codes, value, scale, least, exists, HEAD_DIM, KIND)
+                low, high = _bounds(value, SIZES.head_dim)
+                scale, least = numbers_of(low, high, CODES.kind)
+                exists = v_heads < SIZES.num_kv_heads
+                in_block = v_heads * SIZES.block_size + offset
+                words = v_numbers + block * CODES.number_page
+                store_numbers(words, in_block, scale, least, exists, CODES.kind)
+                PACKED: tl.constexpr = 2 if CODES.kind == 3 else 1
+                codes = (
+                    v_cache
+                    + block * CODES.code_page
+                    + (in_block * (SIZES.head_dim // PACKED))[:, None]
+                )
+                store_codes(codes, value, scale, least, exists, SIZES.head_dim, CODES.kind)
         elif slot >= 0:
             tl.store(v_target + v_dims[None, :], tl.load(v_source, mask=v_mask), mask=v_mask)
     else:
-        dims = tl.arange(0, HALF)
-        half: tl.constexpr = ROTARY_DIM // 2
+        dims = tl.arange(0, SIZES.half)
+        half: tl.constexpr = SIZES.rotary_dim // 2
         valid = dims < half
-        angle = cos_sin + position * ROTARY_DIM
+        angle = cos_sin + position * SIZES.rotary_dim
         cos = tl.load(angle + dims, mask=valid, other=0.0)[None, :]
         sin = tl.load(angle + half + dims, mask=valid, other=0.0)[None, :]
         is_query = group < Q_GROUPS
-        heads = tl.where(is_query, group, group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
-        exists = heads < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+        heads = tl.where(is_query, group, group - Q_GROUPS) * SIZES.heads + tl.arange(
+            0, SIZES.heads
+        )
+        exists = heads < tl.where(is_query, SIZES.num_heads, SIZES.num_kv_heads)
         mask = exists[:, None] & valid[None, :]
-        base = tl.where(is_query, 0, QUERY * NUM_HEADS)
+        base = tl.where(is_query, 0, SIZES.query * SIZES.num_heads)
         head = base + heads
-        if QUERY > 1:
-            head = tl.where(is_query, QUERY * heads, head)
-        source = row + (head * HEAD_DIM)[:, None]
+        if SIZES.query > 1:
+            head = tl.where(is_query, SIZES.query * heads, head)
+        source = row + (head * SIZES.head_dim)[:, None]
         first = tl.load(source + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + half + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         rest, rest_mask = first, mask
-        if REST:
-            more = ROTARY_DIM + tl.arange(0, REST)
-            rest_mask = exists[:, None] & (more < HEAD_DIM)[None, :]
+        if SIZES.rest:
+            more = SIZES.rotary_dim + tl.arange(0, SIZES.rest)
+            rest_mask = exists[:, None] & (more < SIZES.head_dim)[None, :]
             rest = tl.load(source + more[None, :], mask=rest_mask, other=0.0).to(tl.float32)
         if is_query:
-            target = q_out + ((token * NUM_HEADS + heads) * HEAD_DIM)[:, None]
+            target = q_out + ((token * SIZES.num_heads + heads) * SIZES.head_dim)[:, None]
             first, second, rest = _rotated(
                 first, second, rest, cos, sin, q_norm, eps,
-                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, HADAMARD,
+                Q_NORM, SIZES.head_dim, SIZES.rotary_dim, SIZES.half, SIZES.rest, HADAMARD,
             )  # fmt: skip
-            _store(target, first, second, rest, mask, rest_mask, ROTARY_DIM, HALF, REST)
+            _store(
+                target,
+                first,
+                second,
+                rest,
+                mask,
+                rest_mask,
+                SIZES.rotary_dim,
+                SIZES.half,
+                SIZES.rest,
+            )
         elif slot >= 0:
             first, second, rest = _rotated(
                 first, second, rest, cos, sin, k_norm, eps,
-                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, HADAMARD,
+                K_NORM, SIZES.head_dim, SIZES.rotary_dim, SIZES.half, SIZES.rest, HADAMARD,
             )  # fmt: skip
-            in_block = heads * BLOCK_SIZE + offset
-            if KIND:
+            in_block = heads * SIZES.block_size + offset
+            if CODES.kind:
                 _store_key(
                     k_cache, k_numbers, first, second, rest, block, in_block, exists,
-                    KIND, CODE_PAGE, NUMBER_PAGE, HEAD_DIM, ROTARY_DIM, REST,
+                    CODES.kind, CODES.code_page, CODES.number_page, SIZES.head_dim,
+                    SIZES.rotary_dim, SIZES.rest,
                 )  # fmt: skip
             else:
                 target = (
                     k_cache
-                    + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+                    + ((block * SIZES.num_kv_heads + heads) * SIZES.block_size + offset)[:, None]
+                    * SIZES.head_dim
                 )
-                _store(target, first, second, rest, mask, rest_mask, ROTARY_DIM, HALF, REST)
+                _store(
+                    target,
+                    first,
+                    second,
+                    rest,
+                    mask,
+                    rest_mask,
+                    SIZES.rotary_dim,
+                    SIZES.half,
+                    SIZES.rest,
+                )
 
 
 def rope_kv_write(
@@ -275,9 +310,9 @@ def rope_kv_write(
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return q
-    how: dict[str, Any] = {"KIND": 0, "CODE_PAGE": 0, "NUMBER_PAGE": 0, "HADAMARD": 0}
+    codes, hadamard = CodePages(0, 0, 0), 0
     if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
-        how = constants(k_cache) | {"HADAMARD": max(1, k_cache.form.hadamard).bit_length() - 1}
+        codes, hadamard = code_pages(k_cache), max(1, k_cache.form.hadamard).bit_length() - 1
         caches = (*(each.codes for each in (k_cache, v_cache)), *words(k_cache, v_cache))
     else:
         caches = (k_cache, v_cache, k_cache, v_cache)
@@ -293,19 +328,22 @@ def rope_kv_write(
         q,
         *caches,
         eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        QUERY=2 if gated else 1,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        BLOCK_SIZE=block_size,
+        SIZES=RotarySizes(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            query=2 if gated else 1,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            block_size=block_size,
+            heads=heads,
+            half=triton.next_power_of_2(rotary_dim // 2),
+            rest=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
+            full=triton.next_power_of_2(head_dim),
+        ),
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
-        HEADS=heads,
-        HALF=triton.next_power_of_2(rotary_dim // 2),
-        REST=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
-        FULL=triton.next_power_of_2(head_dim),
-        **how,
+        CODES=codes,
+        HADAMARD=hadamard,
         # With thousands of programs the early start costs more than it hides.
         **(pdl(q.device) if num_tokens <= 256 else {"PDL": False}),
         num_warps=4,

@@ -41,6 +41,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's key of what it is made for
+_Struct = tuple[list[int], str, str]  # which constant is a NamedTuple, its module and name
 
 
 class Compilers:
@@ -123,7 +124,7 @@ class Compilers:
         job = (fn.module, fn.name, key)
         if self._collecting:
             if job not in self._jobs and not self._given_up:
-                self._hand_over(job, compile["specialization_data"])
+                self._hand_over(job, compile["specialization_data"], _structs(compile["constants"]))
             return True
         future = self._jobs.get(job)
         if future is not None and not self._given_up:
@@ -138,7 +139,7 @@ class Compilers:
             self.waited += time.monotonic() - began
         return False
 
-    def _hand_over(self, job: _Key, specialization: str) -> None:
+    def _hand_over(self, job: _Key, specialization: str, structs: list[_Struct]) -> None:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
@@ -149,6 +150,7 @@ class Compilers:
             *job[:2],
             [target.backend, target.arch, target.warp_size],
             specialization,
+            structs,
         )
         try:
             self._process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -222,13 +224,44 @@ class _Target:
         return 0
 
 
-def _compile(module: str, name: str, target: list[Any], specialization: str) -> None:
+def _structs(constants: dict[Any, Any]) -> list[_Struct]:
+    """Return the constants that are NamedTuples, which Triton's JSON turns into lists."""
+    return [
+        (list(place), type(value).__module__, type(value).__name__)
+        for place, value in constants.items()
+        if hasattr(value, "_fields")
+    ]
+
+
+def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
+    """Turn the lists of Triton's JSON into the NamedTuples that they were."""
+    for place, module, name in structs:
+        values = constants[tuple(place)]
+        fields = (tuple(value) if isinstance(value, list) else value for value in values)
+        constants[tuple(place)] = getattr(import_module(module), name)(*fields)
+
+
+def _compile(
+    module: str, name: str, target: list[Any], specialization: str, structs: list[_Struct]
+) -> None:
     """Compile one kernel in a worker."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     driver.set_active(_Target(GPUTarget(*target)))
-    kernel = getattr(import_module(module), name).preload(specialization)
+    function = getattr(import_module(module), name)
+    _ = function.device_caches[driver.active.get_current_device()]  # it has its `ASTSource` then
+    make_source = function.ASTSource
+
+    def source(function: Any, signature: Any, constants: dict[Any, Any], attrs: Any) -> Any:
+        _restore(constants, structs)
+        return make_source(function, signature, constants, attrs)
+
+    function.ASTSource = source
+    try:
+        kernel = function.preload(specialization)
+    finally:
+        function.ASTSource = make_source
     if target[0] != "cuda":
         return
     from triton.backends.nvidia import driver as nvidia

@@ -51,6 +51,7 @@ from kernels.recurrent.chunks_cuda import (
 )
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.sizes import delta_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -150,19 +151,11 @@ def _delta_convolve_kernel(
     counts,
     x_stride,
     num_tokens,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY padded
-    VALUES: tl.constexpr,  # VALUE padded
+    SIZES: tl.constexpr,  # `DeltaSizes`
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     LATE: tl.constexpr,
     ENTRY: tl.constexpr,
-    BY_KEY: tl.constexpr,
 ):
     """Convolve heads of queries, then heads of keys, then heads of values."""
     head = tl.program_id(0)
@@ -176,38 +169,43 @@ def _delta_convolve_kernel(
     steps = tl.arange(0, ROWS)
     first_token = (begin + first).to(tl.int64)
     before = tl.load(kv_len + entry) - length  # 0: the request begins
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    if head < 2 * KEY_HEADS:
-        dims = tl.arange(0, KEYS)
+    tail += tl.load(rows + entry).to(tl.int64) * (SIZES.taps - 1) * SIZES.channels
+    if head < 2 * SIZES.key_heads:
+        dims = tl.arange(0, SIZES.keys)
         found = convolved_rows(
-            x, tail, conv, None, first_token, first, length, before, head * KEY + dims, dims < KEY,
-            x_stride, ROWS, CHANNELS, TAPS,
+            x, tail, conv, None, first_token, first, length, before, head * SIZES.key_dim + dims,
+            dims < SIZES.key_dim, x_stride, ROWS, SIZES.channels, SIZES.taps,
         )  # fmt: skip
         found = silu(found)
         found *= tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
         into = keys
-        if head < KEY_HEADS:
+        if head < SIZES.key_heads:
             into = queries
-            found *= KEY**-0.5
-        into += (slot.to(tl.int64) * KEY_HEADS + head % KEY_HEADS) * CHUNK * KEYS + origin * KEYS
-        tl.store(into + steps[:, None] * KEYS + dims[None, :], found.to(dtype))
+            found *= SIZES.key_dim**-0.5
+        into += (
+            slot.to(tl.int64) * SIZES.key_heads + head % SIZES.key_heads
+        ) * CHUNK * SIZES.keys + origin * SIZES.keys
+        tl.store(into + steps[:, None] * SIZES.keys + dims[None, :], found.to(dtype))
     else:
-        columns = tl.arange(0, VALUES)
-        head -= 2 * KEY_HEADS
+        columns = tl.arange(0, SIZES.values)
+        head -= 2 * SIZES.key_heads
         # Not `found`: to the compiler a name that both branches write has one shape.
         v = convolved_rows(
             x, tail, conv, None, first_token, first, length, before,
-            2 * KEY_HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, ROWS, CHANNELS,
-            TAPS,
+            2 * SIZES.key_heads * SIZES.key_dim + head * SIZES.value_dim + columns,
+            columns < SIZES.value_dim, x_stride, ROWS, SIZES.channels, SIZES.taps,
         )  # fmt: skip
-        into = values + ((slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK + origin) * VALUES
-        tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(v).to(dtype))
+        into = (
+            values
+            + ((slot.to(tl.int64) * SIZES.value_heads + head) * CHUNK + origin) * SIZES.values
+        )
+        tl.store(into + steps[:, None] * SIZES.values + columns[None, :], silu(v).to(dtype))
         if LATE:
-            own = tl.load(rows + entry).to(tl.int64) * VALUE_HEADS + head
+            own = tl.load(rows + entry).to(tl.int64) * SIZES.value_heads + head
             if first == 0:
                 _make_whole(
-                    state + own * KEY * VALUE, late + own * LATE * ENTRY, before, KEY, VALUE, KEYS,
-                    LATE, ENTRY, BY_KEY,
+                    state + own * SIZES.key_dim * SIZES.value_dim, late + own * LATE * ENTRY,
+                    before, SIZES.key_dim, SIZES.value_dim, SIZES.keys, LATE, ENTRY, SIZES.by_key,
                 )  # fmt: skip
 
 
@@ -230,11 +228,7 @@ def _delta_solve_kernel(
     counts,
     gate_stride,
     num_tokens,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    MOST: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,  # `DeltaSizes`
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -245,19 +239,23 @@ def _delta_solve_kernel(
         return
     dtype = keys.dtype.element_ty
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    columns = tl.arange(0, VALUES)
-    of_keys = (slot.to(tl.int64) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEYS
-    key_tile = of_keys + steps[:, None] * KEYS + dims[None, :]
-    at = (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK
-    value_tile = at * VALUES + steps[:, None] * VALUES + columns[None, :]
+    dims = tl.arange(0, SIZES.keys)
+    columns = tl.arange(0, SIZES.values)
+    of_keys = (
+        (slot.to(tl.int64) * SIZES.key_heads + head // (SIZES.value_heads // SIZES.key_heads))
+        * CHUNK
+        * SIZES.keys
+    )
+    key_tile = of_keys + steps[:, None] * SIZES.keys + dims[None, :]
+    at = (slot.to(tl.int64) * SIZES.value_heads + head) * CHUNK
+    value_tile = at * SIZES.values + steps[:, None] * SIZES.values + columns[None, :]
     k = tl.load(keys + key_tile)
     v = tl.load(values + value_tile)
     there = first + steps < length
     gates = (begin + first + steps).to(tl.int64) * gate_stride + head
     step = tl.load(a + gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head)
     step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
-    beta = MOST * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
+    beta = SIZES.most * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
     total = tl.cumsum(step, axis=0)
     tl.store(totals + at + steps, total)
     left = decays(total, CHUNK)
@@ -272,7 +270,7 @@ def _delta_solve_kernel(
     tl.store(values + value_tile, u.to(dtype))
     since = tl.exp2(total * LOG2E)
     w = tl.dot((inverse * since[None, :]).to(dtype), k, input_precision="ieee")
-    tl.store(weights + at * KEYS + steps[:, None] * KEYS + dims[None, :], w.to(dtype))
+    tl.store(weights + at * SIZES.keys + steps[:, None] * SIZES.keys + dims[None, :], w.to(dtype))
 
 
 @triton.jit
@@ -286,6 +284,19 @@ def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.const
         return tl.load(totals + last * KEYS + tl.arange(0, KEYS))
     else:
         return tl.load(totals + last)
+
+
+class PassTile(NamedTuple):
+    """What a program of `_delta_pass_kernel` takes, as one `tl.constexpr`.
+
+    columns: of the state.
+    slice: channels whose tails a program keeps.
+    stages: of the pipeline over chunks.
+    """
+
+    columns: int
+    slice: int
+    stages: int
 
 
 @triton.jit(
@@ -308,34 +319,26 @@ def _delta_pass_kernel(
     kv_len,
     counts,
     x_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,  # `DeltaSizes`
     CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of the state
-    SLICE: tl.constexpr,  # channels whose tails a program keeps
-    STAGES: tl.constexpr,
-    BY_KEY: tl.constexpr,  # Kimi Delta Attention
+    TILE: tl.constexpr,  # `PassTile`
 ):
+    STAGES: tl.constexpr = TILE.stages
+    BY_KEY: tl.constexpr = SIZES.by_key
     head = tl.program_id(0)
     piece = tl.program_id(1)
     dtype = keys.dtype.element_ty
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_head = head // (SIZES.value_heads // SIZES.key_heads)
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    columns = piece * COLUMNS + tl.arange(0, COLUMNS)
-    channels = (head * tl.num_programs(1) + piece) * SLICE + tl.arange(0, SLICE)
-    key_tile = steps[:, None] * KEYS + dims[None, :]
-    turned_tile = steps[None, :] * KEYS + dims[:, None]
+    dims = tl.arange(0, SIZES.keys)
+    columns = piece * TILE.columns + tl.arange(0, TILE.columns)
+    channels = (head * tl.num_programs(1) + piece) * TILE.slice + tl.arange(0, TILE.slice)
+    key_tile = steps[:, None] * SIZES.keys + dims[None, :]
+    turned_tile = steps[None, :] * SIZES.keys + dims[:, None]
     square = steps[:, None] * CHUNK + steps[None, :]
-    value_tile = steps[:, None] * VALUES + columns[None, :]
-    own_tile = dims[:, None] * VALUE + columns[None, :]
-    own_mask = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
+    value_tile = steps[:, None] * SIZES.values + columns[None, :]
+    own_tile = dims[:, None] * SIZES.value_dim + columns[None, :]
+    own_mask = (dims < SIZES.key_dim)[:, None] & (columns < SIZES.value_dim)[None, :]
     first_entry = tl.load(counts) + tl.program_id(2)
     for entry in range(first_entry, tl.load(counts + 1), tl.num_programs(2)):
         begin = tl.load(query_start + entry)
@@ -343,25 +346,27 @@ def _delta_pass_kernel(
         if begin < end:
             before = tl.load(kv_len + entry) - (end - begin)
             row = tl.load(rows + entry).to(tl.int64)
-            own = state + (row * VALUE_HEADS + head) * KEY * VALUE
+            own = state + (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
             goes_on = own_mask & (before + own_tile * 0 > 0)
             kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             # Read a chunk ahead: what decays the state is a trip to memory of its own.
-            whole = _whole(totals, (first * VALUE_HEADS + head) * CHUNK, KEYS, CHUNK, BY_KEY)
+            whole = _whole(
+                totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.keys, CHUNK, BY_KEY
+            )
             for slot in tl.range(first, last, num_stages=STAGES):
-                at = slot * VALUE_HEADS + head
-                of_keys = (slot * KEY_HEADS + key_head) * CHUNK * KEYS
-                w = tl.load(weights + at * CHUNK * KEYS + key_tile)
-                u = tl.load(values + at * CHUNK * VALUES + value_tile)
+                at = slot * SIZES.value_heads + head
+                of_keys = (slot * SIZES.key_heads + key_head) * CHUNK * SIZES.keys
+                w = tl.load(weights + at * CHUNK * SIZES.keys + key_tile)
+                u = tl.load(values + at * CHUNK * SIZES.values + value_tile)
                 k = tl.load(keys + of_keys + turned_tile)
                 q = tl.load(queries + of_keys + key_tile)
                 overlap = tl.load(overlaps + at * CHUNK * CHUNK + square)
                 if not BY_KEY:
                     total = tl.load(totals + at * CHUNK + steps)
-                following = tl.minimum(slot + 1, last - 1) * VALUE_HEADS + head
-                next_whole = _whole(totals, following * CHUNK, KEYS, CHUNK, BY_KEY)
+                following = tl.minimum(slot + 1, last - 1) * SIZES.value_heads + head
+                next_whole = _whole(totals, following * CHUNK, SIZES.keys, CHUNK, BY_KEY)
                 known = kept.to(dtype)
                 corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
                 rounded = corrections.to(dtype)
@@ -370,8 +375,12 @@ def _delta_pass_kernel(
                     found *= tl.exp2(total * LOG2E)[:, None]
                 found = tl.dot(overlap, rounded, found, input_precision="ieee")
                 token = begin + (slot - first) * CHUNK + steps
-                into = out + (token * VALUE_HEADS + head)[:, None] * VALUE + columns[None, :]
-                mask = (token < end)[:, None] & (columns < VALUE)[None, :]
+                into = (
+                    out
+                    + (token * SIZES.value_heads + head)[:, None] * SIZES.value_dim
+                    + columns[None, :]
+                )
+                mask = (token < end)[:, None] & (columns < SIZES.value_dim)[None, :]
                 tl.store(into, found.to(out.dtype.element_ty), mask=mask)
                 if BY_KEY:
                     kept = kept * tl.exp2(whole * LOG2E)[:, None]
@@ -382,8 +391,9 @@ def _delta_pass_kernel(
                 whole = next_whole
             tl.store(own + own_tile, kept, mask=own_mask)
             keep_tail(
-                x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
-                channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
+                x, tail + row * (SIZES.taps - 1) * SIZES.channels, begin.to(tl.int64),
+                end.to(tl.int64), before,
+                channels, channels < SIZES.channels, x_stride, SIZES.channels, SIZES.taps,
             )  # fmt: skip
 
 
@@ -493,10 +503,7 @@ def delta_chunks(
         meta.counts,
         a.stride(0),
         num_tokens,
-        KEY_HEADS=key_heads,
-        VALUE_HEADS=value_heads,
-        MOST=heads.most,
-        **sizes,
+        SIZES=delta_sizes(heads, sizes["KEYS"], sizes["VALUES"]),
         CHUNK=CHUNK,
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
         num_warps=SOLVE.num_warps,
@@ -521,7 +528,6 @@ def convolve(
     states made whole."""
     slots, key_heads, _, padded = keys.shape
     value_heads = values.shape[1]
-    channels, taps = heads.conv.shape
     _delta_convolve_kernel[(2 * key_heads + value_heads, slots, CHUNK // CONVOLVE.rows)](
         x,
         heads.conv,
@@ -537,18 +543,10 @@ def convolve(
         meta.counts,
         x.stride(0),
         x.shape[0],
-        KEY_HEADS=key_heads,
-        VALUE_HEADS=value_heads,
-        KEY=heads.key_size,
-        VALUE=heads.value_size,
-        CHANNELS=channels,
-        TAPS=taps,
-        KEYS=padded,
-        VALUES=values.shape[3],
+        SIZES=delta_sizes(heads, padded, values.shape[3]),
         CHUNK=CHUNK,
         ROWS=CONVOLVE.rows,
         **late_sizes(late),
-        BY_KEY=heads.by_key,
         num_warps=CONVOLVE.num_warps,
         num_stages=1,
     )
@@ -568,7 +566,7 @@ def pass_and_norm(
     after its last token into state, the last inputs of its convolution into tail."""
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
-    channels, taps = heads.conv.shape
+    channels = heads.conv.shape[0]
     walked = min(ENTRIES, num_chunked(meta))
     # How many prompts a step has decides the launch; a start makes all of them ready
     # (`engine.runner.warm_up`).
@@ -593,19 +591,13 @@ def pass_and_norm(
         meta.kv_len,
         meta.counts,
         x.stride(0),
-        KEY_HEADS=heads.key_heads,
-        VALUE_HEADS=value_heads,
-        KEY=heads.key_size,
-        VALUE=heads.value_size,
-        CHANNELS=channels,
-        TAPS=taps,
-        KEYS=keys.shape[3],
-        VALUES=padded,
+        SIZES=delta_sizes(heads, keys.shape[3], padded),
         CHUNK=CHUNK,
-        COLUMNS=shape.columns,
-        SLICE=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
-        STAGES=shape.num_stages,
-        BY_KEY=heads.by_key,
+        TILE=PassTile(
+            columns=shape.columns,
+            slice=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
+            stages=shape.num_stages,
+        ),
         num_warps=shape.num_warps,
     )
     _delta_norm_kernel[(value_heads, triton.cdiv(x.shape[0], NORM.rows))](

@@ -39,6 +39,7 @@ from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail,
 from kernels.recurrent.delta_chunks_cuda import delta_chunks, late_sizes
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
+from kernels.recurrent.sizes import delta_sizes
 
 
 class DecodeLaunch(NamedTuple):
@@ -229,42 +230,35 @@ def _delta_decode_kernel(
     z_stride,
     a_stride,
     b_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    MOST: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY padded
-    VALUES: tl.constexpr,  # VALUE padded
+    SIZES: tl.constexpr,  # `DeltaSizes`
     COLUMNS: tl.constexpr,  # of the state, at once
     PARTS: tl.constexpr,  # programs that share a head
     LATE: tl.constexpr,  # decodes whose part of the state is written later
     ENTRY: tl.constexpr,  # elements of one of these
-    BY_KEY: tl.constexpr,  # Kimi Delta Attention
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     head = tl.program_id(1)
-    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    WIDTH: tl.constexpr = VALUES // PARTS
+    SHARED: tl.constexpr = SIZES.value_heads // SIZES.key_heads
+    WIDTH: tl.constexpr = SIZES.values // PARTS
     PIECES: tl.constexpr = WIDTH // COLUMNS
     key_head = head // SHARED
     first = tl.program_id(2) * WIDTH
-    dims = tl.arange(0, KEYS)
-    key_mask = dims < KEY
+    dims = tl.arange(0, SIZES.keys)
+    key_mask = dims < SIZES.key_dim
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     columns = own[None, :] + pieces * COLUMNS
     wide = first + tl.arange(0, WIDTH)
-    wide_mask = wide < VALUE
-    of_q, of_k, of_v = _channels(head, dims, wide, KEY_HEADS, VALUE_HEADS, KEY, VALUE)
-    q_weights = _weights(conv, of_q, key_mask, TAPS)
-    k_weights = _weights(conv, of_k, key_mask, TAPS)
-    v_weights = _weights(conv, of_v, wide_mask, TAPS)
-    scale = tl.load(norm + columns, mask=columns < VALUE, other=0.0)
-    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, KEY, BY_KEY)
+    wide_mask = wide < SIZES.value_dim
+    of_q, of_k, of_v = _channels(
+        head, dims, wide, SIZES.key_heads, SIZES.value_heads, SIZES.key_dim, SIZES.value_dim
+    )
+    q_weights = _weights(conv, of_q, key_mask, SIZES.taps)
+    k_weights = _weights(conv, of_k, key_mask, SIZES.taps)
+    v_weights = _weights(conv, of_v, wide_mask, SIZES.taps)
+    scale = tl.load(norm + columns, mask=columns < SIZES.value_dim, other=0.0)
+    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, SIZES.key_dim, SIZES.by_key)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -276,41 +270,45 @@ def _delta_decode_kernel(
     if entry >= decodes:
         return
     x += token * x_stride
-    tail += row * (TAPS - 1) * CHANNELS
-    state += (row * VALUE_HEADS + head) * KEY * VALUE
-    tile = state + dims[:, None] * VALUE + own[None, :]
+    tail += row * (SIZES.taps - 1) * SIZES.channels
+    state += (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
+    tile = state + dims[:, None] * SIZES.value_dim + own[None, :]
     goes_on = key_mask[:, None] & (before + dims * 0 > 0)[:, None]
     # The compiler moves no load over a change of threads: all of them stand before the first.
-    matrix = tl.load(tile, mask=goes_on & (own < VALUE)[None, :], other=0.0)
-    q_seen = _seen(x, tail, before, of_q, key_mask, CHANNELS, TAPS)
-    k_seen = _seen(x, tail, before, of_k, key_mask, CHANNELS, TAPS)
-    v_seen = _seen(x, tail, before, of_v, wide_mask, CHANNELS, TAPS)
+    matrix = tl.load(tile, mask=goes_on & (own < SIZES.value_dim)[None, :], other=0.0)
+    q_seen = _seen(x, tail, before, of_q, key_mask, SIZES.channels, SIZES.taps)
+    k_seen = _seen(x, tail, before, of_k, key_mask, SIZES.channels, SIZES.taps)
+    v_seen = _seen(x, tail, before, of_v, wide_mask, SIZES.channels, SIZES.taps)
     step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
     beta = tl.load(b + token * b_stride + head)
-    gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=columns < VALUE, other=0.0)
+    gate = tl.load(
+        z + token * z_stride + head * SIZES.value_dim + columns,
+        mask=columns < SIZES.value_dim,
+        other=0.0,
+    )
     if LATE:
         since = before % (LATE + 1)  # tokens since the state was written
-        late += (row * VALUE_HEADS + head) * LATE * ENTRY
-        of_sum = KEY + VALUE
-        if BY_KEY:
+        late += (row * SIZES.value_heads + head) * LATE * ENTRY
+        of_sum = SIZES.key_dim + SIZES.value_dim
+        if SIZES.by_key:
             of_sum += dims
         late_keys, late_values, late_sums = (), (), ()
         for i in tl.static_range(LATE):
             found_key = key_mask & (since + dims * 0 > i)
-            found_value = (columns < VALUE) & (since + columns * 0 > i)
+            found_value = (columns < SIZES.value_dim) & (since + columns * 0 > i)
             old = late + i * ENTRY
             late_keys += (tl.load(old + dims, mask=found_key, other=0.0),)
-            late_values += (tl.load(old + KEY + columns, mask=found_value, other=0.0),)
+            late_values += (tl.load(old + SIZES.key_dim + columns, mask=found_value, other=0.0),)
             # Unmasked: another program may be writing one that is not used.
             late_sum = tl.load(old + of_sum, mask=decay_mask, other=0.0)
             late_sums += (tl.where(since > i, late_sum, 0.0),)
-    q = _mixed(q_seen, q_weights, TAPS)
-    k = _mixed(k_seen, k_weights, TAPS)
-    v = tl.reshape(_mixed(v_seen, v_weights, TAPS), [PIECES, COLUMNS])
-    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
+    q = _mixed(q_seen, q_weights, SIZES.taps)
+    k = _mixed(k_seen, k_weights, SIZES.taps)
+    v = tl.reshape(_mixed(v_seen, v_weights, SIZES.taps), [PIECES, COLUMNS])
+    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * SIZES.key_dim**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     total = -rate * softplus(step.to(tl.float32) + shift)
-    beta = MOST * tl.sigmoid(beta.to(tl.float32))
+    beta = SIZES.most * tl.sigmoid(beta.to(tl.float32))
     if LATE:
         # Sums only fall: the last is the least.
         last_sum = late_sums[0]
@@ -325,27 +323,29 @@ def _delta_decode_kernel(
     # whose end a ticket would wait.
     last = True
     if SHARED * PARTS > 1:
-        last = comes_last(arrived + entry * KEY_HEADS + key_head, SHARED * PARTS)
+        last = comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED * PARTS)
     else:
         tl.debug_barrier()  # threads may have read the same
-    _keep(tail, v_seen, of_v, wide_mask, CHANNELS, TAPS)
+    _keep(tail, v_seen, of_v, wide_mask, SIZES.channels, SIZES.taps)
     if last:
-        _keep(tail, q_seen, of_q, key_mask, CHANNELS, TAPS)
-        _keep(tail, k_seen, of_k, key_mask, CHANNELS, TAPS)
+        _keep(tail, q_seen, of_q, key_mask, SIZES.channels, SIZES.taps)
+        _keep(tail, k_seen, of_k, key_mask, SIZES.channels, SIZES.taps)
     if LATE:
         if (since == LATE) | (before == 0):
             found = _renewed(
-                tile, matrix, goes_on, q, k, v, kept, beta, late, since, decayed_keys, first, KEY,
-                VALUE, PIECES, COLUMNS, LATE, ENTRY, BY_KEY,
+                tile, matrix, goes_on, q, k, v, kept, beta, late, since, decayed_keys, first,
+                SIZES.key_dim, SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
             )  # fmt: skip
             if since == 0:  # the request begins: this token is in the state, and its entry nothing
-                tl.store(late + KEY + columns, columns * 0.0, mask=columns < VALUE)
+                tl.store(
+                    late + SIZES.key_dim + columns, columns * 0.0, mask=columns < SIZES.value_dim
+                )
                 if first == 0:
                     tl.store(late + dims, dims * 0.0, mask=key_mask)
                     tl.store(late + of_sum, total * 0.0, mask=decay_mask)
         else:
             known, found = _read(
-                tile, matrix, goes_on, q * kept, k * kept, first, VALUE, PIECES, COLUMNS
+                tile, matrix, goes_on, q * kept, k * kept, first, SIZES.value_dim, PIECES, COLUMNS
             )
             for i in tl.static_range(LATE):
                 known += tl.sum(decayed_keys[i] * k, axis=0) * late_values[i]
@@ -353,32 +353,34 @@ def _delta_decode_kernel(
             wrong = (v - known) * beta
             found += tl.sum(q * k, axis=0) * wrong
             entry_at = late + since * ENTRY
-            tl.store(entry_at + KEY + columns, wrong, mask=columns < VALUE)
+            tl.store(entry_at + SIZES.key_dim + columns, wrong, mask=columns < SIZES.value_dim)
             if first == 0:
                 tl.store(entry_at + dims, k, mask=key_mask)
                 tl.store(entry_at + of_sum, total, mask=decay_mask)
     else:
         found = _renewed(
-            tile, matrix, goes_on, q, k, v, kept, beta, None, 0, (), first, KEY, VALUE, PIECES,
-            COLUMNS, LATE, ENTRY, BY_KEY,
+            tile, matrix, goes_on, q, k, v, kept, beta, None, 0, (), first, SIZES.key_dim,
+            SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
         )  # fmt: skip
     if PARTS == 1:
-        found = _normed(found, scale, gate, eps, VALUE, BY_KEY)
-        into = out + (token * VALUE_HEADS + head) * VALUE + columns
-        tl.store(into, found.to(out.dtype.element_ty), mask=columns < VALUE)
+        found = _normed(found, scale, gate, eps, SIZES.value_dim, SIZES.by_key)
+        into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
+        tl.store(into, found.to(out.dtype.element_ty), mask=columns < SIZES.value_dim)
     else:
-        whole = tl.arange(0, VALUES)[None, :]
-        there = whole < VALUE
-        partial += (entry * VALUE_HEADS + head) * VALUES
+        whole = tl.arange(0, SIZES.values)[None, :]
+        there = whole < SIZES.value_dim
+        partial += (entry * SIZES.value_heads + head) * SIZES.values
         tl.store(partial + columns, found)
-        heads_arrived = arrived + tl.num_programs(0) * KEY_HEADS
-        if comes_last(heads_arrived + entry * VALUE_HEADS + head, PARTS):
+        heads_arrived = arrived + tl.num_programs(0) * SIZES.key_heads
+        if comes_last(heads_arrived + entry * SIZES.value_heads + head, PARTS):
             # What others have written is in no cache of this multiprocessor's own.
             every = tl.load(partial + whole, cache_modifier=".cg")
             scales = tl.load(norm + whole, mask=there, other=0.0)
-            gates = tl.load(z + token * z_stride + head * VALUE + whole, mask=there, other=0.0)
-            every = _normed(every, scales, gates, eps, VALUE, BY_KEY)
-            into = out + (token * VALUE_HEADS + head) * VALUE + whole
+            gates = tl.load(
+                z + token * z_stride + head * SIZES.value_dim + whole, mask=there, other=0.0
+            )
+            every = _normed(every, scales, gates, eps, SIZES.value_dim, SIZES.by_key)
+            into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + whole
             tl.store(into, every.to(out.dtype.element_ty), mask=there)
 
 
@@ -408,24 +410,16 @@ def _delta_walk_kernel(
     z_stride,
     a_stride,
     b_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    MOST: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY padded to a power of two
-    VALUES: tl.constexpr,  # VALUE padded
-    BY_KEY: tl.constexpr,  # Kimi Delta Attention
+    SIZES: tl.constexpr,  # `DeltaSizes`
     PDL: tl.constexpr,
 ):
+    VALUES: tl.constexpr = SIZES.values
     entry = tl.program_id(0)
     head = tl.program_id(1)
-    dims = tl.arange(0, KEYS)
+    dims = tl.arange(0, SIZES.keys)
     columns = tl.arange(0, VALUES)
-    key_mask = dims < KEY
-    value_mask = columns < VALUE
+    key_mask = dims < SIZES.key_dim
+    value_mask = columns < SIZES.value_dim
     scale = tl.load(norm + columns, mask=value_mask, other=0.0)
     if PDL:
         gdc_wait()
@@ -435,57 +429,94 @@ def _delta_walk_kernel(
     if entry >= tl.load(counts + 1):  # padding
         pads = tl.zeros([VALUES], out.dtype.element_ty)
         for token in range(begin, end):
-            into = out + (token * VALUE_HEADS + head) * VALUE
+            into = out + (token * SIZES.value_heads + head) * SIZES.value_dim
             tl.store(into + columns, pads, mask=value_mask)
         return
     if begin == end:
         return
     before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
     row = tl.load(rows + entry).to(tl.int64)
-    tail += row * (TAPS - 1) * CHANNELS
-    state += (row * VALUE_HEADS + head) * KEY * VALUE
-    tile = dims[:, None] * VALUE + columns[None, :]
+    tail += row * (SIZES.taps - 1) * SIZES.channels
+    state += (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
+    tile = dims[:, None] * SIZES.value_dim + columns[None, :]
     tile_mask = key_mask[:, None] & value_mask[None, :]
     matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
-    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    SHARED: tl.constexpr = SIZES.value_heads // SIZES.key_heads
     key_head = head // SHARED
-    of_q, of_k, of_v = _channels(head, dims, columns, KEY_HEADS, VALUE_HEADS, KEY, VALUE)
-    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, KEY, BY_KEY)
+    of_q, of_k, of_v = _channels(
+        head, dims, columns, SIZES.key_heads, SIZES.value_heads, SIZES.key_dim, SIZES.value_dim
+    )
+    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, SIZES.key_dim, SIZES.by_key)
     for token in range(begin, end):
         ago = token - begin
         q = convolved(
-            x, tail, conv, None, token, ago, before, of_q, key_mask, x_stride, CHANNELS, TAPS
+            x,
+            tail,
+            conv,
+            None,
+            token,
+            ago,
+            before,
+            of_q,
+            key_mask,
+            x_stride,
+            SIZES.channels,
+            SIZES.taps,
         )
         q = q * tl.sigmoid(q)
         k = convolved(
-            x, tail, conv, None, token, ago, before, of_k, key_mask, x_stride, CHANNELS, TAPS
+            x,
+            tail,
+            conv,
+            None,
+            token,
+            ago,
+            before,
+            of_k,
+            key_mask,
+            x_stride,
+            SIZES.channels,
+            SIZES.taps,
         )
         k = k * tl.sigmoid(k)
-        q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
+        q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * SIZES.key_dim**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
         kept = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
-        if BY_KEY:
+        if SIZES.by_key:
             kept = kept[:, None]
-        beta = MOST * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+        beta = SIZES.most * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
         v = convolved(
-            x, tail, conv, None, token, ago, before, of_v, value_mask, x_stride, CHANNELS, TAPS
+            x,
+            tail,
+            conv,
+            None,
+            token,
+            ago,
+            before,
+            of_v,
+            value_mask,
+            x_stride,
+            SIZES.channels,
+            SIZES.taps,
         )
         v = v * tl.sigmoid(v)
         matrix = matrix * kept
         wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
         matrix += k[:, None] * wrong[None, :]
         found = tl.sum(matrix * q[:, None], axis=0)[None, :]
-        gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=value_mask, other=0.0)
-        found = _normed(found, scale[None, :], gate[None, :], eps, VALUE, BY_KEY)
-        into = out + (token * VALUE_HEADS + head) * VALUE + columns
+        gate = tl.load(
+            z + token * z_stride + head * SIZES.value_dim + columns, mask=value_mask, other=0.0
+        )
+        found = _normed(found, scale[None, :], gate[None, :], eps, SIZES.value_dim, SIZES.by_key)
+        into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
         tl.store(into[None, :], found.to(out.dtype.element_ty), mask=value_mask[None, :])
     tl.store(state + tile, matrix, mask=tile_mask)
-    keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, CHANNELS, TAPS)
+    keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps)
     # Queries and keys are of all heads that share them.
-    if comes_last(arrived + entry * KEY_HEADS + key_head, SHARED):
-        keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, CHANNELS, TAPS)
-        keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, CHANNELS, TAPS)
+    if comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED):
+        keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, SIZES.channels, SIZES.taps)
+        keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, SIZES.channels, SIZES.taps)
 
 
 def gated_delta(
@@ -553,25 +584,13 @@ def _by_token(
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
     if not entries:
         return
-    channels, taps = heads.conv.shape
     values = triton.next_power_of_2(heads.value_size)
     programs = entries * heads.value_heads
     arrived = tickets(x.device, entries * (heads.key_heads + heads.value_heads))
     weights = (heads.conv, heads.decay, heads.bias, heads.norm)
     where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
     strides = (x.stride(0), z.stride(0), a.stride(0), b.stride(0))
-    sizes = {
-        "KEY_HEADS": heads.key_heads,
-        "VALUE_HEADS": heads.value_heads,
-        "KEY": heads.key_size,
-        "VALUE": heads.value_size,
-        "CHANNELS": channels,
-        "TAPS": taps,
-        "MOST": heads.most,
-        "KEYS": triton.next_power_of_2(heads.key_size),
-        "VALUES": values,
-        "BY_KEY": int(heads.by_key),
-    }
+    sizes = delta_sizes(heads, triton.next_power_of_2(heads.key_size), values)
     if prompts:
         _delta_walk_kernel[(entries, heads.value_heads)](
             x,
@@ -586,7 +605,7 @@ def _by_token(
             *where,
             heads.eps,
             *strides,
-            **sizes,
+            SIZES=sizes,
             num_warps=16 if values >= 128 else 4,
             **pdl(x.device),
         )
@@ -608,7 +627,7 @@ def _by_token(
         *where,
         heads.eps,
         *strides,
-        **sizes,
+        SIZES=sizes,
         COLUMNS=launch.columns,
         PARTS=launch.parts,
         **late_sizes(late),

@@ -29,6 +29,7 @@ from kernels.recurrent.chunks_cuda import (
 )
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
 from kernels.recurrent.mamba2 import Mamba2Heads
+from kernels.recurrent.sizes import mamba2_sizes
 
 PREPARE = Launch(4, 1)
 PASS = PassLaunch(64, 4, 2)
@@ -60,16 +61,7 @@ def _mamba2_prepare_kernel(
     x_stride,
     dt_stride,
     num_tokens,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    SIZES: tl.constexpr,  # SIZE padded
-    STATES: tl.constexpr,  # STATE padded
+    LAYER: tl.constexpr,  # `Mamba2Sizes`
     CHUNK: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -78,40 +70,41 @@ def _mamba2_prepare_kernel(
     if (entry >= tl.load(counts + 1)) | (first >= length):
         return
     dtype = inner.dtype.element_ty
-    EACH: tl.constexpr = HEADS // GROUPS
+    EACH: tl.constexpr = LAYER.heads // LAYER.groups
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, STATES)
-    own = tl.arange(0, SIZES)
+    dims = tl.arange(0, LAYER.states)
+    own = tl.arange(0, LAYER.sizes)
     there = first + steps < length
     first_token = (begin + first).to(tl.int64)
     before = tl.load(kv_len + entry) - length  # 0: the request begins
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    tail += tl.load(rows + entry).to(tl.int64) * (LAYER.taps - 1) * LAYER.channels
     u = convolved_rows(
-        x, tail, conv, conv_bias, first_token, first, length, before, head * SIZE + own, own < SIZE,
-        x_stride, CHUNK, CHANNELS, TAPS,
+        x, tail, conv, conv_bias, first_token, first, length, before, head * LAYER.size + own,
+        own < LAYER.size, x_stride, CHUNK, LAYER.channels, LAYER.taps,
     )  # fmt: skip
     u = tl.where(there[:, None], u * tl.sigmoid(u), 0.0)
-    at = (slot.to(tl.int64) * HEADS + head) * CHUNK
-    tl.store(inner + at * SIZES + steps[:, None] * SIZES + own[None, :], u.to(dtype))
+    at = (slot.to(tl.int64) * LAYER.heads + head) * CHUNK
+    tl.store(inner + at * LAYER.sizes + steps[:, None] * LAYER.sizes + own[None, :], u.to(dtype))
     step = tl.load(dt + (first_token + steps) * dt_stride + head, mask=there, other=0.0)
     step = softplus(step.to(tl.float32) + tl.load(bias + head))
-    step = tl.where(there, tl.minimum(tl.maximum(step, LEAST), MOST), 0.0)
+    step = tl.where(there, tl.minimum(tl.maximum(step, LAYER.least), LAYER.most), 0.0)
     tl.store(sizes + at + steps, step)
     tl.store(totals + at + steps, tl.cumsum(-tl.exp(tl.load(decay + head)) * step, axis=0))
     if head % EACH == 0:
         group = head // EACH
-        of_b = HEADS * SIZE + group * STATE + dims
-        at = (slot.to(tl.int64) * GROUPS + group) * CHUNK * STATES
-        tile = at + steps[:, None] * STATES + dims[None, :]
-        known = there[:, None] & (dims < STATE)[None, :]
+        of_b = LAYER.heads * LAYER.size + group * LAYER.state + dims
+        at = (slot.to(tl.int64) * LAYER.groups + group) * CHUNK * LAYER.states
+        tile = at + steps[:, None] * LAYER.states + dims[None, :]
+        known = there[:, None] & (dims < LAYER.state)[None, :]
         b = convolved_rows(
-            x, tail, conv, conv_bias, first_token, first, length, before, of_b, dims < STATE,
-            x_stride, CHUNK, CHANNELS, TAPS,
+            x, tail, conv, conv_bias, first_token, first, length, before, of_b, dims < LAYER.state,
+            x_stride, CHUNK, LAYER.channels, LAYER.taps,
         )  # fmt: skip
         tl.store(inputs + tile, tl.where(known, b * tl.sigmoid(b), 0.0).to(dtype))
         c = convolved_rows(
-            x, tail, conv, conv_bias, first_token, first, length, before, GROUPS * STATE + of_b,
-            dims < STATE, x_stride, CHUNK, CHANNELS, TAPS,
+            x, tail, conv, conv_bias, first_token, first, length, before,
+            LAYER.groups * LAYER.state + of_b,
+            dims < LAYER.state, x_stride, CHUNK, LAYER.channels, LAYER.taps,
         )  # fmt: skip
         tl.store(outputs + tile, tl.where(known, c * tl.sigmoid(c), 0.0).to(dtype))
 
@@ -134,14 +127,7 @@ def _mamba2_pass_kernel(
     kv_len,
     counts,
     x_stride,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    SIZES: tl.constexpr,
-    STATES: tl.constexpr,
+    LAYER: tl.constexpr,  # `Mamba2Sizes`
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,  # of the state
     SLICE: tl.constexpr,  # channels whose tails a program keeps
@@ -150,16 +136,16 @@ def _mamba2_pass_kernel(
     head = tl.program_id(0)
     piece = tl.program_id(1)
     dtype = inner.dtype.element_ty
-    group = head // (HEADS // GROUPS)
+    group = head // (LAYER.heads // LAYER.groups)
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, STATES)
+    dims = tl.arange(0, LAYER.states)
     own = piece * ROWS + tl.arange(0, ROWS)
     channels = (head * tl.num_programs(1) + piece) * SLICE + tl.arange(0, SLICE)
-    inner_tile = steps[None, :] * SIZES + own[:, None]
-    input_tile = steps[:, None] * STATES + dims[None, :]
-    state_tile = own[:, None] * STATES + dims[None, :]
-    own_tile = own[:, None] * STATE + dims[None, :]
-    own_mask = (own < SIZE)[:, None] & (dims < STATE)[None, :]
+    inner_tile = steps[None, :] * LAYER.sizes + own[:, None]
+    input_tile = steps[:, None] * LAYER.states + dims[None, :]
+    state_tile = own[:, None] * LAYER.states + dims[None, :]
+    own_tile = own[:, None] * LAYER.state + dims[None, :]
+    own_mask = (own < LAYER.size)[:, None] & (dims < LAYER.state)[None, :]
     first_entry = tl.load(counts) + tl.program_id(2)
     for entry in range(first_entry, tl.load(counts + 1), tl.num_programs(2)):
         begin = tl.load(query_start + entry)
@@ -167,26 +153,29 @@ def _mamba2_pass_kernel(
         if begin < end:
             before = tl.load(kv_len + entry) - (end - begin)
             row = tl.load(rows + entry).to(tl.int64)
-            mine = state + (row * HEADS + head) * SIZE * STATE
+            mine = state + (row * LAYER.heads + head) * LAYER.size * LAYER.state
             goes_on = own_mask & (before + own_tile * 0 > 0)
             kept = tl.load(mine + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             for slot in tl.range(first, last, num_stages=STAGES):
-                at = slot * HEADS + head
-                u = tl.load(inner + at * CHUNK * SIZES + inner_tile)
-                b = tl.load(inputs + (slot * GROUPS + group) * CHUNK * STATES + input_tile)
+                at = slot * LAYER.heads + head
+                u = tl.load(inner + at * CHUNK * LAYER.sizes + inner_tile)
+                b = tl.load(
+                    inputs + (slot * LAYER.groups + group) * CHUNK * LAYER.states + input_tile
+                )
                 step = tl.load(sizes + at * CHUNK + steps)
                 total = tl.load(totals + at * CHUNK + steps)
                 whole = tl.load(totals + at * CHUNK + CHUNK - 1)
-                tl.store(states + at * SIZES * STATES + state_tile, kept.to(dtype))
+                tl.store(states + at * LAYER.sizes * LAYER.states + state_tile, kept.to(dtype))
                 added = u.to(tl.float32) * (step * tl.exp(whole - total))[None, :]
                 kept = kept * tl.exp(whole)
                 kept = tl.dot(added.to(dtype), b, kept, input_precision="ieee")
             tl.store(mine + own_tile, kept, mask=own_mask)
             keep_tail(
-                x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
-                channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
+                x, tail + row * (LAYER.taps - 1) * LAYER.channels, begin.to(tl.int64),
+                end.to(tl.int64), before,
+                channels, channels < LAYER.channels, x_stride, LAYER.channels, LAYER.taps,
             )  # fmt: skip
 
 
@@ -206,13 +195,10 @@ def _mamba2_read_kernel(
     query_start,
     counts,
     num_tokens,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZES: tl.constexpr,
-    STATES: tl.constexpr,
+    LAYER: tl.constexpr,  # `Mamba2Sizes`
     CHUNK: tl.constexpr,
 ):
+    SIZES: tl.constexpr = LAYER.sizes
     head = tl.program_id(0)
     slot = tl.program_id(1)
     entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
@@ -220,21 +206,25 @@ def _mamba2_read_kernel(
         return
     dtype = inner.dtype.element_ty
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, STATES)
+    dims = tl.arange(0, LAYER.states)
     own = tl.arange(0, SIZES)
     token = (begin + first + steps).to(tl.int64)
-    mask = (first + steps < length)[:, None] & (own < SIZE)[None, :]
-    into = out + (token * HEADS * SIZE)[:, None] + head * SIZE + own[None, :]
+    mask = (first + steps < length)[:, None] & (own < LAYER.size)[None, :]
+    into = out + (token * LAYER.heads * LAYER.size)[:, None] + head * LAYER.size + own[None, :]
     if entry >= tl.load(counts + 1):  # padding
         tl.store(into, tl.zeros([CHUNK, SIZES], tl.float32), mask=mask)
         return
-    at = slot.to(tl.int64) * HEADS + head
-    group = (slot.to(tl.int64) * GROUPS + head // (HEADS // GROUPS)) * CHUNK * STATES
-    tile = group + steps[:, None] * STATES + dims[None, :]
+    at = slot.to(tl.int64) * LAYER.heads + head
+    group = (
+        (slot.to(tl.int64) * LAYER.groups + head // (LAYER.heads // LAYER.groups))
+        * CHUNK
+        * LAYER.states
+    )
+    tile = group + steps[:, None] * LAYER.states + dims[None, :]
     b = tl.load(inputs + tile)
     c = tl.load(outputs + tile)
     u = tl.load(inner + at * CHUNK * SIZES + steps[:, None] * SIZES + own[None, :])
-    kept = tl.load(states + at * SIZES * STATES + own[None, :] * STATES + dims[:, None])
+    kept = tl.load(states + at * SIZES * LAYER.states + own[None, :] * LAYER.states + dims[:, None])
     step = tl.load(sizes + at * CHUNK + steps)
     total = tl.load(totals + at * CHUNK + steps)
     found = tl.dot(c, kept, input_precision="ieee") * tl.exp(total)[:, None]
@@ -259,19 +249,11 @@ def mamba2_chunks(
     The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
     """
     assert meta.rows is not None and meta.counts is not None
-    num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
+    num_tokens, channels = x.shape[0], heads.conv.shape[0]
     slots = num_slots(num_tokens, meta)
     padded = max(16, triton.next_power_of_2(heads.head_size))
     states_padded = max(16, triton.next_power_of_2(heads.state_size))
-    sizes = {
-        "HEADS": heads.heads,
-        "SIZE": heads.head_size,
-        "GROUPS": heads.groups,
-        "SIZES": padded,
-        "STATES": states_padded,
-        "CHUNK": CHUNK,
-    }
-    convolution = {"STATE": heads.state_size, "CHANNELS": channels, "TAPS": taps}
+    layer = mamba2_sizes(heads, padded, states_padded)
     inner = x.new_empty(slots, heads.heads, CHUNK, padded)
     inputs = x.new_empty(slots, heads.groups, CHUNK, states_padded)
     outputs = torch.empty_like(inputs)
@@ -296,10 +278,8 @@ def mamba2_chunks(
         x.stride(0),
         dt.stride(0),
         num_tokens,
-        **sizes,
-        **convolution,
-        LEAST=heads.limits[0],
-        MOST=min(heads.limits[1], 3e38),
+        LAYER=layer,
+        CHUNK=CHUNK,
         num_warps=PREPARE.num_warps,
         num_stages=PREPARE.num_stages,
     )
@@ -316,8 +296,8 @@ def mamba2_chunks(
         state,
         *where,
         x.stride(0),
-        **sizes,
-        **convolution,
+        LAYER=layer,
+        CHUNK=CHUNK,
         ROWS=rows,
         SLICE=triton.next_power_of_2(triton.cdiv(channels, heads.heads * pieces)),
         STAGES=PASS.num_stages,
@@ -335,7 +315,8 @@ def mamba2_chunks(
         meta.query_start,
         meta.counts,
         num_tokens,
-        **sizes,
+        LAYER=layer,
+        CHUNK=CHUNK,
         num_warps=READ.num_warps,
         num_stages=READ.num_stages,
     )

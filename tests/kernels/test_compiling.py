@@ -16,10 +16,13 @@ if triton.knobs.runtime.interpret:
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+import kernels.cuda  # noqa: E402, F401  (the assembler that it chooses is a part of Triton's keys)
 from kernels import norm  # noqa: E402
+from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
 from kernels.launch import compiling  # noqa: E402
 from kernels.launch.compiling import Compilers  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
+from kernels.packed import Format, PackedWeight  # noqa: E402
 from tests.kernels.hopper import Hopper  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -43,7 +46,8 @@ def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(norm._rms_norm_kernel, "device_caches", _fresh(norm._rms_norm_kernel))
+    for kernel in (norm._rms_norm_kernel, gemv4_module._gemv4_kernel):
+        monkeypatch.setattr(kernel, "device_caches", _fresh(kernel))
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
     yield found
 
@@ -74,6 +78,21 @@ def test_what_was_collected_is_there_when_it_is_launched(compiled_here: list[str
         assert compiled_here == [] and not compilers.failed and compilers.waited > 0
         launch(256)  # that nobody told of
         assert compiled_here == ["_rms_norm_kernel"] and not compilers.failed
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+
+
+def test_structs_of_constants_arrive(compiled_here: list[str]) -> None:
+    """Bug: a NamedTuple of constants is a list in the process that compiles, whose kernel fails or
+    has another key."""
+    weight = PackedWeight(Format(4, 128, zero=8), 64, 256, None, torch.device("cpu"))
+    compilers = Compilers(1)
+    try:
+        with compilers.collecting():
+            gemv4_module.gemv4(bf16(1, 256), weight)
+        gemv4_module.gemv4(bf16(1, 256), weight)
+        assert compilers.jobs == 1 and compiled_here == [] and not compilers.failed
     finally:
         compilers.close()
     assert compilers._process.wait(60) == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed import dot as dot_module
-from kernels.gemm.packed.dot import early_fits, expand, packed_dot, quick
+from kernels.gemm.packed.dot import expand, packed_dot, pair_ptx, scale_codes_fits
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
@@ -203,10 +203,10 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
         got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
     step = weight.form.span  # of which its codes are in x's order
-    if early_fits(weight, step) and dtype != F32:
+    if scale_codes_fits(weight, step) and dtype != F32:
         tile = (32, 16, step // 4, 1, 2)
         for split in (1, 2):
-            got = packed_dot(x, weight, residual.clone(), tile, split, early=True)
+            got = packed_dot(x, weight, residual.clone(), tile, split, scale_codes=True)
             assert row_error(got, plain) < 2 * BOUNDS[dtype]
 
 
@@ -528,7 +528,7 @@ def test_a_few_tokens_on_a_device(name: str, tokens: int) -> None:
             assert row_error(packed_few(x, weight, config=config), plain) < bound
         got = packed_few(x, weight, residual.clone())
         assert row_error(got, plain + residual.double()) < bound
-    assert quick(x, weight, 32 if weight.form.bits == 4 else 128)
+    assert pair_ptx(x, weight, 32 if weight.form.bits == 4 else 128)
     for split in (1, 2):
         assert row_error(packed_dot(x, weight, split=split), plain) < bound
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
 from kernels.attention.latent.specialized_decode import specialized_decode, specialized_fits
+from kernels.attention.shapes import LatentHeads, LatentTile
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
@@ -109,47 +110,45 @@ def _latent_decode_kernel(
     scale_log2,
     table_stride,
     head_stride,  # of absorbed
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,  # heads a part
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
-    RANKS: tl.constexpr,  # RANK padded
-    ROPES: tl.constexpr,  # ROPE padded
-    KEYS: tl.constexpr,  # keys a tile
+    HEADS: tl.constexpr,  # `LatentHeads`
+    TILE: tl.constexpr,  # `LatentTile`
     FEW: tl.constexpr,  # heads are columns
     ALIGNED: tl.constexpr,  # 16 divides head_stride
     PDL: tl.constexpr,
 ):
+    RANKS: tl.constexpr = TILE.ranks
+    ROWS: tl.constexpr = TILE.rows
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, RANKS)
-    rotary = tl.arange(0, ROPES)
-    keys = tl.arange(0, KEYS)
-    row_mask = rows < GROUP
-    dim_mask = dims < RANK
-    rotary_mask = rotary < ROPE
+    rotary = tl.arange(0, TILE.ropes)
+    keys = tl.arange(0, TILE.keys)
+    row_mask = rows < HEADS.group
+    dim_mask = dims < HEADS.rank
+    rotary_mask = rotary < HEADS.rope
     tile_mask = row_mask[:, None] & dim_mask[None, :]
-    NUM_HEADS: tl.constexpr = PARTS * GROUP
-    KEPT: tl.constexpr = RANK + ROPE
+    NUM_HEADS: tl.constexpr = HEADS.parts * HEADS.group
+    KEPT: tl.constexpr = HEADS.rank + HEADS.rope
     if ALIGNED:
         head_stride = head_stride // 16 * 16
     programs = tl.num_programs(0)
-    pairs = tl.load(counted) * PARTS
+    pairs = tl.load(counted) * HEADS.parts
     work = tl.program_id(0)
-    entry, begin, end = item_of(items, work // PARTS, work < pairs)
+    entry, begin, end = item_of(items, work // HEADS.parts, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     while work < pairs:
-        item = work // PARTS
-        heads = work % PARTS * GROUP + rows
+        item = work // HEADS.parts
+        heads = work % HEADS.parts * HEADS.group + rows
         table = block_table + entry * table_stride
         splits = tl.load(items + item * 8 + 3)
-        from_absorbed = absorbed + heads[:, None].to(tl.int64) * head_stride + entry * RANK
+        from_absorbed = absorbed + heads[:, None].to(tl.int64) * head_stride + entry * HEADS.rank
         query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
-        from_q = q + (entry * NUM_HEADS + heads[:, None]) * HEAD_DIM + (HEAD_DIM - ROPE)
+        from_q = (
+            q
+            + (entry * NUM_HEADS + heads[:, None]) * HEADS.head_dim
+            + (HEADS.head_dim - HEADS.rope)
+        )
         rotated_mask = row_mask[:, None] & rotary_mask[None, :]
         rotated = tl.load(from_q + rotary[None, :], mask=rotated_mask, other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -157,22 +156,22 @@ def _latent_decode_kernel(
         acc = tl.zeros([RANKS, ROWS] if FEW else [ROWS, RANKS], tl.float32)
         # Block ids are read a tile ahead, as in decode.py; so is the next pair drawn.
         position = begin + keys
-        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
-        next_item = item_of(items, next_work // PARTS, next_work < pairs)
-        for start in range(begin, end, KEYS):
+        next_item = item_of(items, next_work // HEADS.parts, next_work < pairs)
+        for start in range(begin, end, TILE.keys):
             position = start + keys
             seen = position < end
-            offset = (page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KEPT
-            position += KEYS
-            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+            offset = (page.to(tl.int64) * HEADS.block_size + position % HEADS.block_size) * KEPT
+            position += TILE.keys
+            page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
             there = seen[:, None] & dim_mask[None, :]
             latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
             there = seen[:, None] & rotary_mask[None, :]
             shared = tl.load(
-                cache + offset[:, None] + (RANK + rotary)[None, :], mask=there, other=0.0
+                cache + offset[:, None] + (HEADS.rank + rotary)[None, :], mask=there, other=0.0
             )
             if FEW:
                 top, denominator, acc = few_heads_tile(
@@ -190,11 +189,11 @@ def _latent_decode_kernel(
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
         acc = acc / denominator[:, None]
         if splits == 1:
-            where = (entry * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+            where = (entry * NUM_HEADS + heads)[:, None] * HEADS.rank + dims[None, :]
             tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
         else:
             at = item.to(tl.int64) * NUM_HEADS + heads
-            tl.store(partial + at[:, None] * RANK + dims[None, :], acc, mask=tile_mask)
+            tl.store(partial + at[:, None] * HEADS.rank + dims[None, :], acc, mask=tile_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
         work = next_work
         entry, begin, end = next_item
@@ -303,16 +302,20 @@ def latent_decode(
         scale * 1.4426950408889634,
         block_table.stride(0),
         absorbed.stride(0),
-        PARTS=parts,
-        GROUP=num_heads // parts,
-        RANK=rank,
-        ROPE=rope,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(num_heads // parts)),
-        RANKS=ranks,
-        ROPES=max(16, triton.next_power_of_2(rope)),
-        KEYS=shape.keys,
+        HEADS=LatentHeads(
+            parts=parts,
+            group=num_heads // parts,
+            rank=rank,
+            rope=rope,
+            head_dim=head_dim,
+            block_size=block_size,
+        ),
+        TILE=LatentTile(
+            rows=max(16, triton.next_power_of_2(num_heads // parts)),
+            ranks=ranks,
+            ropes=max(16, triton.next_power_of_2(rope)),
+            keys=shape.keys,
+        ),
         FEW=few_heads(num_heads // parts, cache.element_size()),
         ALIGNED=aligned(absorbed),
         **pdl(q.device),

@@ -85,30 +85,29 @@ def _latent_gather_kernel(
 @triton.jit
 def _walk(
     query, rotated, made, shared, begin, end, row_position, top, denominator, acc, scale_log2,
-    WIDTH: tl.constexpr, KEPT: tl.constexpr, NOPE: tl.constexpr,
-    VALUE: tl.constexpr, ROPE: tl.constexpr, NOPES: tl.constexpr, VALUES: tl.constexpr,
-    ROPES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, SIZES: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend a program's queries to the keys begin .. end - 1 (int64) of an entry.
 
     made, shared: pointers to the entry's key 0, which may be outside of the memory.
     """
     keys = tl.arange(0, KEYS)
-    dims = tl.arange(0, NOPES)
-    columns = tl.arange(0, VALUES)
-    rotary = tl.arange(0, ROPES)
+    dims = tl.arange(0, SIZES.nopes)
+    columns = tl.arange(0, SIZES.values)
+    rotary = tl.arange(0, SIZES.ropes)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         own = made + start * WIDTH
         position = start + keys
         seen = position < end
-        if MASKED or NOPE < NOPES:
-            mask = seen[:, None] & (dims < NOPE)[None, :]
+        if MASKED or SIZES.nope < SIZES.nopes:
+            mask = seen[:, None] & (dims < SIZES.nope)[None, :]
             key = tl.load(own + keys[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0)
         else:
             key = tl.load(own + keys[:, None] * WIDTH + dims[None, :])
         from_shared = shared + start * KEPT + keys[:, None] * KEPT + rotary[None, :]
-        if MASKED or ROPE < ROPES:
-            mask = seen[:, None] & (rotary < ROPE)[None, :]
+        if MASKED or SIZES.rope < SIZES.ropes:
+            mask = seen[:, None] & (rotary < SIZES.rope)[None, :]
             also = tl.load(from_shared, mask=mask, other=0.0)
         else:
             also = tl.load(from_shared)
@@ -122,15 +121,35 @@ def _walk(
         shrink = tl.exp2(top - new_top)
         denominator = denominator * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None]
-        from_made = own + keys[:, None] * WIDTH + (NOPE + columns)[None, :]
-        if MASKED or VALUE < VALUES:
-            mask = seen[:, None] & (columns < VALUE)[None, :]
+        from_made = own + keys[:, None] * WIDTH + (SIZES.nope + columns)[None, :]
+        if MASKED or SIZES.value_dim < SIZES.values:
+            mask = seen[:, None] & (columns < SIZES.value_dim)[None, :]
             value = tl.load(from_made, mask=mask, other=0.0)
         else:
             value = tl.load(from_made)
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
         top = new_top
     return top, denominator, acc
+
+
+class ExpandedSizes(NamedTuple):
+    """The sizes of a layer whose keys and values are made from latents, as one `tl.constexpr`.
+
+    nope: elements of a head's key without rotary embeddings.
+    rope: those with them, which heads share.
+    rank: elements of a latent.
+    value_dim: elements of a head's value.
+    nopes, ropes, values: `nope`, `rope` and `value_dim`, padded.
+    """
+
+    heads: int
+    nope: int
+    rope: int
+    rank: int
+    value_dim: int
+    nopes: int
+    ropes: int
+    values: int
 
 
 @triton.jit(
@@ -152,21 +171,15 @@ def _latent_expanded_kernel(
     num_tokens,
     piece,
     size,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK: tl.constexpr,
-    VALUE: tl.constexpr,
-    NOPES: tl.constexpr,
-    ROPES: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,  # `ExpandedSizes`
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    EACH: tl.constexpr = NOPE + VALUE
-    WIDTH: tl.constexpr = HEADS * EACH
-    KEPT: tl.constexpr = RANK + ROPE
+    VALUES: tl.constexpr = SIZES.values
+    EACH: tl.constexpr = SIZES.nope + SIZES.value_dim
+    WIDTH: tl.constexpr = SIZES.heads * EACH
+    KEPT: tl.constexpr = SIZES.rank + SIZES.rope
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -182,9 +195,9 @@ def _latent_expanded_kernel(
     columns = tl.arange(0, VALUES)
     row_mask = first + rows < query_len
     token = (begin + first + rows).to(tl.int64)
-    at = token * HEADS + head
-    tile_mask = row_mask[:, None] & (columns < VALUE)[None, :]
-    where = at[:, None] * VALUE + columns[None, :]
+    at = token * SIZES.heads + head
+    tile_mask = row_mask[:, None] & (columns < SIZES.value_dim)[None, :]
+    where = at[:, None] * SIZES.value_dim + columns[None, :]
     if entry == num_entries:
         tl.store(out + where, tl.zeros([ROWS, VALUES], out.dtype.element_ty), mask=tile_mask)
         return
@@ -196,19 +209,19 @@ def _latent_expanded_kernel(
     highest = tl.minimum(end, piece + size - start).to(tl.int64)
     if lowest >= highest:
         return
-    dims = tl.arange(0, NOPES)
-    rotary = tl.arange(0, ROPES)
-    from_q = q + (at * (NOPE + ROPE))[:, None]
-    mask = row_mask[:, None] & (dims < NOPE)[None, :]
+    dims = tl.arange(0, SIZES.nopes)
+    rotary = tl.arange(0, SIZES.ropes)
+    from_q = q + (at * (SIZES.nope + SIZES.rope))[:, None]
+    mask = row_mask[:, None] & (dims < SIZES.nope)[None, :]
     query = tl.load(from_q + dims[None, :], mask=mask, other=0.0)
-    mask = row_mask[:, None] & (rotary < ROPE)[None, :]
-    rotated = tl.load(from_q + (NOPE + rotary)[None, :], mask=mask, other=0.0)
+    mask = row_mask[:, None] & (rotary < SIZES.rope)[None, :]
+    rotated = tl.load(from_q + (SIZES.nope + rotary)[None, :], mask=mask, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES], tl.float32)
     if lowest > 0:
         top = tl.load(carried_top + at, mask=row_mask, other=0.0)
-        sums = carried_top + num_tokens.to(tl.int64) * HEADS
+        sums = carried_top + num_tokens.to(tl.int64) * SIZES.heads
         denominator = tl.load(sums + at, mask=row_mask, other=1.0)
         acc = tl.load(carried + where, mask=tile_mask, other=0.0)
     # Rows past the last query look at what the last one sees.
@@ -216,18 +229,18 @@ def _latent_expanded_kernel(
     full = tl.maximum(tl.minimum(first_position + 1, highest) - lowest, 0) // KEYS * KEYS + lowest
     origin = (start - piece).to(tl.int64)
     from_made = made + origin * WIDTH + head * EACH
-    shared = gathered + origin * KEPT + RANK
+    shared = gathered + origin * KEPT + SIZES.rank
     top, denominator, acc = _walk(
         query, rotated, from_made, shared, lowest, full, row_position, top, denominator, acc,
-        scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, False, STAGES,
+        scale_log2, WIDTH, KEPT, SIZES, KEYS, False, STAGES,
     )  # fmt: skip
     top, denominator, acc = _walk(
         query, rotated, from_made, shared, full, highest, row_position, top, denominator, acc,
-        scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, True, STAGES,
+        scale_log2, WIDTH, KEPT, SIZES, KEYS, True, STAGES,
     )  # fmt: skip
     if highest < end:
         tl.store(carried_top + at, top, mask=row_mask)
-        sums = carried_top + num_tokens.to(tl.int64) * HEADS
+        sums = carried_top + num_tokens.to(tl.int64) * SIZES.heads
         tl.store(sums + at, denominator, mask=row_mask)
         tl.store(carried + where, acc, mask=tile_mask)
     else:
@@ -270,12 +283,9 @@ def latent_expanded(
     assert meta.kv_len_host is not None and meta.counts is not None
     keys = sum(meta.kv_len_host[meta.num_decodes :])
     size = min(keys, max(num_tokens, LEAST_PIECE))
-    sizes = {
-        "NOPES": max(16, triton.next_power_of_2(nope)),
-        "ROPES": max(16, triton.next_power_of_2(rope)),
-        "VALUES": max(16, triton.next_power_of_2(value)),
-    }
-    shape = expanded_launch(max(sizes["NOPES"], sizes["VALUES"]), q.element_size())
+    padded = (max(16, triton.next_power_of_2(size)) for size in (nope, rope, value))
+    sizes = ExpandedSizes(heads, nope, rope, rank, value, *padded)
+    shape = expanded_launch(max(sizes.nopes, sizes.values), q.element_size())
     blocks = num_tokens // shape.rows + entries - meta.num_decodes + 1
     gathered = cache.new_empty(size, kept)
     carried = q.new_empty(num_tokens, heads, value, dtype=torch.float32)
@@ -317,12 +327,7 @@ def latent_expanded(
             num_tokens,
             piece,
             here,
-            HEADS=heads,
-            NOPE=nope,
-            ROPE=rope,
-            RANK=rank,
-            VALUE=value,
-            **sizes,
+            SIZES=sizes,
             ROWS=shape.rows,
             KEYS=shape.keys,
             STAGES=shape.num_stages,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.latent.decode import aligned, head_parts, latent_tile
+from kernels.attention.shapes import LatentHeads, LatentTile
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -31,21 +32,15 @@ def _latent_prefill_kernel(
     table_stride,
     head_stride,  # of absorbed
     num_tokens,
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROPES: tl.constexpr,
-    KEYS: tl.constexpr,
+    HEADS: tl.constexpr,  # `LatentHeads`
+    TILE: tl.constexpr,  # `LatentTile`
     ALIGNED: tl.constexpr,  # 16 divides head_stride
 ):
-    QUERIES: tl.constexpr = ROWS // GROUP
-    NUM_HEADS: tl.constexpr = PARTS * GROUP
-    KEPT: tl.constexpr = RANK + ROPE
+    RANKS: tl.constexpr = TILE.ranks
+    ROWS: tl.constexpr = TILE.rows
+    QUERIES: tl.constexpr = ROWS // HEADS.group
+    NUM_HEADS: tl.constexpr = HEADS.parts * HEADS.group
+    KEPT: tl.constexpr = HEADS.rank + HEADS.rope
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     num_entries = tl.load(counts + 1)
@@ -58,46 +53,54 @@ def _latent_prefill_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, RANKS)
-    rotary = tl.arange(0, ROPES)
-    keys = tl.arange(0, KEYS)
-    dim_mask = dims < RANK
-    rotary_mask = rotary < ROPE
-    query_index = first + rows // GROUP
-    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    rotary = tl.arange(0, TILE.ropes)
+    keys = tl.arange(0, TILE.keys)
+    dim_mask = dims < HEADS.rank
+    rotary_mask = rotary < HEADS.rope
+    query_index = first + rows // HEADS.group
+    row_mask = (rows < QUERIES * HEADS.group) & (query_index < query_len)
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     token = (begin + query_index).to(tl.int64)
-    heads = tl.program_id(0) * GROUP + rows % GROUP
-    where = (token * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+    heads = tl.program_id(0) * HEADS.group + rows % HEADS.group
+    where = (token * NUM_HEADS + heads)[:, None] * HEADS.rank + dims[None, :]
     if entry == num_entries:
         tl.store(out + where, tl.zeros([ROWS, RANKS], out.dtype.element_ty), mask=tile_mask)
         return
 
     if ALIGNED:
         head_stride = head_stride // 16 * 16
-    from_absorbed = absorbed + (heads.to(tl.int64) * head_stride + token * RANK)[:, None]
+    from_absorbed = absorbed + (heads.to(tl.int64) * head_stride + token * HEADS.rank)[:, None]
     query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
-    from_q = q + ((token * NUM_HEADS + heads) * HEAD_DIM + (HEAD_DIM - ROPE))[:, None]
+    from_q = (
+        q + ((token * NUM_HEADS + heads) * HEADS.head_dim + (HEADS.head_dim - HEADS.rope))[:, None]
+    )
     rotated_mask = row_mask[:, None] & rotary_mask[None, :]
     rotated = tl.load(from_q + rotary[None, :], mask=rotated_mask, other=0.0)
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
     # Rows past the last query look at what the last one sees.
-    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    row_position = tl.minimum(first_position + rows // HEADS.group, length - 1)
     end = tl.minimum(first_position + QUERIES, length)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, RANKS], tl.float32)
-    page = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
-    for start in range(0, end, KEYS):
+    page = tl.load(table + keys // HEADS.block_size, mask=keys < end, other=0)
+    for start in range(0, end, TILE.keys):
         position = start + keys
         known = position < end
-        offset = (page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KEPT
-        page = tl.load(table + (position + KEYS) // BLOCK_SIZE, mask=position + KEYS < end, other=0)
+        offset = (page.to(tl.int64) * HEADS.block_size + position % HEADS.block_size) * KEPT
+        page = tl.load(
+            table + (position + TILE.keys) // HEADS.block_size,
+            mask=position + TILE.keys < end,
+            other=0,
+        )
         there = known[:, None] & dim_mask[None, :]
         latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
         there = known[:, None] & rotary_mask[None, :]
-        shared = tl.load(cache + offset[:, None] + (RANK + rotary)[None, :], mask=there, other=0.0)
+        shared = tl.load(
+            cache + offset[:, None] + (HEADS.rank + rotary)[None, :], mask=there, other=0.0
+        )
         seen = position[None, :] <= row_position[:, None]
         top, denominator, acc = latent_tile(
             query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, start < end,
@@ -151,16 +154,20 @@ def latent_prefill(
         meta.block_table.stride(0),
         absorbed.stride(0),
         num_tokens,
-        PARTS=parts,
-        GROUP=group,
-        RANK=rank,
-        ROPE=rope,
-        HEAD_DIM=q.shape[2],
-        BLOCK_SIZE=cache.shape[2],
-        ROWS=rows,
-        RANKS=max(16, triton.next_power_of_2(rank)),
-        ROPES=max(16, triton.next_power_of_2(rope)),
-        KEYS=shape.keys,
+        HEADS=LatentHeads(
+            parts=parts,
+            group=group,
+            rank=rank,
+            rope=rope,
+            head_dim=q.shape[2],
+            block_size=cache.shape[2],
+        ),
+        TILE=LatentTile(
+            rows=rows,
+            ranks=max(16, triton.next_power_of_2(rank)),
+            ropes=max(16, triton.next_power_of_2(rope)),
+            keys=shape.keys,
+        ),
         ALIGNED=aligned(absorbed),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -18,6 +18,8 @@ beside the kernel of latent/decode.py:
     64     1 x 32,768   26.4   47
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.shapes import LatentHeads
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 # Later than Triton 3.6 they have other names.
@@ -218,12 +221,22 @@ def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
     barrier()
 
 
+class SpecializedTile(NamedTuple):
+    """What a program takes at a time, as one `gl.constexpr`."""
+
+    box: int  # rows that the accelerator copies at once
+    rows: int
+    keys: int
+    places: int
+    registers: int
+    copies: int
+
+
 @gluon.jit
 def _scores(
     absorbed, q, out, partial, partial_lse, scale_log2, head_stride,
     listed, queries, tiles, pieces, handed, barriers,
-    PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PLACES: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights, and the elements below RANK / 2. The next tile's scores are asked for
     before the product with this tile's values is there."""
@@ -233,28 +246,28 @@ def _scores(
     pieces_first, pieces_second = pieces
     weights, shrinks = handed
     full_first, full_second, free_first, _free_second, weighed, taken = barriers
-    HALF: gl.constexpr = RANK // 2
-    NUM_HEADS: gl.constexpr = PARTS * GROUP
+    HALF: gl.constexpr = HEADS.rank // 2
+    NUM_HEADS: gl.constexpr = HEADS.parts * HEADS.group
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     score_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
-    pairs = gl.load(counted) * PARTS
+    pairs = gl.load(counted) * HEADS.parts
     step = 0  # tiles
     gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
-        item = work // PARTS
+        item = work // HEADS.parts
         entry, begin, end, splits = _listed(items + item * 8)
-        head = work % PARTS * GROUP
-        row_mask = q_rows < GROUP
-        from_absorbed = absorbed + entry * RANK
+        head = work % HEADS.parts * HEADS.group
+        row_mask = q_rows < HEADS.group
+        from_absorbed = absorbed + entry * HEADS.rank
         barrier()  # the queries before were read
         _read(q_first, from_absorbed, head_stride, head + q_rows, row_mask, 0, HALF, WHOLE)
         _read(q_second, from_absorbed, head_stride, head + q_rows, row_mask, HALF, HALF, WHOLE)
-        from_q = q + entry * NUM_HEADS * HEAD_DIM + (HEAD_DIM - ROPE)
-        _read(q_shared, from_q, HEAD_DIM, head + q_rows, row_mask, 0, ROPE, WHOLE)
+        from_q = q + entry * NUM_HEADS * HEADS.head_dim + (HEADS.head_dim - HEADS.rope)
+        _read(q_shared, from_q, HEADS.head_dim, head + q_rows, row_mask, 0, HEADS.rope, WHOLE)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
@@ -317,11 +330,11 @@ def _scores(
         gone += 1  # noqa: SIM113 (range only, in Gluon)
         if splits > 1:
             where = item.to(gl.int64) * NUM_HEADS + head + score_rows
-            gl.store(partial_lse + where, top + gl.log2(denominator), mask=score_rows < GROUP)
+            gl.store(partial_lse + where, top + gl.log2(denominator), mask=score_rows < HEADS.group)
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         _store(
             acc, gl.convert_layout(denominator, gl.SliceLayout(1, OUT)), out, partial, item, entry,
-            splits, head + rows, 0, rows < GROUP, NUM_HEADS, RANK, HALF, OUT,
+            splits, head + rows, 0, rows < HEADS.group, NUM_HEADS, HEADS.rank, HALF, OUT,
         )  # fmt: skip
 
 
@@ -342,20 +355,21 @@ def _latent_specialized_kernel(
     scale_log2,
     table_stride,
     head_stride,  # of absorbed, a multiple of 16
-    PARTS: gl.constexpr,
-    GROUP: gl.constexpr,  # heads a part
-    RANK: gl.constexpr,
-    ROPE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BOX: gl.constexpr,  # rows that the accelerator copies at once
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    PLACES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    COPIES: gl.constexpr,
+    HEADS: gl.constexpr,  # `LatentHeads`
+    TILE: gl.constexpr,  # `SpecializedTile`
     PDL: gl.constexpr,
 ):
+    BLOCK_SIZE: gl.constexpr = HEADS.block_size
+    GROUP: gl.constexpr = HEADS.group
+    PARTS: gl.constexpr = HEADS.parts
+    RANK: gl.constexpr = HEADS.rank
+    ROPE: gl.constexpr = HEADS.rope
+    BOX: gl.constexpr = TILE.box
+    COPIES: gl.constexpr = TILE.copies
+    KEYS: gl.constexpr = TILE.keys
+    PLACES: gl.constexpr = TILE.places
+    REGISTERS: gl.constexpr = TILE.registers
+    ROWS: gl.constexpr = TILE.rows
     HALF: gl.constexpr = RANK // 2
     SWIZZLED: gl.constexpr = cache.layout
     BOXES: gl.constexpr = KEYS // BOX
@@ -413,7 +427,7 @@ def _latent_specialized_kernel(
                 (
                     absorbed, q, out, partial, partial_lse, scale_log2, head_stride,
                     listed, queries, tiles, pieces, handed, barriers,
-                    PARTS, GROUP, RANK, ROPE, HEAD_DIM, ROWS, KEYS, PLACES,
+                    HEADS, ROWS, KEYS, PLACES,
                 ),
             ),
             (
@@ -475,18 +489,17 @@ def specialized_decode(
         scale * 1.4426950408889634,
         block_table.stride(0),
         absorbed.stride(0),
-        PARTS=parts,
-        GROUP=num_heads // parts,
-        RANK=RANK,
-        ROPE=ROPE,
-        HEAD_DIM=q.shape[2],
-        BLOCK_SIZE=block_size,
-        BOX=box,
-        ROWS=ROWS,
-        KEYS=KEYS,
-        PLACES=PLACES,
-        REGISTERS=REGISTERS,
-        COPIES=COPIES,
+        HEADS=LatentHeads(
+            parts=parts,
+            group=num_heads // parts,
+            rank=RANK,
+            rope=ROPE,
+            head_dim=q.shape[2],
+            block_size=block_size,
+        ),
+        TILE=SpecializedTile(
+            box=box, rows=ROWS, keys=KEYS, places=PLACES, registers=REGISTERS, copies=COPIES
+        ),
         **pdl(q.device),
         num_warps=4,
         maxnreg=168,

@@ -17,6 +17,7 @@ from kernels.experts.fragments.products import (
     summed_indices,
 )
 from kernels.experts.fragments.tiles import Tile, launch_options
+from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
 from kernels.experts.sorting import Sorted
 from kernels.fragments import ROWS
@@ -33,30 +34,30 @@ def _fragments_down_kernel(
     scale,  # int16 [.., STEPS, 8, 4]
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
-    EXPERTS: gl.constexpr,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    BIAS: gl.constexpr,
-    WEIGH: gl.constexpr,
+    MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    TILES: gl.constexpr,
-    ROWS: gl.constexpr,
-    SHARES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    TILE: gl.constexpr,  # `tiles.Tile`
     PDL: gl.constexpr,
 ):
-    STEPS: gl.constexpr = SIZE // 64
-    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
-    EACH: gl.constexpr = WIDTH // 16
-    blocks: gl.constexpr = (EACH + ROWS * TILES - 1) // (ROWS * TILES)
-    share, row, lane, at = indices(SHARES, ROWS)
+    TILES: gl.constexpr = TILE.tiles
+    WEIGH: gl.constexpr = MIXTURE.weigh
+    COLUMNS: gl.constexpr = TILE.pairs // 8
+    STEPS: gl.constexpr = MIXTURE.size // 64
+    EVEN: gl.constexpr = STEPS % (TILE.shares * TILE.ahead) == 0
+    EACH: gl.constexpr = MIXTURE.width // 16
+    blocks: gl.constexpr = (EACH + TILE.rows * TILES - 1) // (TILE.rows * TILES)
+    share, row, lane, at = indices(TILE.shares, TILE.rows)
     block = gl.program_id(0) % blocks
     # Sorted before the launch before this one.
     expert, place, behind = find(
-        starts, gl.program_id(0) // blocks, EXPERTS, BLOCK, 8 * COLUMNS, SHARES * ROWS
+        starts,
+        gl.program_id(0) // blocks,
+        MIXTURE.experts,
+        BLOCK,
+        TILE.pairs,
+        TILE.shares * TILE.rows,
     )
-    if expert == EXPERTS:
+    if expert == MIXTURE.experts:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -64,37 +65,39 @@ def _fragments_down_kernel(
     x_at = ()
     for column in gl.static_range(COLUMNS):
         pair = gl.minimum(place + column * 8 + lane // 4, behind - 1)
-        x_at = x_at + (inner + pair.to(gl.int64) * (SIZE // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
+        x_at = x_at + (inner + pair.to(gl.int64) * (MIXTURE.size // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
     codes_at, scales_at = (), ()
     for tile in gl.static_range(TILES):
-        mine = gl.minimum((block * ROWS + row) * TILES + tile, EACH - 1)
+        mine = gl.minimum((block * TILE.rows + row) * TILES + tile, EACH - 1)
         source = expert.to(gl.int64) * EACH + mine
         codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
         scales_at = scales_at + (scale + source * (STEPS * 32) + (lane // 4 * 4 + at),)  # noqa: RUF005
-    words, scales = start_loads(codes_at, scales_at, share, STEPS, TILES, SHARES, AHEAD, EVEN)
+    words, scales = start_loads(
+        codes_at, scales_at, share, STEPS, TILES, TILE.shares, TILE.ahead, EVEN
+    )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     acc = products(
         words, scales, codes_at, scales_at, x_at, share, STEPS,
-        STEPS, TILES, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
+        STEPS, TILES, COLUMNS, TILE.shares, TILE.rows, TILE.ahead, EVEN,
     )  # fmt: skip
-    row3, lane3, at3 = summed_indices(SHARES, ROWS)
+    row3, lane3, at3 = summed_indices(TILE.shares, TILE.rows)
     for tile in gl.static_range(TILES):
-        out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
-        has = out < WIDTH
+        out = ((block * TILE.rows + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
+        has = out < MIXTURE.width
         for column in gl.static_range(COLUMNS):
             sorted_at = place + column * 8 + lane3 % 4 * 2 + at3 % 2
             mask = has & (sorted_at < behind)
             pair = gl.load(order + sorted_at, mask=mask, other=0)
             y = gl.sum(acc[tile * COLUMNS + column], axis=0) * LOWERED
-            if BIAS:
-                source = expert.to(gl.int64) * WIDTH + out
+            if MIXTURE.bias:
+                source = expert.to(gl.int64) * MIXTURE.width + out
                 y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
             if not WEIGH:
                 y *= gl.load(weights + pair, mask=mask, other=0.0)
             y = y.to(given.dtype.element_ty)
-            gl.store(given + pair.to(gl.int64) * WIDTH + out, y, mask=mask)
+            gl.store(given + pair.to(gl.int64) * MIXTURE.width + out, y, mask=mask)
 
 
 @gluon.jit
@@ -108,70 +111,66 @@ def _fragments_few_down_kernel(
     residual,  # [tokens, WIDTH]
     out,  # [tokens, WIDTH]
     OTHERS: gl.constexpr,  # pairs of expert EXPERTS are another rank's
-    EXPERTS: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    BIAS: gl.constexpr,
-    WEIGH: gl.constexpr,
+    MIXTURE: gl.constexpr,  # `Mixture`
     ADD: gl.constexpr,
-    PLACES: gl.constexpr,  # a power of two, at least CHOSEN: a warp each, and share
-    TILES: gl.constexpr,
-    SHARES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    TILE: gl.constexpr,  # `tiles.Tile`
     PDL: gl.constexpr,
 ):
-    L: gl.constexpr = layout(SHARES, PLACES)
-    STEPS: gl.constexpr = SIZE // 64
-    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
-    EACH: gl.constexpr = WIDTH // 16
-    share, place, lane, at = indices(SHARES, PLACES)
+    TILES: gl.constexpr = TILE.tiles
+    WEIGH: gl.constexpr = MIXTURE.weigh
+    L: gl.constexpr = layout(TILE.shares, TILE.rows)
+    STEPS: gl.constexpr = MIXTURE.size // 64
+    EVEN: gl.constexpr = STEPS % (TILE.shares * TILE.ahead) == 0
+    EACH: gl.constexpr = MIXTURE.width // 16
+    share, place, lane, at = indices(TILE.shares, TILE.rows)
     token = gl.program_id(1)
-    pair = token * CHOSEN + gl.minimum(place, CHOSEN - 1)
+    pair = token * MIXTURE.chosen + gl.minimum(place, MIXTURE.chosen - 1)
     # The choice is there since before the launch before this one.
     expert = gl.load(ids + pair)
-    steps = gl.where(place < CHOSEN, STEPS, 0)
+    steps = gl.where(place < MIXTURE.chosen, STEPS, 0)
     if OTHERS:
-        steps = gl.where(expert < EXPERTS, steps, 0)
-        expert = gl.minimum(expert, EXPERTS - 1)
-    x_at = (inner + pair.to(gl.int64) * (SIZE // 2) + (lane % 4 * 4 + at),)
+        steps = gl.where(expert < MIXTURE.experts, steps, 0)
+        expert = gl.minimum(expert, MIXTURE.experts - 1)
+    x_at = (inner + pair.to(gl.int64) * (MIXTURE.size // 2) + (lane % 4 * 4 + at),)
     codes_at, scales_at = (), ()
     for tile in gl.static_range(TILES):
         mine = gl.minimum(gl.program_id(0) * TILES + tile, EACH - 1)
         source = expert.to(gl.int64) * EACH + mine
         codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
         scales_at = scales_at + (scale + source * (STEPS * 32) + (lane // 4 * 4 + at),)  # noqa: RUF005
-    words, scales = start_loads(codes_at, scales_at, share, steps, TILES, SHARES, AHEAD, EVEN)
+    words, scales = start_loads(
+        codes_at, scales_at, share, steps, TILES, TILE.shares, TILE.ahead, EVEN
+    )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     acc = products(
         words, scales, codes_at, scales_at, x_at, share, steps,
-        STEPS, TILES, 1, SHARES, PLACES, AHEAD, EVEN,
+        STEPS, TILES, 1, TILE.shares, TILE.rows, TILE.ahead, EVEN,
     )  # fmt: skip
-    place3, lane3, at3 = summed_indices(SHARES, PLACES)
-    pair3 = token * CHOSEN + gl.minimum(place3, CHOSEN - 1)
-    exists = place3 < CHOSEN
+    place3, lane3, at3 = summed_indices(TILE.shares, TILE.rows)
+    pair3 = token * MIXTURE.chosen + gl.minimum(place3, MIXTURE.chosen - 1)
+    exists = place3 < MIXTURE.chosen
     expert3 = gl.load(ids + pair3)
     if OTHERS:
-        exists = exists & (expert3 < EXPERTS)
+        exists = exists & (expert3 < MIXTURE.experts)
     T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
     lane2 = gl.arange(0, 32, layout=gl.SliceLayout(1, T)).expand_dims(1)
     at2 = gl.arange(0, 4, layout=gl.SliceLayout(0, T)).expand_dims(0)
     for tile in gl.static_range(TILES):
         first = (gl.program_id(0) * TILES + tile) * 16
         y = gl.sum(acc[tile], axis=0) * LOWERED
-        if BIAS:
-            source = expert3.to(gl.int64) * WIDTH + first + lane3 // 4 + at3 // 2 * 8
-            mask = exists & (first + lane3 // 4 + at3 // 2 * 8 < WIDTH)
+        if MIXTURE.bias:
+            source = expert3.to(gl.int64) * MIXTURE.width + first + lane3 // 4 + at3 // 2 * 8
+            mask = exists & (first + lane3 // 4 + at3 // 2 * 8 < MIXTURE.width)
             y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
         if not WEIGH:
             y *= gl.load(weights + pair3)
         # What is not there has read another's inner numbers, which need not be any.
         total = gl.sum(gl.where(exists, y, 0.0), axis=0)
         mine = first + lane2 // 4 + at2 // 2 * 8
-        mask = (mine < WIDTH) & (lane2 % 4 == 0) & (at2 % 2 == 0)
-        place_out = token.to(gl.int64) * WIDTH + mine
+        mask = (mine < MIXTURE.width) & (lane2 % 4 == 0) & (at2 % 2 == 0)
+        place_out = token.to(gl.int64) * MIXTURE.width + mine
         if ADD:
             total += gl.load(residual + place_out, mask=mask, other=0.0).to(gl.float32)
         gl.store(out + place_out, total.to(out.dtype.element_ty), mask=mask)
@@ -201,14 +200,15 @@ def few_fragments_down(
         residual,
         out,
         OTHERS=stack.total > 0,
-        EXPERTS=stack.count,
-        CHOSEN=chosen,
-        SIZE=size,
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=stack.count,
+            chosen=chosen,
+            size=size,
+            width=width,
+            bias=stack.down_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         ADD=residual is not None,
-        PLACES=places,
         **launch_options(tile._replace(rows=places), inner),
     )
     return out
@@ -232,14 +232,14 @@ def fragments_down(
         weight.scale.view(torch.int16),
         stack.down_bias,
         given,
-        EXPERTS=experts,
-        SIZE=weight.shape[1],
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            size=weight.shape[1],
+            width=width,
+            bias=stack.down_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         BLOCK=triton.next_power_of_2(experts),
-        COLUMNS=tile.pairs // 8,
-        ROWS=tile.rows,
         **launch_options(tile, inner),
     )
     return given

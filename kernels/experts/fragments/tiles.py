@@ -47,9 +47,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 def launch_options(tile: Tile, x: Tensor) -> dict[str, Any]:
     return {
-        "TILES": tile.tiles,
-        "SHARES": tile.shares,
-        "AHEAD": tile.ahead,
+        "TILE": tile,
         "num_warps": tile.rows * tile.shares,
         **({"maxnreg": tile.registers} if tile.registers else {}),
         **pdl(x.device),

@@ -16,6 +16,7 @@ from kernels.experts.fragments.products import (
 )
 from kernels.experts.fragments.tiles import Tile, launch_options
 from kernels.experts.gate import code, gated
+from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
 from kernels.experts.sorting import Sorted
 from kernels.fragments import ROWS
@@ -35,28 +36,20 @@ def _fragments_up_kernel(
     limit,
     LONE: gl.constexpr,  # a program has one pair
     OTHERS: gl.constexpr,  # LONE: pairs of expert EXPERTS are another rank's
-    EXPERTS: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    SIZE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    ACT: gl.constexpr,
-    BIAS: gl.constexpr,
-    WEIGH: gl.constexpr,
+    MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
-    COLUMNS: gl.constexpr,  # times eight pairs
-    TILES: gl.constexpr,
-    ROWS: gl.constexpr,
-    SHARES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    TILE: gl.constexpr,  # `tiles.Tile`
     PDL: gl.constexpr,
 ):
-    HALVES: gl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
+    TILES: gl.constexpr = TILE.tiles
+    COLUMNS: gl.constexpr = TILE.pairs // 8
+    HALVES: gl.constexpr = 1 if MIXTURE.act == 4 else 2  # 4: without gates
     COUNT: gl.constexpr = HALVES * TILES
-    STEPS: gl.constexpr = WIDTH // 64
-    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
-    EACH: gl.constexpr = SIZE // 16  # tiles
-    blocks: gl.constexpr = (EACH + ROWS * TILES - 1) // (ROWS * TILES)
-    share, row, lane, at = indices(SHARES, ROWS)
+    STEPS: gl.constexpr = MIXTURE.width // 64
+    EVEN: gl.constexpr = STEPS % (TILE.shares * TILE.ahead) == 0
+    EACH: gl.constexpr = MIXTURE.size // 16  # tiles
+    blocks: gl.constexpr = (EACH + TILE.rows * TILES - 1) // (TILE.rows * TILES)
+    share, row, lane, at = indices(TILE.shares, TILE.rows)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -67,42 +60,49 @@ def _fragments_up_kernel(
         expert = gl.load(ids + place)
         steps = STEPS
         if OTHERS:
-            steps = gl.where(expert < EXPERTS, STEPS, 0)
-            expert = gl.minimum(expert, EXPERTS - 1)
+            steps = gl.where(expert < MIXTURE.experts, STEPS, 0)
+            expert = gl.minimum(expert, MIXTURE.experts - 1)
     else:
         expert, place, behind = find(
-            starts, gl.program_id(0) // blocks, EXPERTS, BLOCK, 8 * COLUMNS, SHARES * ROWS
+            starts,
+            gl.program_id(0) // blocks,
+            MIXTURE.experts,
+            BLOCK,
+            TILE.pairs,
+            TILE.shares * TILE.rows,
         )
-        if expert == EXPERTS:
+        if expert == MIXTURE.experts:
             return
         steps = STEPS
     x_at = ()
     for column in gl.static_range(COLUMNS):
         if LONE:
-            token = place // CHOSEN + lane * 0
+            token = place // MIXTURE.chosen + lane * 0
         else:
             pair = gl.load(ids + gl.minimum(place + column * 8 + lane // 4, behind - 1))
-            token = pair // CHOSEN
-        x_at = x_at + (x + token.to(gl.int64) * (WIDTH // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
+            token = pair // MIXTURE.chosen
+        x_at = x_at + (x + token.to(gl.int64) * (MIXTURE.width // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
     codes_at, scales_at = (), ()
     for tile in gl.static_range(TILES):
-        mine = gl.minimum((block * ROWS + row) * TILES + tile, EACH - 1)
+        mine = gl.minimum((block * TILE.rows + row) * TILES + tile, EACH - 1)
         for half in gl.static_range(HALVES):
             source = (expert.to(gl.int64) * HALVES + half) * EACH + mine
             codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
             scales_at = scales_at + (  # noqa: RUF005
                 scale + source * (STEPS * 32) + (lane // 4 * 4 + at),
             )
-    words, scales = start_loads(codes_at, scales_at, share, steps, COUNT, SHARES, AHEAD, EVEN)
+    words, scales = start_loads(
+        codes_at, scales_at, share, steps, COUNT, TILE.shares, TILE.ahead, EVEN
+    )
     acc = products(
         words, scales, codes_at, scales_at, x_at, share, steps,
-        STEPS, COUNT, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
+        STEPS, COUNT, COLUMNS, TILE.shares, TILE.rows, TILE.ahead, EVEN,
     )  # fmt: skip
-    row3, lane3, at3 = summed_indices(SHARES, ROWS)
+    row3, lane3, at3 = summed_indices(TILE.shares, TILE.rows)
     for tile in gl.static_range(TILES):
-        out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
-        has = out < SIZE
-        source = expert.to(gl.int64) * (HALVES * SIZE) + out
+        out = ((block * TILE.rows + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
+        has = out < MIXTURE.size
+        source = expert.to(gl.int64) * (HALVES * MIXTURE.size) + out
         for column in gl.static_range(COLUMNS):
             sorted_at = place + column * 8 + lane3 % 4 * 2 + at3 % 2
             mask = has & (sorted_at < behind)
@@ -111,7 +111,7 @@ def _fragments_up_kernel(
                 up = gl.sum(acc[(HALVES * tile + 1) * COLUMNS + column], axis=0) * LOWERED
             else:
                 up = gate
-            if WEIGH:
+            if MIXTURE.weigh:
                 if LONE:
                     weight = gl.load(weights + sorted_at, mask=mask, other=0.0)
                 else:
@@ -119,12 +119,12 @@ def _fragments_up_kernel(
                     weight = gl.load(weights + pair, mask=mask, other=0.0)
                 gate = gate * weight
                 up = up * weight
-            if BIAS:
+            if MIXTURE.bias:
                 gate += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
                 if HALVES == 2:
-                    up += gl.load(bias + source + SIZE, mask=mask, other=0.0).to(gl.float32)
-            value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
-            gl.store(inner + sorted_at.to(gl.int64) * SIZE + out, value, mask=mask)
+                    up += gl.load(bias + source + MIXTURE.size, mask=mask, other=0.0).to(gl.float32)
+            value = gated(gate, up, limit, MIXTURE.act).to(inner.dtype.element_ty)
+            gl.store(inner + sorted_at.to(gl.int64) * MIXTURE.size + out, value, mask=mask)
 
 
 def _up(
@@ -147,16 +147,16 @@ def _up(
         stack.limit,
         LONE=order is None,
         OTHERS=stack.total > 0,
-        EXPERTS=experts,
-        CHOSEN=ids.shape[1],
-        SIZE=size,
-        WIDTH=weight.shape[1],
-        ACT=code(stack.act),
-        BIAS=stack.gate_up_bias is not None,
-        WEIGH=stack.weigh_input,
+        MIXTURE=Mixture(
+            experts=experts,
+            chosen=ids.shape[1],
+            size=size,
+            width=weight.shape[1],
+            act=code(stack.act),
+            bias=stack.gate_up_bias is not None,
+            weigh=stack.weigh_input,
+        ),
         BLOCK=triton.next_power_of_2(experts),
-        COLUMNS=tile.pairs // 8,
-        ROWS=tile.rows,
         **launch_options(tile, x),
     )
     return inner

@@ -7,7 +7,7 @@ PTX that makes two numbers at a time.
 """
 
 import struct
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -70,26 +70,38 @@ def code_of(weight: PackedWeight) -> int:
     return TABLE if weight.form.table else INT
 
 
-def constants(weight: PackedWeight) -> dict[str, Any]:
-    """Return a kernel's constants for the weight's format.
+class CodeFormat(NamedTuple):
+    """The format of a packed weight as kernels take it: one `tl.constexpr`.
 
-    BASE: what is to be taken off a code as kernels decode it, for scale * (code - zero).
+    bits: of a code, 4 or 8.
+    code: INT, E2M1_CODE, TABLE, E4M3_CODE or E4M3_BITS.
+    base: what kernels take off a decoded code, for scale * (code - zero).
+    offset: a value of OFFSETS.
+    group: inputs that share a scale.
+    band: outputs that share a scale.
+    span: inputs after which the order of 4-bit codes repeats (`Format.span`).
     """
+
+    bits: int
+    code: int
+    base: int
+    offset: int
+    group: int
+    band: int
+    span: int
+
+
+def code_format(weight: PackedWeight) -> CodeFormat:
+    """Return the constants of the weight's format."""
     form = weight.form
     code = code_of(weight)
     if form.bits == 4:
         base = (128 if code == INT else 0) + (form.zero if code == INT else 0)
     else:
         base = form.zero - 128 if form.code == "int" else 0
-    return {
-        "BITS": form.bits,
-        "CODE": code,
-        "BASE": base,
-        "OFFSET": OFFSETS[form.offset],
-        "GROUP": form.group,
-        "BAND": form.rows,
-        "SPAN": form.span if form.bits == 4 else form.group,
-    }
+    span = form.span if form.bits == 4 else form.group
+    offset = OFFSETS[form.offset]
+    return CodeFormat(form.bits, code, base, offset, form.group, form.rows, span)
 
 
 # ---- Pairs of codes as pairs of bfloat16 numbers: PTX for inline assembly ------------------------

@@ -5,6 +5,8 @@ The weight is the left operand, so that a few tokens fill the short side of the 
 few tiles the columns are divided among programs, and a second kernel adds what they found.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,8 @@ from torch import Tensor
 from kernels.gemm.packed import codes
 from kernels.gemm.packed.codes import (
     bytes_fit,
+    code_format,
     code_of,
-    constants,
     eight_bits,
     four_bytes,
     four_nibbles,
@@ -34,27 +36,58 @@ LOWERED = tl.constexpr(2.0**40)
 
 
 @triton.jit
-def _scales(scale, offset, group, exists, BASE: tl.constexpr, OFFSET: tl.constexpr):
+def _scales(scale, offset, group, exists, FORMAT: tl.constexpr):
     """Return the factor of a decoded code, and what is added then."""
     s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
-    if OFFSET == 0:
-        o = -BASE * s
+    if FORMAT.offset == 0:
+        o = -FORMAT.base * s
     else:
         o = tl.load(offset + group, mask=exists, other=0.0).to(tl.float32)
-        o = (o - BASE * s) if OFFSET == 1 else (o - BASE) * s
+        o = (o - FORMAT.base * s) if FORMAT.offset == 1 else (o - FORMAT.base) * s
     return s, o
 
 
 @triton.jit
-def _pairs(words, HOW: tl.constexpr):
-    return tl.inline_asm_elementwise(HOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+def _pairs(words, DECODE: tl.constexpr, AT: tl.constexpr):
+    """Decode code AT of each word, by pairs of words."""
+    return tl.inline_asm_elementwise(
+        DECODE.ptx[AT], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
-def _scaled(words, s, HOW: tl.constexpr):
+def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
+    """Decode code AT of each word, times its scale."""
     return tl.inline_asm_elementwise(
-        HOW, "=r,r,r", [words, s], dtype=tl.bfloat16, is_pure=True, pack=2
+        DECODE.ptx[AT], "=r,r,r", [words, s], dtype=tl.bfloat16, is_pure=True, pack=2
     )
+
+
+class Decoding(NamedTuple):
+    """How packed codes become operands of the matrix units, as one `tl.constexpr`.
+
+    by_ptx: inline PTX decodes pairs of codes, and scales come to the sums of their groups.
+    scale_codes: scales come to the codes instead, and a step is one matmul.
+    scale_outputs: a scale is an output's. Codes of 8 bits by PTX are scaled after the last step.
+    ptx: PTX for each of the four codes of a word; "" where there is none.
+    precision: of `tl.dot`, for float32.
+    """
+
+    by_ptx: bool
+    scale_codes: bool
+    scale_outputs: bool
+    ptx: tuple[str, ...]
+    precision: str
+
+
+class DotTile(NamedTuple):
+    """What a program of `_packed_dot_kernel` multiplies at a time."""
+
+    rows: int
+    tokens: int
+    width: int  # words or codes of a row at a time
+    split: int  # shares of the columns
+    whole_steps: bool  # no column sticks out
 
 
 @triton.jit
@@ -62,7 +95,7 @@ def add_step(
     acc,  # [ROWS, TOKENS] float32
     start,  # the first column
     at,  # [ROWS, WIDTH]: where the codes of column 0 are
-    x_at,  # [WIDTH, TOKENS]: the same of x; EARLY: [4 * WIDTH, TOKENS], in order
+    x_at,  # [WIDTH, TOKENS]: the same of x; scale_codes: [4 * WIDTH, TOKENS], in order
     columns,
     row_mask,
     token_mask,
@@ -70,115 +103,89 @@ def add_step(
     scale,
     offset,
     table,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
     WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    QUICK: tl.constexpr,
-    EARLY: tl.constexpr,
-    WHOLE: tl.constexpr,  # a scale is a row's
-    HOW0: tl.constexpr,
-    HOW1: tl.constexpr,
-    HOW2: tl.constexpr,
-    HOW3: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,  # no column sticks out
+    DECODE: tl.constexpr,  # `Decoding`
 ):
-    """acc plus the product of WIDTH words, or codes, of each row with x. 8 bits that are QUICK and
-    WHOLE come without their scale. EARLY: a step is one product, of numbers as `expand` has them.
+    """Add the matmul of WIDTH words, or codes, of each row with x to acc.
+
+    Codes of 8 bits come without their scale where DECODE says `by_ptx` and `scale_outputs`.
     """
-    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 4
+    BY_PTX: tl.constexpr = DECODE.by_ptx
+    FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
+    RUN: tl.constexpr = FORMAT.span // 4
     STEP: tl.constexpr = WIDTH * FIELDS
     element = tl.arange(0, WIDTH)
     exists = row_mask[:, None]
     x_mask = token_mask[None, :]
-    if not EVEN:
+    if not WHOLE_STEPS:
         inside = start + element * FIELDS < columns
         exists = exists & inside[None, :]
         x_mask = x_mask & inside[:, None]
     w = tl.load(at + start // FIELDS, mask=exists, other=0)
-    if GROUP % STEP == 0:
-        group = groups[:, None] + start // GROUP
+    if FORMAT.group % STEP == 0:
+        group = groups[:, None] + start // FORMAT.group
         has = row_mask[:, None]
     else:
-        group = groups[:, None] + ((start + element * FIELDS) // GROUP)[None, :]
+        group = groups[:, None] + ((start + element * FIELDS) // FORMAT.group)[None, :]
         has = exists
-    if EARLY:
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-        if QUICK:
-            even = tl.join(_pairs(w, HOW0), _pairs(w, HOW2))
-            odd = tl.join(_pairs(w, HOW1), _pairs(w, HOW3))
+    if DECODE.scale_codes:
+        s, added = _scales(scale, offset, group, has, FORMAT)
+        if BY_PTX:
+            even = tl.join(_pairs(w, DECODE, 0), _pairs(w, DECODE, 2))
+            odd = tl.join(_pairs(w, DECODE, 1), _pairs(w, DECODE, 3))
         else:
-            even = tl.join(nibble(w, table, 0, CODE), nibble(w, table, 2, CODE))
-            odd = tl.join(nibble(w, table, 1, CODE), nibble(w, table, 3, CODE))
+            even = tl.join(nibble(w, table, 0, FORMAT.code), nibble(w, table, 2, FORMAT.code))
+            odd = tl.join(nibble(w, table, 1, FORMAT.code), nibble(w, table, 3, FORMAT.code))
         value = tl.reshape(tl.join(even, odd), (w.shape[0], WIDTH, 4))
         value = tl.reshape(tl.permute(value, (0, 2, 1)), (w.shape[0], STEP)).to(tl.float32)
         value *= s
-        if OFFSET != 0 or not QUICK:  # else codes come less their zero
+        if FORMAT.offset != 0 or not BY_PTX:  # else codes come less their zero
             value += added
         other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
         acc = tl.dot(value.to(other.dtype), other, acc)
-    elif QUICK and BITS == 4 and CODE == 1:
+    elif BY_PTX and FORMAT.bits == 4 and FORMAT.code == 1:
         # Products with e2m1 as decoded would be below bfloat16's range: sums are scaled in the end.
         s = tl.load(scale + group, mask=has, other=0.0)
         s = tl.inline_asm_elementwise(LIFT, "=r,r", [s], dtype=tl.bfloat16, is_pure=True, pack=2)
         for field in tl.static_range(4):
             other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
-            if field == 0:
-                value = _scaled(w, s, HOW0)
-            elif field == 1:
-                value = _scaled(w, s, HOW1)
-            elif field == 2:
-                value = _scaled(w, s, HOW2)
-            else:
-                value = _scaled(w, s, HOW3)
-            acc = tl.dot(value, other, acc)
-    elif QUICK and BITS == 4:
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            acc = tl.dot(_scaled(w, s, DECODE, field), other, acc)
+    elif BY_PTX and FORMAT.bits == 4:
+        s, added = _scales(scale, offset, group, has, FORMAT)
         part = tl.zeros(acc.shape, tl.float32)
         total = tl.zeros(acc.shape, tl.float32)
         ones = tl.full(w.shape, 1.0, tl.bfloat16)
         for field in tl.static_range(4):
             other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
-            if field == 0:
-                value = _pairs(w, HOW0)
-            elif field == 1:
-                value = _pairs(w, HOW1)
-            elif field == 2:
-                value = _pairs(w, HOW2)
-            else:
-                value = _pairs(w, HOW3)
-            part = tl.dot(value, other, part)
-            if OFFSET != 0:  # the sum of x, in every row
+            part = tl.dot(_pairs(w, DECODE, field), other, part)
+            if FORMAT.offset != 0:  # the sum of x, in every row
                 total = tl.dot(ones, other, total)
         acc += part * s
-        if OFFSET != 0:
+        if FORMAT.offset != 0:
             acc += total * added
-    elif QUICK:
+    elif BY_PTX:
         value = tl.inline_asm_elementwise(
-            HOW0, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+            DECODE.ptx[0], "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
         )
         other = tl.load(x_at + start, mask=x_mask, other=0.0)
-        if WHOLE:
+        if DECODE.scale_outputs:
             acc = tl.dot(value, other, acc)
         else:
-            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            s, added = _scales(scale, offset, group, has, FORMAT)
             acc += tl.dot(value, other) * s
-    elif BITS == 4:
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+    elif FORMAT.bits == 4:
+        s, added = _scales(scale, offset, group, has, FORMAT)
         for field in tl.static_range(4):
-            value = nibble(w, table, field, CODE) * s + added
+            value = nibble(w, table, field, FORMAT.code) * s + added
             other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
-            acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+            acc = tl.dot(value.to(other.dtype), other, acc, input_precision=DECODE.precision)
     else:
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-        value = eight_bits(w, CODE) * s + added
+        s, added = _scales(scale, offset, group, has, FORMAT)
+        value = eight_bits(w, FORMAT.code) * s + added
         other = tl.load(x_at + start, mask=x_mask, other=0.0)
-        acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+        acc = tl.dot(value.to(other.dtype), other, acc, input_precision=DECODE.precision)
     return acc
 
 
@@ -198,46 +205,32 @@ def _packed_dot_kernel(
     pitch,  # columns of codes: the compiler shall know what divides it
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,  # words or codes of a row at a time
-    SPLIT: tl.constexpr,  # shares of the columns
-    EVEN: tl.constexpr,  # no column sticks out
-    QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
-    EARLY: tl.constexpr,  # or to the codes; each step in one product
-    WHOLE: tl.constexpr,  # a scale is a row's
-    HOW0: tl.constexpr,
-    HOW1: tl.constexpr,
-    HOW2: tl.constexpr,
-    HOW3: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `DotTile`
+    DECODE: tl.constexpr,  # `Decoding`
     PDL: tl.constexpr,
 ):
-    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 4
-    STEP: tl.constexpr = WIDTH * FIELDS
+    SPLIT: tl.constexpr = TILE.split
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
+    RUN: tl.constexpr = FORMAT.span // 4
+    STEP: tl.constexpr = TILE.width * FIELDS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    element = tl.arange(0, WIDTH)
-    if EARLY:
+    element = tl.arange(0, TILE.width)
+    if DECODE.scale_codes:
         column = tl.arange(0, STEP)
-    elif BITS == 4:
-        column = element // RUN * SPAN + element % RUN
+    elif FORMAT.bits == 4:
+        column = element // RUN * FORMAT.span + element % RUN
         column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)  # else x is read by twos
     else:
         column = element
     row_mask, token_mask = row < rows, token < tokens
     at = codes + row.to(tl.int64)[:, None] * pitch + element[None, :]
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
-    groups = (row // BAND).to(tl.int64) * (columns // GROUP)
+    groups = (row // FORMAT.band).to(tl.int64) * (columns // FORMAT.group)
     each = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
     begin = split * each
     end = tl.minimum(begin + each, columns)
@@ -248,10 +241,9 @@ def _packed_dot_kernel(
     for start in range(begin, end, STEP):
         acc = add_step(
             acc, start, at, x_at, columns, row_mask, token_mask, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, EARLY, WHOLE,
-            HOW0, HOW1, HOW2, HOW3, PRECISION,
+            FORMAT, TILE.width, TILE.whole_steps, DECODE,
         )  # fmt: skip
-    if QUICK and BITS == 8 and WHOLE:
+    if DECODE.by_ptx and FORMAT.bits == 8 and DECODE.scale_outputs:
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
@@ -304,53 +296,49 @@ def _packed_expand_kernel(
     rows,
     columns,
     pitch,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # 8 bits: codes of a row; 4 bits: spans of it
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     wide = row.to(tl.int64)[:, None]
-    group = (row // BAND).to(tl.int64)[:, None] * (columns // GROUP)
-    if BITS == 4:
-        RUN: tl.constexpr = SPAN // 4
+    group = (row // FORMAT.band).to(tl.int64)[:, None] * (columns // FORMAT.group)
+    if FORMAT.bits == 4:
+        RUN: tl.constexpr = FORMAT.span // 4
         word = tl.arange(0, RUN)[None, None, :]
-        has = (row < rows)[:, None] & (part * SPAN < columns)[None, :]
+        has = (row < rows)[:, None] & (part * FORMAT.span < columns)[None, :]
         exists = has[:, :, None]
         at = wide * pitch + (part * RUN)[None, :]
         w = tl.load(codes + at[:, :, None] + word, mask=exists, other=0)
-        group += (part * SPAN // GROUP)[None, :]
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-        to = wide * columns + (part * SPAN)[None, :]
+        group += (part * FORMAT.span // FORMAT.group)[None, :]
+        s, added = _scales(scale, offset, group, has, FORMAT)
+        to = wide * columns + (part * FORMAT.span)[None, :]
         for field in tl.static_range(4):
-            value = nibble(w, table, field, CODE) * s[:, :, None] + added[:, :, None]
+            value = nibble(w, table, field, FORMAT.code) * s[:, :, None] + added[:, :, None]
             place = out + to[:, :, None] + (word + field * RUN)
             tl.store(place, value.to(out.dtype.element_ty), mask=exists)
     else:
         exists = (row < rows)[:, None] & (part < columns)[None, :]
         w = tl.load(codes + wide * pitch + part[None, :], mask=exists, other=0)
         has = exists
-        if GROUP % WIDTH == 0:  # one of a row: every other read of a scale is spared
-            group += tl.program_id(1) * WIDTH // GROUP
+        if FORMAT.group % WIDTH == 0:  # one of a row: every other read of a scale is spared
+            group += tl.program_id(1) * WIDTH // FORMAT.group
             has = (row < rows)[:, None]
         else:
-            group += (part // GROUP)[None, :]
-        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-        value = eight_bits(w, CODE) * s + added
+            group += (part // FORMAT.group)[None, :]
+        s, added = _scales(scale, offset, group, has, FORMAT)
+        value = eight_bits(w, FORMAT.code) * s + added
         place = out + wide * columns + part[None, :]
         tl.store(place, value.to(out.dtype.element_ty), mask=exists)
 
 
-def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
-    """PTX for the codes of these weights, or nothing where there is none: for bfloat16, and 4-bit
-    integers, or 8 bits without offsets, with one scale in a step of `width` words or codes, or in a
-    row of 8 bits."""
+def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
+    """Return PTX for pairs of these weights' codes, or nothing where there is none.
+
+    There is some for bfloat16, and 4-bit integers, or 8 bits without offsets. A step of `width`
+    words or codes needs one scale, or a row of 8 bits does.
+    """
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
     group = weight.form.group
@@ -361,7 +349,15 @@ def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
     return [four_bytes(code_of(weight)), "", "", ""] if fits else []
 
 
-def early_fits(weight: PackedWeight, step: int) -> bool:
+def decoding(
+    x: Tensor, weight: PackedWeight, ptx: list[str], scale_codes: bool = False
+) -> Decoding:
+    """Return how a kernel decodes the weight. ptx: of `pair_ptx`."""
+    precision = "ieee" if x.dtype == _FLOAT else "tf32"
+    return Decoding(bool(ptx), scale_codes, bytes_fit(weight), tuple(ptx or [""] * 4), precision)
+
+
+def scale_codes_fits(weight: PackedWeight, step: int) -> bool:
     """Whether the codes of each step of these 4-bit weights are its columns, in x's order: nibble
     0 of all words, then nibble 1, and so on."""
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
@@ -378,7 +374,7 @@ def tile(
     tokens: int,
     shape: tuple[int, int],
     sms: int,
-    early: bool = False,  # as `packed_dot` has it
+    scale_codes: bool = False,  # as `packed_dot` has it
     sums: bool = False,  # as `scales_sums`
 ) -> tuple[int, int, int, int, int]:
     """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of sweeps over llama-8b's
@@ -395,12 +391,12 @@ def tile(
         return 128, 128 if sums else 64, 128, 8, 3
     if few == 64 and triton.cdiv(rows, 128) < sms:
         return 64, 64, 32, 4, 4 if columns >= 8192 else 3
-    if early:
+    if scale_codes:
         return (64, few, 32, 4, 3) if few == 128 else (128, few, 32, 8, 3)
     return 128, min(few, 128), 32, 4 if few <= 64 else 8, 3
 
 
-def early_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
+def scale_codes_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
     """Whether one product of a step, of scaled numbers, took less than a product for each nibble,
     whose sums are scaled: an offset needs a product with ones beside each of these. Without one it
     is where a tile of all tokens and 128 outputs leaves no multiprocessor without work."""
@@ -428,17 +424,18 @@ def packed_dot(
     residual: Tensor | None = None,  # like the result, and overwritten by it
     config: tuple[int, int, int, int, int] | None = None,
     split: int = 0,  # 0: as many as there should be
-    early: bool | None = None,  # scales come to codes and not to sums; None: where that is faster
+    scale_codes: bool | None = None,  # and not sums of groups; None: where that is faster
 ) -> Tensor:
     """x @ weight.T + bias + residual: [tokens, out], in x's dtype."""
     tokens = x.shape[0]
     rows, columns = weight.shape
     bits, sms = weight.form.bits, num_sms(x.device)
-    if early is None:
-        early = early_pays(weight, tokens, sms) and early_fits(weight, 4 * _WORDS)
-        early = early and bool(quick(x, weight, _WORDS))
+    if scale_codes is None:
+        scale_codes = scale_codes_pays(weight, tokens, sms)
+        scale_codes = scale_codes and scale_codes_fits(weight, 4 * _WORDS)
+        scale_codes = scale_codes and bool(pair_ptx(x, weight, _WORDS))
     num_rows, num_tokens, width, warps, stages = config or tile(
-        bits, tokens, weight.shape, sms, early, scales_sums(weight)
+        bits, tokens, weight.shape, sms, scale_codes, scales_sums(weight)
     )
     grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
     step = width * (4 if bits == 4 else 1)
@@ -448,15 +445,9 @@ def packed_dot(
     target = out
     if split > 1:
         target = x.new_empty((split, tokens, rows), dtype=_FLOAT)
-    how = quick(x, weight, width)
-    if not how and weight.form.group % step:
+    decode = decoding(x, weight, pair_ptx(x, weight, width), scale_codes)
+    if not decode.by_ptx and weight.form.group % step:
         stages = 2  # a scale and an offset for each code are on their way too
-    decode = {
-        "QUICK": bool(how),
-        "EARLY": early,
-        "WHOLE": bytes_fit(weight),
-        **{f"HOW{i}": ptx for i, ptx in enumerate(how or [""] * 4)},
-    }
     alone = split == 1
     _packed_dot_kernel[(*grid, split)](
         x,
@@ -471,18 +462,19 @@ def packed_dot(
         rows,
         columns,
         weight.codes.shape[1],
-        ROWS=num_rows,
-        TOKENS=num_tokens,
-        WIDTH=width,
-        SPLIT=split,
-        EVEN=columns % step == 0,
+        TILE=DotTile(
+            rows=num_rows,
+            tokens=num_tokens,
+            width=width,
+            split=split,
+            whole_steps=columns % step == 0,
+        ),
         ADD=alone and residual is not None,
         BIAS=alone and weight.bias is not None,
-        PRECISION="ieee" if x.dtype == _FLOAT else "tf32",
-        **decode,
+        FORMAT=code_format(weight),
+        DECODE=decode,
         num_warps=warps,
         num_stages=stages,
-        **constants(weight),
         **pdl(x.device),
     )
     if split > 1:
@@ -531,7 +523,7 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
         weight.codes.shape[1],
         ROWS=num_rows,
         WIDTH=num_columns // form.span if form.bits == 4 else num_columns,
+        FORMAT=code_format(weight),
         num_warps=8,
-        **constants(weight),
     )
     return out

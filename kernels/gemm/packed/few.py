@@ -10,6 +10,8 @@ lie; no interpreter runs it, so that its tests need a GPU (`tests/kernels/test_p
 `tests/kernels/test_compile.py` only compiles it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -34,9 +36,22 @@ _AHEAD = 2  # such steps are on their way
 _GROUP = 128  # inputs of a scale of 4-bit codes
 
 
+class FewTile(NamedTuple):
+    """What a program multiplies at a time, as one `gl.constexpr`."""
+
+    rows: int
+    tokens: int
+    words: int  # of a row, a warp
+    shares: int  # of the columns: one for each warp
+    ptx: tuple[str, ...]  # for each of four fields of a word
+
+
 @gluon.jit
-def _decoded(words, HOW: gl.constexpr):
-    return gl.inline_asm_elementwise(HOW, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+def _decoded(words, TILE: gl.constexpr, AT: gl.constexpr):
+    """Decode field AT of each word, by pairs of words."""
+    return gl.inline_asm_elementwise(
+        TILE.ptx[AT], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -57,20 +72,17 @@ def _packed_few_kernel(
     tokens,
     rows,
     columns,
-    HOW0: gl.constexpr,  # PTX for each field of a word
-    HOW1: gl.constexpr,
-    HOW2: gl.constexpr,
-    HOW3: gl.constexpr,
     FIELDS: gl.constexpr,  # codes of a word: 4 of 4 bits with groups of 128, or 2 of 8 bits
     OFFSET: gl.constexpr,  # 0: none, 1: added, 2: added to codes; codes come with 128 more then
     ADD: gl.constexpr,
     BIAS: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    WORDS: gl.constexpr,
-    SHARES: gl.constexpr,  # of the columns: one for each warp
+    TILE: gl.constexpr,  # `FewTile`
     PDL: gl.constexpr,
 ):
+    ROWS: gl.constexpr = TILE.rows
+    SHARES: gl.constexpr = TILE.shares
+    TOKENS: gl.constexpr = TILE.tokens
+    WORDS: gl.constexpr = TILE.words
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[SHARES, 1, 1], instr_shape=[1, 16, 8]
     )
@@ -138,10 +150,10 @@ def _packed_few_kernel(
         for half in gl.static_range(2):
             w = first_w if half == 0 else second_w
             if FIELDS == 4:
-                even = mma_v2(_decoded(w, HOW0), xs[4 * half], zero)
-                odd = mma_v2(_decoded(w, HOW1), xs[4 * half + 1], zero)
-                even = mma_v2(_decoded(w, HOW2), xs[4 * half + 2], even)
-                odd = mma_v2(_decoded(w, HOW3), xs[4 * half + 3], odd)
+                even = mma_v2(_decoded(w, TILE, 0), xs[4 * half], zero)
+                odd = mma_v2(_decoded(w, TILE, 1), xs[4 * half + 1], zero)
+                even = mma_v2(_decoded(w, TILE, 2), xs[4 * half + 2], even)
+                odd = mma_v2(_decoded(w, TILE, 3), xs[4 * half + 3], odd)
                 s = _part(s_pair, half, gl.float16).to(gl.float32)
                 acc += (even + odd) * s
                 if OFFSET:
@@ -157,8 +169,8 @@ def _packed_few_kernel(
                         acc += (even + odd) * ((o - 128.0) * s)
             else:
                 both = xs[half]
-                acc = mma_v2(_decoded(w, HOW0), _part(both, 0, gl.bfloat16), acc)
-                other = mma_v2(_decoded(w, HOW1), _part(both, 1, gl.bfloat16), other)
+                acc = mma_v2(_decoded(w, TILE, 0), _part(both, 0, gl.bfloat16), acc)
+                other = mma_v2(_decoded(w, TILE, 1), _part(both, 1, gl.bfloat16), other)
         x_at += 2 * WORDS * (4 if FIELDS == 4 else 1)
         first_w, second_w = next_first, next_second
         if FIELDS == 4:
@@ -225,10 +237,10 @@ def packed_few(
     if form.bits == 4:  # two groups at a time
         scale = scale.view(torch.int32)
         offset = None if offset is None else offset.view(torch.int32)
-        how = four_nibbles(weight)
+        ptx = four_nibbles(weight)
     else:
         decode = floats if form.code == "e4m3" else integers
-        how = [decode(False), decode(True), "", ""]
+        ptx = [decode(False), decode(True), "", ""]
     _packed_few_kernel[(triton.cdiv(rows, num_rows),)](
         x,
         weight.codes.view(torch.int16),
@@ -240,15 +252,11 @@ def packed_few(
         tokens,
         rows,
         columns,
-        *how,
         FIELDS=fields,
         OFFSET=OFFSETS[form.offset],
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        ROWS=num_rows,
-        TOKENS=TOKENS,
-        WORDS=_WORDS,
-        SHARES=shares,
+        TILE=FewTile(rows=num_rows, tokens=TOKENS, words=_WORDS, shares=shares, ptx=tuple(ptx)),
         num_warps=shares,
         **pdl(x.device),
     )

@@ -4,14 +4,25 @@ A thread takes 16 bytes of a row at a time, which belong to one group, and x in 
 codes; so scale and offset are applied once for 16 or 32 weights.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gemm.gemv import GATES, gated
-from kernels.gemm.packed.codes import constants, eight_bits, nibble
+from kernels.gemm.gemv import GATES, fused, gated
+from kernels.gemm.packed.codes import code_format, eight_bits, nibble
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
+
+
+class GemvTile(NamedTuple):
+    """What a program reads at a time."""
+
+    rows: int  # a program owns; GATED: gate and up rows alternate
+    units: int  # of a row at a time
+    unit: int  # words or codes of a thread
+    whole_steps: bool  # no row and no column sticks out
 
 
 @triton.jit
@@ -29,48 +40,38 @@ def _packed_gemv_kernel(
     rows,
     columns,
     pitch,  # columns of codes: the compiler shall know what divides it
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    BITS: tl.constexpr,
-    CODE: tl.constexpr,
-    BASE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    BAND: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
-    UNITS: tl.constexpr,  # of a row at a time
-    UNIT: tl.constexpr,  # words or codes of a thread
-    EVEN: tl.constexpr,  # no row and no column sticks out
+    FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
+    FORMAT: tl.constexpr,  # `codes.CodeFormat`
+    TILE: tl.constexpr,  # `GemvTile`
     PDL: tl.constexpr,
 ):
+    ROWS: tl.constexpr = TILE.rows
+    UNIT: tl.constexpr = TILE.unit
+    UNITS: tl.constexpr = TILE.units
     index = tl.arange(0, ROWS)
-    if GATED:
+    if FUSED.gated:
         mine = tl.program_id(0) * (ROWS // 2) + index // 2
         source = mine + (index % 2) * rows
     else:
         mine = tl.program_id(0) * ROWS + index
         source = mine
     row_mask = mine < rows
-    FIELDS: tl.constexpr = 4 if BITS == 4 else 1  # codes of an element
-    RUN: tl.constexpr = SPAN // 4  # words of a span
+    FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1  # codes of an element
+    RUN: tl.constexpr = FORMAT.span // 4  # words of a span
     STEP: tl.constexpr = UNITS * UNIT * FIELDS
     unit = tl.arange(0, UNITS)
     element = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     # Of the lowest nibble.
-    column = (element // RUN * SPAN + element % RUN) if BITS == 4 else element
+    column = (element // RUN * FORMAT.span + element % RUN) if FORMAT.bits == 4 else element
     at = codes + source.to(tl.int64)[:, None, None] * pitch + element[None, :, :]
-    groups = (source // BAND).to(tl.int64) * (columns // GROUP)
+    groups = (source // FORMAT.band).to(tl.int64) * (columns // FORMAT.group)
     acc = tl.zeros([ROWS, UNITS], tl.float32)
     squares = tl.zeros([UNITS], tl.float32)
     # Of whole units, so that masked loads stay 16 bytes wide.
     exists = row_mask[:, None, None] & (unit * (UNIT * FIELDS) < columns)[None, :, None]
 
     # The first codes depend on no earlier kernel: load them before waiting.
-    if EVEN:
+    if TILE.whole_steps:
         w = tl.load(at, eviction_policy="evict_first")
     else:
         w = tl.load(at, mask=exists, other=0, eviction_policy="evict_first")
@@ -83,42 +84,42 @@ def _packed_gemv_kernel(
         exists = row_mask[:, None, None] & (first + STEP < columns)[None, :, None]
         ahead = tl.load(at, mask=exists, other=0, eviction_policy="evict_first")
         inside = first < columns
-        group = groups[:, None] + (first // GROUP)[None, :]
-        if EVEN:
+        group = groups[:, None] + (first // FORMAT.group)[None, :]
+        if TILE.whole_steps:
             s = tl.load(scale + group).to(tl.float32)
         else:
             s = tl.load(scale + group, mask=row_mask[:, None] & inside[None, :], other=0.0)
             s = s.to(tl.float32)
         sums = tl.zeros([UNITS], tl.float32)
-        if BITS == 4:
+        if FORMAT.bits == 4:
             part = tl.zeros([ROWS, UNITS, UNIT], tl.float32)
             kept = tl.zeros([UNITS, UNIT], tl.float32)
             for field in tl.static_range(4):
                 here = start + column + field * RUN
                 value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                if NORM:
+                if FUSED.norm:
                     squares += tl.sum(value * value, axis=1)
                     value *= tl.load(norm + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                part += nibble(w, table, field, CODE) * value[None, :, :]
+                part += nibble(w, table, field, FORMAT.code) * value[None, :, :]
                 kept += value
             total = tl.sum(part, axis=2)
-            if BASE != 0 or OFFSET != 0:
+            if FORMAT.base != 0 or FORMAT.offset != 0:
                 sums = tl.sum(kept, axis=1)
         else:
             here = start + column
             value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
-            if NORM:
+            if FUSED.norm:
                 squares += tl.sum(value * value, axis=1)
                 value *= tl.load(norm + here, mask=inside[:, None], other=0.0).to(tl.float32)
-            total = tl.sum(eight_bits(w, CODE) * value[None, :, :], axis=2)
-            if BASE != 0 or OFFSET != 0:
+            total = tl.sum(eight_bits(w, FORMAT.code) * value[None, :, :], axis=2)
+            if FORMAT.base != 0 or FORMAT.offset != 0:
                 sums = tl.sum(value, axis=1)
-        if BASE != 0:
-            total -= BASE * sums[None, :]
-        if OFFSET != 0:
+        if FORMAT.base != 0:
+            total -= FORMAT.base * sums[None, :]
+        if FORMAT.offset != 0:
             o = tl.load(offset + group, mask=row_mask[:, None] & inside[None, :], other=0.0)
             o = o.to(tl.float32) * sums[None, :]
-            if OFFSET == 1:
+            if FORMAT.offset == 1:
                 acc += total * s + o
             else:
                 acc += (total + o) * s
@@ -127,17 +128,17 @@ def _packed_gemv_kernel(
         w = ahead
 
     y = tl.sum(acc, axis=1)
-    if NORM:
+    if FUSED.norm:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / columns + eps)
-    if BIAS:
+    if FUSED.bias:
         y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
-    if GATED:
-        y = gated(y, ROWS, GELU)
+    if FUSED.gated:
+        y = gated(y, ROWS, FUSED.gelu)
         outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         outs = mine
     out_mask = outs < rows
-    if ADD:
+    if FUSED.add:
         y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
@@ -187,17 +188,15 @@ def packed_gemv(
         outs,
         columns,
         weight.codes.shape[1],
-        NORM=norm is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu_pytorch_tanh",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
-        ROWS=num_rows,
-        UNITS=units,
-        UNIT=unit,
-        EVEN=columns % step == 0 and outs % per_program == 0,
+        FUSED=fused(norm, gate, residual, weight.bias),
+        TILE=GemvTile(
+            rows=num_rows,
+            units=units,
+            unit=unit,
+            whole_steps=columns % step == 0 and outs % per_program == 0,
+        ),
         num_warps=warps,
-        **constants(weight),
+        FORMAT=code_format(weight),
         **pdl(x.device),
     )
     return out

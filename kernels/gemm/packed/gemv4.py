@@ -8,12 +8,14 @@ other pair a shift. x is divided by the 16 beforehand, and what is too much leav
 at once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gemm.gemv import GATES, fits, gated
+from kernels.gemm.gemv import GATES, fits, fused, gated
 from kernels.gemm.packed.codes import INT, OFFSETS, code_of
 from kernels.gemm.packed.gemv8 import in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
@@ -75,6 +77,16 @@ def _decoded(w, HOW: tl.constexpr):
     return found
 
 
+class Nibbles(NamedTuple):
+    """How 4-bit codes become numbers."""
+
+    ptx: str  # of `decoder`
+    zero: int
+    offset: int
+    group: int  # words of a scale
+    run: int  # words of a span, and words of x for a nibble of it
+
+
 @triton.jit
 def _gemv4_kernel(
     x,  # [columns / 4] int64: four numbers each
@@ -88,23 +100,16 @@ def _gemv4_kernel(
     eps,
     rows,
     words,  # columns / 16
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    HOW: tl.constexpr,  # of `decoder`
-    ZERO: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,  # words of a scale
-    RUN: tl.constexpr,  # words of a span, and words of x for a nibble of it
+    FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
+    CODES: tl.constexpr,  # `Nibbles`
     ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,  # no row and no word sticks out
     PDL: tl.constexpr,
 ):
+    HOW: tl.constexpr = CODES.ptx
     index = tl.arange(0, ROWS)
-    if GATED:
+    if FUSED.gated:
         mine = tl.program_id(0) * (ROWS // 2) + index // 2
         source = mine + (index % 2) * rows
     else:
@@ -113,7 +118,7 @@ def _gemv4_kernel(
     row_mask = mine < rows
     word = tl.max_contiguous(tl.arange(0, WORDS), 2)
     at = codes + source.to(tl.int64)[:, None] * words + word[None, :]
-    groups = source.to(tl.int64)[:, None] * (words // GROUP)
+    groups = source.to(tl.int64)[:, None] * (words // CODES.group)
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     squares = tl.zeros([WORDS], tl.float32)
     TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
@@ -130,12 +135,12 @@ def _gemv4_kernel(
         here = start + word
         inside = here < words
         exists = row_mask[:, None] & inside[None, :]
-        group = groups + (here // GROUP)[None, :]
+        group = groups + (here // CODES.group)[None, :]
         if EVEN:
             s = tl.load(scale + group).to(tl.float32)
         else:
             s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
-        if OFFSET != 0:
+        if CODES.offset != 0:
             if EVEN:
                 o = tl.load(offset + group).to(tl.float32)
             else:
@@ -147,23 +152,23 @@ def _gemv4_kernel(
             ahead_mask = row_mask[:, None] & (here + WORDS < words)[None, :]
             ahead = tl.load(at, mask=ahead_mask, other=0, eviction_policy="evict_first")
         codes16 = _decoded(w, HOW)
-        place = here // RUN * (4 * RUN) + here % RUN
+        place = here // CODES.run * (4 * CODES.run) + here % CODES.run
         place = tl.max_contiguous(tl.multiple_of(place, 2), 2)
         part = tl.zeros([ROWS, WORDS], tl.float32)
         even = tl.zeros([WORDS], tl.float32)
         odd = tl.zeros([WORDS], tl.float32)
         for field in tl.static_range(4):
             if EVEN:
-                value = tl.load(x + place + field * RUN)
-                if NORM:
-                    n = tl.load(norm + place + field * RUN)
+                value = tl.load(x + place + field * CODES.run)
+                if FUSED.norm:
+                    n = tl.load(norm + place + field * CODES.run)
             else:
-                value = tl.load(x + place + field * RUN, mask=inside, other=0)
-                if NORM:
-                    n = tl.load(norm + place + field * RUN, mask=inside, other=0)
+                value = tl.load(x + place + field * CODES.run, mask=inside, other=0)
+                if FUSED.norm:
+                    n = tl.load(norm + place + field * CODES.run, mask=inside, other=0)
             x0, x1 = number(value, 0, TYPE), number(value, 1, TYPE)
             x2, x3 = number(value, 2, TYPE), number(value, 3, TYPE)
-            if NORM:
+            if FUSED.norm:
                 squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
                 x0 *= number(n, 0, TYPE)
                 x1 *= number(n, 1, TYPE)
@@ -181,26 +186,26 @@ def _gemv4_kernel(
             part += codes16[4 * field + 1] * x1[None, :]
             part += codes16[4 * field + 2] * x2[None, :]
             part += codes16[4 * field + 3] * x3[None, :]
-        part -= ((1024.0 + ZERO) * even + (64.0 + ZERO) * odd)[None, :]
-        if OFFSET == 1:
+        part -= ((1024.0 + CODES.zero) * even + (64.0 + CODES.zero) * odd)[None, :]
+        if CODES.offset == 1:
             acc += part * s + o * (even + odd)[None, :]
-        elif OFFSET == 2:
+        elif CODES.offset == 2:
             acc += (part + o * (even + odd)[None, :]) * s
         else:
             acc += part * s
         w = ahead
     y = tl.sum(acc, axis=1)
-    if NORM:
+    if FUSED.norm:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / (16 * words) + eps)
-    if BIAS:
+    if FUSED.bias:
         y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
-    if GATED:
-        y = gated(y, ROWS, GELU)
+    if FUSED.gated:
+        y = gated(y, ROWS, FUSED.gelu)
         outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         outs = mine
     out_mask = outs < rows
-    if ADD:
+    if FUSED.add:
         y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
@@ -263,16 +268,14 @@ def gemv4(
         eps,
         outs,
         columns // _WORD,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu_pytorch_tanh",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
-        HOW=decoder(x.device),
-        ZERO=form.zero,
-        OFFSET=OFFSETS[form.offset],
-        GROUP=form.group // _WORD,
-        RUN=form.span // _WORD,
+        FUSED=fused(norm, gate, residual, weight.bias),
+        CODES=Nibbles(
+            ptx=decoder(x.device),
+            zero=form.zero,
+            offset=OFFSETS[form.offset],
+            group=form.group // _WORD,
+            run=form.span // _WORD,
+        ),
         ROWS=num_rows,
         WORDS=words,
         EVEN=columns % (_WORD * words) == 0 and outs % per_program == 0,

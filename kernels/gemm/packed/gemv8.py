@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gemm.gemv import GATES, fits, gated
+from kernels.gemm.gemv import GATES, fits, fused, gated
 from kernels.gemm.packed.codes import bytes_fit, converts, eight_bits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
@@ -52,11 +52,7 @@ def _gemv8_kernel(
     eps,
     rows,
     words,  # columns / 4
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
+    FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
     HOW: tl.constexpr,  # of `decoder`
     GROUP: tl.constexpr,  # words of a scale; 0: all of a row's
     BAND: tl.constexpr,  # rows of a scale
@@ -66,7 +62,7 @@ def _gemv8_kernel(
     PDL: tl.constexpr,
 ):
     index = tl.arange(0, ROWS)
-    if GATED:
+    if FUSED.gated:
         mine = tl.program_id(0) * (ROWS // 2) + index // 2
         source = mine + (index % 2) * rows
     else:
@@ -78,9 +74,9 @@ def _gemv8_kernel(
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     squares = tl.zeros([WORDS], tl.float32)
     if GROUP > 0:  # a program's rows are of one block, or of the gate's and the up's
-        first = tl.program_id(0) * (ROWS // 2 if GATED else ROWS)
+        first = tl.program_id(0) * (ROWS // 2 if FUSED.gated else ROWS)
         scales = scale + (first // BAND).to(tl.int64) * (words // GROUP)
-        if GATED:
+        if FUSED.gated:
             up_scales = scale + ((first + rows) // BAND).to(tl.int64) * (words // GROUP)
             is_up = (index % 2 == 1)[:, None]
     TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
@@ -97,15 +93,15 @@ def _gemv8_kernel(
         here = start + word
         if EVEN:
             value = tl.load(x + here)
-            if NORM:
+            if FUSED.norm:
                 n = tl.load(norm + here)
         else:
             value = tl.load(x + here, mask=here < words, other=0)
-            if NORM:
+            if FUSED.norm:
                 n = tl.load(norm + here, mask=here < words, other=0)
         x0, x1 = number(value, 0, TYPE), number(value, 1, TYPE)
         x2, x3 = number(value, 2, TYPE), number(value, 3, TYPE)
-        if NORM:
+        if FUSED.norm:
             squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
             x0 *= number(n, 0, TYPE)
             x1 *= number(n, 1, TYPE)
@@ -128,7 +124,7 @@ def _gemv8_kernel(
             group = here // GROUP
             has = here < words
             s = tl.load(scales + group, mask=has, other=0.0)[None, :]
-            if GATED:
+            if FUSED.gated:
                 up = tl.load(up_scales + group, mask=has, other=0.0)[None, :]
                 s = tl.where(is_up, up, s)
             part = w0 * x0[None, :]
@@ -145,17 +141,17 @@ def _gemv8_kernel(
     y = tl.sum(acc, axis=1)
     if GROUP == 0:
         y *= tl.load(scale + source, mask=row_mask, other=0.0)
-    if NORM:
+    if FUSED.norm:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / (4 * words) + eps)
-    if BIAS:
+    if FUSED.bias:
         y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
-    if GATED:
-        y = gated(y, ROWS, GELU)
+    if FUSED.gated:
+        y = gated(y, ROWS, FUSED.gelu)
         outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         outs = mine
     out_mask = outs < rows
-    if ADD:
+    if FUSED.add:
         y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
@@ -226,11 +222,7 @@ def gemv8(
         eps,
         outs,
         columns // 4,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu_pytorch_tanh",
-        ADD=residual is not None,
-        BIAS=weight.bias is not None,
+        FUSED=fused(norm, gate, residual, weight.bias),
         HOW=decoder(x.device),
         GROUP=weight.form.group // 4 if blocks else 0,
         BAND=weight.form.rows,

@@ -120,6 +120,16 @@ class Tile(NamedTuple):
     ahead: int  # spans of a warp that are on their way
 
 
+class MmaCodes(NamedTuple):
+    """How 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
+
+    matmul_ptx: str  # of a step's codes with x
+    sum_ptx: str  # of a step's x
+    base: int  # that codes have too much
+    offset: int  # 0: none, 1: added, 2: added to codes
+    group: int  # inputs that share a scale
+
+
 _ANY = float("inf")
 # Tokens, outputs and inputs up to which a launch is taken, the first that fits: what a sweep over
 # llama-8b's matrices found on an H200. None: `gemv4` takes less time, whose norm is no launch of
@@ -219,28 +229,25 @@ def _mma4_kernel(
     out,  # [tokens, rows]
     tokens,
     rows,
-    PRODUCT_PTX: gl.constexpr,
-    SUM_PTX: gl.constexpr,
+    CODES: gl.constexpr,  # `MmaCodes`
     GATED: gl.constexpr,
     ACT: gl.constexpr,
     ADD: gl.constexpr,
     BIAS: gl.constexpr,
-    BASE: gl.constexpr,  # that codes have too much
-    OFFSET: gl.constexpr,  # 0: none, 1: added, 2: added to codes
-    GROUP: gl.constexpr,
     WIDTH: gl.constexpr,
-    SHARES: gl.constexpr,
-    TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    TILE: gl.constexpr,  # `Tile`
     PDL: gl.constexpr,
 ):
-    L: gl.constexpr = _layout(SHARES)
+    AHEAD: gl.constexpr = TILE.ahead
+    TILES: gl.constexpr = TILE.tiles
+    WARPS: gl.constexpr = TILE.warps
+    L: gl.constexpr = _layout(WARPS)
     FLAT: gl.constexpr = gl.SliceLayout(2, L)
     STEPS: gl.constexpr = WIDTH // 128
-    PER: gl.constexpr = GROUP // 128
-    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
+    PER: gl.constexpr = CODES.group // 128
+    EVEN: gl.constexpr = STEPS % (WARPS * AHEAD) == 0
     EACH: gl.constexpr = 8 if GATED else 16  # outputs of a tile
-    share = gl.arange(0, SHARES, layout=gl.SliceLayout(1, FLAT)).expand_dims(1)
+    share = gl.arange(0, WARPS, layout=gl.SliceLayout(1, FLAT)).expand_dims(1)
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, FLAT)).expand_dims(0)
     share3, lane3 = share.expand_dims(2), lane.expand_dims(2)
     at = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
@@ -256,30 +263,39 @@ def _mma4_kernel(
                 source = gl.minimum(row + 8 * half, rows - 1)
             source = source.to(gl.int64)
             codes_at = codes_at + (codes + source.expand_dims(2) * (WIDTH // 8) + inner,)  # noqa: RUF005
-            scale_at = scale_at + (scale + source * (WIDTH // GROUP),)  # noqa: RUF005
-            if OFFSET != 0:
-                offset_at = offset_at + (offset + source * (WIDTH // GROUP),)  # noqa: RUF005
+            scale_at = scale_at + (scale + source * (WIDTH // CODES.group),)  # noqa: RUF005
+            if CODES.offset != 0:
+                offset_at = offset_at + (offset + source * (WIDTH // CODES.group),)  # noqa: RUF005
     # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
     words, scales, offsets = (), (), ()
     for ahead in gl.static_range(AHEAD):
         w, s, o = _bring(
-            codes_at, scale_at, offset_at, share, share3, ahead * SHARES, STEPS, PER, OFFSET, EVEN
+            codes_at,
+            scale_at,
+            offset_at,
+            share,
+            share3,
+            ahead * WARPS,
+            STEPS,
+            PER,
+            CODES.offset,
+            EVEN,
         )
         words, scales, offsets = words + w, scales + s, offsets + o
     place = share3 * 64 + lane3 % 4 * 4 + at
     x_at = x + gl.minimum(lane3 // 4, tokens - 1).to(gl.int64) * (WIDTH // 2) + place
-    zeros = gl.zeros([SHARES, 32, 4], gl.float32, layout=L)
+    zeros = gl.zeros([WARPS, 32, 4], gl.float32, layout=L)
     acc = ()
     for _ in gl.static_range(TILES):
         acc = acc + (zeros,)  # noqa: RUF005
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for start in range(0, (STEPS + SHARES - 1) // SHARES, AHEAD):
+    for start in range(0, (STEPS + WARPS - 1) // WARPS, AHEAD):
         # All of x before any of it is used: a load takes longer than what is done with it.
         xs = ()
         for ahead in gl.static_range(AHEAD):
-            step = (start + ahead) * SHARES
+            step = (start + ahead) * WARPS
             for field in gl.static_range(4):
                 if EVEN:
                     xs = xs + (gl.load(x_at + step * 64 + field * 16),)  # noqa: RUF005
@@ -292,32 +308,33 @@ def _mma4_kernel(
         for ahead in gl.static_range(AHEAD):
             x0, x1 = xs[4 * ahead], xs[4 * ahead + 1]
             x2, x3 = xs[4 * ahead + 2], xs[4 * ahead + 3]
-            if BASE != 0 or OFFSET != 0:
+            if CODES.base != 0 or CODES.offset != 0:
                 total = gl.inline_asm_elementwise(
-                    SUM_PTX, SUM, [x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
+                    CODES.sum_ptx, SUM, [x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
                 )
             sums = ()
             for tile in gl.static_range(TILES):
                 part = gl.inline_asm_elementwise(
-                    PRODUCT_PTX, PRODUCT,
+                    CODES.matmul_ptx, PRODUCT,
                     [
-                        words[2 * (ahead * TILES + tile)], words[2 * (ahead * TILES + tile) + 1],
+                        words[2 * (ahead * TILES + tile)],
+                        words[2 * (ahead * TILES + tile) + 1],
                         x0, x1, x2, x3,
                     ],
                     dtype=gl.float32, is_pure=True, pack=4,
                 )  # fmt: skip
-                if BASE != 0:
-                    part -= BASE * total
-                if OFFSET == 2:
+                if CODES.base != 0:
+                    part -= CODES.base * total
+                if CODES.offset == 2:
                     part += _both(offsets, ahead * TILES + tile, at) * total
                 value = acc[tile] + part * _both(scales, ahead * TILES + tile, at)
-                if OFFSET == 1:
+                if CODES.offset == 1:
                     value += _both(offsets, ahead * TILES + tile, at) * total
                 sums = sums + (value,)  # noqa: RUF005
             acc = sums
             w, s, o = _bring(
-                codes_at, scale_at, offset_at, share, share3, (start + AHEAD + ahead) * SHARES,
-                STEPS, PER, OFFSET, EVEN,
+                codes_at, scale_at, offset_at, share, share3,
+                (start + AHEAD + ahead) * WARPS, STEPS, PER, CODES.offset, EVEN,
             )  # fmt: skip
             next_words, next_scales = next_words + w, next_scales + s
             next_offsets = next_offsets + o
@@ -396,19 +413,19 @@ def mma4(
         out,
         tokens,
         outs,
-        PRODUCT_PTX=_product(kind, form.zero),
-        SUM_PTX=_sum(kind),
+        CODES=MmaCodes(
+            matmul_ptx=_product(kind, form.zero),
+            sum_ptx=_sum(kind),
+            base=_MAGIC[kind] + form.zero if more else 0,
+            offset=OFFSETS[form.offset],
+            group=form.group,
+        ),
         GATED=gate is not None,
         ACT=CODES[gate] if gate else 0,
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        BASE=_MAGIC[kind] + form.zero if more else 0,
-        OFFSET=OFFSETS[form.offset],
-        GROUP=form.group,
         WIDTH=width,
-        SHARES=chosen.warps,
-        TILES=chosen.tiles,
-        AHEAD=chosen.ahead,
+        TILE=chosen,
         num_warps=chosen.warps,
         **pdl(x.device),
     )

@@ -1,0 +1,68 @@
+"""What attention kernels have as constants: heads and pages of a cache, and how scores are made."""
+
+from typing import NamedTuple
+
+
+class Heads(NamedTuple):
+    """The heads of a layer and the pages of its cache, as one `tl.constexpr`.
+
+    num_kv_heads: heads of keys and values.
+    group: query heads of a head of keys.
+    head_dim: elements of a head.
+    block_size: tokens of a page.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+
+
+class LatentHeads(NamedTuple):
+    """The heads of a layer over latents and the pages of its cache, as one `tl.constexpr`.
+
+    parts: groups of heads that programs share out.
+    group: heads of a part.
+    rank: elements of a latent.
+    rope: elements of the rotary part, which heads share.
+    head_dim: elements of a head's query.
+    block_size: tokens of a page.
+    """
+
+    parts: int
+    group: int
+    rank: int
+    rope: int
+    head_dim: int
+    block_size: int
+
+
+class LatentTile(NamedTuple):
+    """What a program of a kernel over latents takes at a time, as one `tl.constexpr`.
+
+    rows: heads, or queries times heads, padded to what the matrix units take.
+    ranks, ropes: `rank` and `rope` of `LatentHeads`, padded.
+    keys: tokens of a tile.
+    """
+
+    rows: int
+    ranks: int
+    ropes: int
+    keys: int
+
+
+class Scores(NamedTuple):
+    """How scores are made and which keys a query sees, as one `tl.constexpr`.
+
+    softcap: scores times `scale_log2` are what tanh takes.
+    sinks: a head has a score of no key.
+    slopes: a head's scores fall with the distance (ALiBi).
+    window: tokens that a query sees, itself included; 0: all before it.
+    chunk: tokens of a chunk, where a query sees its own chunk alone; 0: no chunks.
+    """
+
+    softcap: bool
+    sinks: bool
+    slopes: bool
+    window: int = 0
+    chunk: int = 0

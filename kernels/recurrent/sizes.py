@@ -1,0 +1,68 @@
+"""What kernels of recurrent layers have as constants: sizes of their heads and states."""
+
+from typing import NamedTuple
+
+from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of a layer of the delta rule, as one `tl.constexpr`.
+
+    key_heads, value_heads: heads of keys, and of values and states.
+    key_dim, value_dim: elements of a head's key and value.
+    channels, taps: of the convolution.
+    most: the largest factor of a correction.
+    by_key: a state decays row by row (Kimi Delta Attention).
+    keys, values: `key_dim` and `value_dim`, padded.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    taps: int
+    most: float
+    by_key: bool
+    keys: int
+    values: int
+
+
+def delta_sizes(heads: DeltaHeads, keys: int, values: int) -> DeltaSizes:
+    """Return the sizes of a layer whose keys and values are padded to `keys` and `values`."""
+    return DeltaSizes(
+        heads.key_heads, heads.value_heads, heads.key_size, heads.value_size, *heads.conv.shape,
+        heads.most, heads.by_key, keys, values,
+    )  # fmt: skip
+
+
+class Mamba2Sizes(NamedTuple):
+    """The sizes of a Mamba-2 layer, as one `tl.constexpr`.
+
+    heads, size: heads and the channels of a head.
+    groups, state: groups of heads that share B and C, and the elements of these.
+    channels, taps: of the convolution.
+    least, most: limits of a step's length.
+    sizes, states: `size` and `state`, padded.
+    """
+
+    heads: int
+    size: int
+    groups: int
+    state: int
+    channels: int
+    taps: int
+    least: float
+    most: float
+    sizes: int
+    states: int
+
+
+def mamba2_sizes(heads: Mamba2Heads, sizes: int, states: int) -> Mamba2Sizes:
+    """Return the sizes of a layer whose channels and elements are padded."""
+    least, most = heads.limits
+    return Mamba2Sizes(
+        heads.heads, heads.head_size, heads.groups, heads.state_size, *heads.conv.shape,
+        least, min(most, 3e38), sizes, states,
+    )  # fmt: skip
