@@ -1,6 +1,7 @@
 """The CUDA back end, in Triton where that beats the library."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,24 +14,17 @@ from kernels.attention.latent.expanded import latent_expanded, worth_expanding
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
-from kernels.experts import few, few_packed, rounded, topk
+from kernels.candidates import first_fit
+from kernels.experts import topk
+from kernels.experts.candidates import EXPERTS, PACKED_EXPERTS
 from kernels.experts.few_route import few_route, few_route_fits
-from kernels.experts.fragments.dispatch import fragments, fragments_fit
-from kernels.experts.grouped import grouped
-from kernels.experts.packed import packed_experts
+from kernels.experts.fragments.dispatch import fragments_fit
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
-from kernels.gemm.packed import blocks, fp8, int8
-from kernels.gemm.packed.dot import expand, packed_dot
-from kernels.gemm.packed.few import few_fits, packed_few
-from kernels.gemm.packed.gemv import packed_gemv
-from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
-from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
-from kernels.gemm.packed.mma4 import mma4, mma4_fits
-from kernels.gemm.packed.round_rows import E4M3, round_rows
+from kernels.gemm.packed.candidates import PACKED_LINEAR, LinearCall
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
@@ -44,14 +38,17 @@ from kernels.reference import Kernels
 
 choose_assembler()
 
-# Of x, up to which packed weights are decoded in the product. At 256 rows the four of llama-8b's
-# layer in 4 bits with offsets took 305 microseconds so, and 342 expanded for cuBLAS, on one H200.
-PACKED_ROWS = 256
-
 
 class Cuda(Kernels):
-    """Whatever may sit in a CUDA graph: it launches on the current stream and reads nothing
-    back."""
+    """The operations of a step that may sit in a CUDA graph.
+
+    They launch on the current stream and read nothing back. Where several kernels do an operation,
+    the tuples below list them in order of preference.
+    """
+
+    PACKED_LINEAR = PACKED_LINEAR
+    EXPERTS = EXPERTS
+    PACKED_EXPERTS = PACKED_EXPERTS
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -155,76 +152,26 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """One token: all in one kernel; but 4-bit integers with offsets and whole numbers of 8
-        bits, and few tokens of all integers and of 8-bit floats, by `packed_few` where it has the
-        format; or one to eight by `mma4` where its table says so. Up to PACKED_ROWS: from the
-        codes. More: the weight is expanded for a product of the library, which costs less than
-        decoding it for each tile.
-
-        Where the format has such activations, rows in 8 bits are multiplied by the codes
-        themselves, from `Format.rounded_rows` on; what makes them takes the norm or the gate before
-        along."""
-        to = self._rounded_to(x, weight)
-        if to is not None:
-            count = x.shape[0]
-            rows = round_rows(x, norm, eps, to, x_gate, fp8.group_of(weight))
-            if to == torch.int8:
-                y = int8.int8_linear(*rows, weight, x.dtype, residual)
-            elif blocks.fits(x, weight) and not (
-                fp8.pays(count, weight) and fp8.scales_fit(x, weight)
-            ):
-                y = blocks.block_linear(*rows, weight, count, x.dtype, residual)
-            else:
-                y = fp8.scaled(*rows, weight, x.dtype)[:count]
-                if residual is not None:
-                    return residual.add_(y)
-            return y if gate is None else self.GATES[gate](y)
-        if x_gate is not None:
-            x = self.GATES[x_gate](x)
-        if mma4_fits(x, weight):
-            if norm is not None:  # takes longer along with the product than apart
-                x = self.rms_norm(x, norm, eps)
-            along = gate if gate in GATES else None
-            y = mma4(x, weight, gate=along, residual=residual)
-            return y if gate == along else self.GATES[gate](y)
-        if gate is None or gate in GATES:
-            if gemv8_fits(x, weight, norm):
-                return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-            # Offsets cost it as much more as it saves beside `packed_few`.
-            alone = weight.offset is None or not few_fits(x, weight)
-            if alone and gemv4_fits(x, weight, norm):
-                return gemv4(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-        if few_fits(x, weight):
-            if norm is not None:
-                x = self.rms_norm(x, norm, eps)
-            y = packed_few(x, weight, residual)
-            return y if gate is None else self.GATES[gate](y)
-        if fits(x) and (gate is None or gate in GATES):
-            return packed_gemv(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-        if norm is not None:
-            x = self.rms_norm(x, norm, eps)
-        if x.shape[0] <= PACKED_ROWS:
-            y = packed_dot(x, weight, residual)
-        else:
-            dense = expand(weight, x)
-            if residual is None:
-                y = cublaslt.linear(x, dense, weight.bias)
-            else:
-                if weight.bias is not None:
-                    residual += weight.bias
-                return cublaslt.linear_add_(x, dense, residual)
-        return y if gate is None else self.GATES[gate](y)
+        """Run the first kernel of PACKED_LINEAR that fits, and before and after it what that does
+        not fuse."""
+        call = LinearCall(norm, eps, gate, residual, x_gate)
+        for kernel in self.PACKED_LINEAR:
+            if call.x_gate is not None and "x_gate" not in kernel.fuses:
+                x, call = self.GATES[call.x_gate](x), call._replace(x_gate=None)
+            if kernel.fits(x, weight, call):
+                break
+        if norm is not None and "norm" not in kernel.fuses:
+            x, call = self.rms_norm(x, norm, eps), call._replace(norm=None)
+        if gate is not None and not ("gate" in kernel.fuses and gate in GATES):
+            return self.GATES[gate](kernel.run(x, weight, call._replace(gate=None)))
+        y: Tensor = kernel.run(x, weight, call)
+        return y if residual is None or "residual" in kernel.fuses else residual.add_(y)
 
     def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
-        return self._rounded_to(x, weight) is not None
-
-    def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
-        """Return the dtype that x's rows are quantised to for a matmul, or None if x stays."""
-        if x.shape[0] < weight.form.rounded_rows:
-            return None
-        if blocks.fits(x, weight) or fp8.scales_fit(x, weight):
-            return E4M3
-        return torch.int8 if int8.fits(weight, x) else None
+        return any(
+            "x_gate" in kernel.fuses and kernel.fits(x, weight, LinearCall())
+            for kernel in self.PACKED_LINEAR
+        )
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
@@ -443,10 +390,9 @@ class Cuda(Kernels):
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Compute the experts pair by pair, or grouped by expert."""
-        if 0 < x.shape[0] <= few.MOST:
-            return few.few(x, weights, ids, stack, residual)
-        return grouped(x, weights, ids, stack, residual)
+        """Run the first kernel of EXPERTS that fits."""
+        kernel = first_fit(self.EXPERTS, x, stack)
+        return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
     def packed_experts(
         self,
@@ -456,17 +402,9 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Compute the experts grouped by expert, with 8-bit inputs where the format has such.
-
-        Otherwise the experts are computed pair by pair, or grouped by expert.
-        """
-        if stack.gate_up.in_fragments:
-            return fragments(x, weights, ids, stack, residual)
-        if rounded.rounded_fits(x, stack):
-            return rounded.rounded_experts(x, weights, ids, stack, residual)
-        if 0 < x.shape[0] <= few_packed.MOST and few_packed.few_packed_fits(x):
-            return few_packed.few_packed(x, weights, ids, stack, residual)
-        return packed_experts(x, weights, ids, stack, residual)
+        """Run the first kernel of PACKED_EXPERTS that fits."""
+        kernel = first_fit(self.PACKED_EXPERTS, x, stack)
+        return cast(Tensor, kernel.run(x, weights, ids, stack, residual))
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
         if fragments_fit(stack, dtype):

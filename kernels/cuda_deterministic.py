@@ -9,28 +9,23 @@ and never splits them. Everything else goes row by row anyway.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
-from kernels.experts import packed as packed_module
-from kernels.experts.fragments import tiles as fragment_tiles
-from kernels.experts.fragments.dispatch import grouped_fragments
-from kernels.experts.grouped import FIXED, grouped
-from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.candidates import FIXED_EXPERTS, FIXED_PACKED_EXPERTS
 from kernels.gemm.deterministic import linear_fixed
-from kernels.gemm.packed import int8
-from kernels.gemm.packed.dot import expand
-from kernels.gemm.packed.round_rows import round_rows
+from kernels.gemm.packed.candidates import FIXED_LINEAR
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.packed import PackedWeight
 from kernels.reference import Kernels
 
 
 class CudaDeterministic(Cuda):
     DETERMINISTIC = True
+    PACKED_LINEAR = FIXED_LINEAR
+    EXPERTS = FIXED_EXPERTS
+    PACKED_EXPERTS = FIXED_PACKED_EXPERTS
 
     # As they are made of the products below, not as Cuda fuses them.
     norm_linear = Kernels.norm_linear
@@ -46,57 +41,8 @@ class CudaDeterministic(Cuda):
     ) -> Tensor:
         return linear_fixed(x, weight, bias, residual)
 
-    def packed_linear(
-        self,
-        x: Tensor,
-        weight: PackedWeight,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        gate: str | None = None,
-        residual: Tensor | None = None,
-        x_gate: str | None = None,
-    ) -> Tensor:
-        """The product above with the expanded weight, or that of 8-bit integers, whose sums are
-        exact, whatever x's rows."""
-        if int8.fits(weight, x):
-            rows = round_rows(x, norm, eps, torch.int8, x_gate)
-            y = int8.int8_linear(*rows, weight, x.dtype, residual, int8.FIXED, split=1)
-            return y if gate is None else self.GATES[gate](y)
-        if x_gate is not None:
-            x = self.GATES[x_gate](x)
-        if norm is not None:
-            x = self.rms_norm(x, norm, eps)
-        y = linear_fixed(x, expand(weight, x), weight.bias, residual)
-        return y if gate is None else self.GATES[gate](y)
-
-    def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
-        return int8.fits(weight, x)
-
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Nothing that time may decide."""
-
-    def experts(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        stack: ExpertWeights,
-        residual: Tensor | None,
-    ) -> Tensor:
-        return grouped(x, weights, ids, stack, residual, FIXED)
-
-    def packed_experts(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        stack: PackedExperts,
-        residual: Tensor | None,
-    ) -> Tensor:
-        if stack.gate_up.in_fragments:
-            return grouped_fragments(x, weights, ids, stack, residual, fragment_tiles.FIXED)
-        return packed_module.packed_experts(x, weights, ids, stack, residual, packed_module.FIXED)
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0

@@ -1,21 +1,22 @@
-"""How a device multiplies weights in fewer bits, in words: for `manta plan` and `manta doctor`."""
+"""Says how a device multiplies quantised weights, for `manta plan` and `manta doctor`."""
 
-from collections.abc import Collection, Iterator
-from functools import partial
+import json
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache, partial
+from importlib.resources import files
 
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.config.quantized import Quantized, Scheme
 from engine.quantization.layouts.byte_layouts import eight_bit_form
 from engine.quantization.rounded.formats import cuda_format
-from kernels.packed import BLOCK, FLOAT8_PRODUCTS, INT8_PRODUCTS, Format
+from kernels.candidates import Candidate, taking
+from kernels.experts.candidates import FIXED_PACKED_EXPERTS, PACKED_EXPERTS
+from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
+from kernels.packed import BLOCK, Format
 
-# Speed of llama-8b on one H200 against 16-bit weights (bench/results/versus-quantised-*.json):
-# workload -> ratio, of "single" (one stream), "uniform" (256 requests), "prefill" (prompts).
-MEASURED = {
-    "fp8": {"single": 1.586, "uniform": 1.233, "prefill": 1.486},
-    "fp8-block": {"single": 1.556, "uniform": 1.192, "prefill": 1.324},
-    "int4": {"single": 1.88, "uniform": 0.942, "prefill": 1.117},
-}
+# Compute capabilities among which a format's needs are looked for: T4, A100, L40, H100, B200.
+_CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
+_ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that quantise activations too
 _WORDS = {"single": "one stream", "uniform": "256 requests", "prefill": "prompts"}
 _INTEGERS = ("gptq", "awq", "packed")
 
@@ -36,12 +37,12 @@ def products(
     without ".weight".
     """
     line = partial(_line, capability=capability, cuda=cuda, deterministic=deterministic)
-    told = {False: linears, True: experts if cuda else ()}
+    groups = {False: linears, True: experts if cuda else ()}
     if quantized is None:
         if quantization in ("auto", "none"):
             return
         form = cuda_format(QUANT_FORMATS[quantization], "", BLOCK)
-        for of_experts, names in told.items():
+        for of_experts, names in groups.items():
             if names:
                 yield line(quantization, form, quantization, experts=of_experts)
         return
@@ -49,21 +50,21 @@ def products(
         yield line(quantized.name, None, "")
         return
     if not cuda:
-        told = {False: (*linears, *experts)}
-    for of_experts, names in told.items():
+        groups = {False: (*linears, *experts)}
+    for of_experts, names in groups.items():
         schemes = dict.fromkeys(map(quantized.scheme, names))
         for scheme in schemes:
             if scheme is None:
                 continue
-            kept = cuda or scheme.kind not in ("fp8", "nf4")
+            packed = cuda or scheme.kind not in ("fp8", "nf4")
             if of_experts and scheme.ordered:
-                kept = False
-            yield line(scheme.name, *_nominal(scheme), kept=kept, experts=of_experts)
+                packed = False
+            yield line(scheme.name, *_nominal(scheme), kept=packed, experts=of_experts)
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
     """The format of a matrix whose sizes divide as usual, where there are products that round
-    activations for any like it; and the key of MEASURED."""
+    activations for any like it; and the key of `measured_speeds`."""
     if scheme.kind in _INTEGERS:
         return None, "int4" if scheme.bits == 4 and not scheme.ordered else ""
     if scheme.kind not in ("fp8", "int8", "llm-int8"):
@@ -80,7 +81,7 @@ def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
 def _line(
     name: str,
     form: Format | None,
-    measured: str,  # of MEASURED
+    measured: str,  # a key of `measured_speeds`, or ""
     *,
     capability: tuple[int, int] | None,
     cuda: bool,
@@ -90,38 +91,68 @@ def _line(
 ) -> str:
     text = f"{name}, experts" if experts else name
     if not kept:
-        return f"{text}: no product here; expanded to 16 bits at the start"
+        return f"{text}: no GEMM here; dequantised to 16 bits at the start"
     if not cuda:
         if name == "int8":
             return f"{text}: multiplied in 8 bits, activations in 16"
         return f"{text}: multiplied in its bits, activations in 8"
-    floats = form is not None and form.code == "e4m3"
-    if deterministic:  # as `kernels.cuda_deterministic` has them
-        if experts:
-            return f"{text}: decoded in the product"
-        if form is not None and not floats and form.rounds(capability or INT8_PRODUCTS):
-            return f"{text}: products of 8-bit integers in steps of any size"
-        return f"{text}: expanded to 16 bits in each step"
-    what = f"products of {'8-bit floats' if floats else '8-bit integers'}"
-    above = "" if experts else ", expanded for it above 256 tokens a step"
-    decoded = f"{text}: decoded in the product{above}"
-    able = (FLOAT8_PRODUCTS, 0) if floats else INT8_PRODUCTS  # the least that multiplies such
-    if form is None or not _rounds(form, able, experts):
-        text = decoded
-    elif capability is None or not _rounds(form, capability, experts):
-        needs = f"{FLOAT8_PRODUCTS}.x" if floats else f"{INT8_PRODUCTS[0]}.{INT8_PRODUCTS[1]}"
-        text = f"{decoded} ({what} take compute capability {needs})"
-    elif experts:
-        text += f": {what} in steps of any size"
-    else:
-        text += f": {what} from {form.rounded_rows} tokens a step on; below, decoded"
+    if form is None:  # one whose activations are never quantised
+        form = Format(4, 128)
+    tables = {False: (PACKED_LINEAR, PACKED_EXPERTS), True: (FIXED_LINEAR, FIXED_PACKED_EXPERTS)}
+    text += f": {_kernels(tables[deterministic][experts], form, capability)}"
+    if deterministic:
+        return text
     hopper = capability is not None and capability[0] == 9
-    if hopper and not experts and measured in MEASURED:
-        ratios = MEASURED[measured].items()
-        told = ", ".join(f"{_WORDS[each]} {ratio:.2f}" for each, ratio in ratios)
-        text += f"; measured on an H200, times 16 bits: {told}"
+    speeds = measured_speeds()
+    if hopper and not experts and measured in speeds:
+        ratios = speeds[measured].items()
+        ratios_text = ", ".join(f"{_WORDS[workload]} {ratio:.2f}" for workload, ratio in ratios)
+        text += f"; measured on an H200, times 16 bits: {ratios_text}"
     return text
 
 
-def _rounds(form: Format, capability: tuple[int, int], experts: bool) -> bool:
-    return form.rounds_experts(capability) if experts else form.rounds(capability)
+def _kernels(table: Sequence[Candidate], form: Format, capability: tuple[int, int] | None) -> str:
+    """Say how the kernels of a table multiply a format, and what would multiply it in 8 bits."""
+    able = [each for each in _CAPABILITIES if _rounding(table, form, each)]
+    kernel = _rounding(table, form, capability) if capability else None
+    if kernel is not None:
+        first, _ = kernel.tokens(form)
+        steps = f"from {first} tokens a step on; below, decoded"
+        return f"GEMMs of {kernel.operands} {'in steps of any size' if first == 1 else steps}"
+    text = "dequantised to 16 bits in each step"
+    decoding = [
+        kernel
+        for kernel in taking(table, form, capability or _CAPABILITIES[0])
+        if kernel.operands == "decoded codes"
+    ]
+    if decoding:
+        last = max(kernel.tokens(form)[1] for kernel in decoding)
+        above = "" if last == float("inf") else f", dequantised for it above {last} tokens a step"
+        text = f"decoded in the GEMM{above}"
+    if not able:
+        return text
+    major, minor = able[0]
+    needs = f"{major}.{minor}" if able[-1] == _CAPABILITIES[-1] else f"{major}.x"
+    rounding = _rounding(table, form, able[0])
+    assert rounding is not None
+    return f"{text} (GEMMs of {rounding.operands} take compute capability {needs})"
+
+
+def _rounding(
+    table: Sequence[Candidate], form: Format, capability: tuple[int, int]
+) -> Candidate | None:
+    """Return the first kernel of a table that quantises activations too."""
+    kernels = taking(table, form, capability)
+    return next((kernel for kernel in kernels if kernel.operands in _ROUNDED), None)
+
+
+@cache
+def measured_speeds() -> dict[str, dict[str, float]]:
+    """Return the speed of llama-8b on one H200 against 16-bit weights: format -> workload -> ratio.
+
+    The workloads are "single" (one stream), "uniform" (256 requests) and "prefill" (prompts), of
+    the files bench/results/versus-quantised-*.json.
+    """
+    file = files("engine.quantization").joinpath("measured_speeds.json")
+    speeds: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return speeds

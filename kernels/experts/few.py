@@ -229,6 +229,11 @@ def few_down(
     return out
 
 
+def few_fits(x: Tensor, stack: ExpertWeights) -> bool:
+    """Whether these are few enough tokens to multiply pair by pair."""
+    return 0 < x.shape[0] <= MOST
+
+
 def few(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:

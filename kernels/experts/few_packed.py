@@ -391,10 +391,9 @@ def _words(x: Tensor, weight: PackedWeight) -> Tensor:
     return x.view(torch.int32 if weight.form.bits == 4 else torch.int64)
 
 
-def few_packed_fits(x: Tensor) -> bool:
-    """Whether the kernels are made for these tokens: numbers of 16 bits that can be read as
-    words. How many of them is another question."""
-    return x.dtype.itemsize == 2 and in_words(x)
+def few_packed_fits(x: Tensor, stack: PackedExperts) -> bool:
+    """Whether these are few tokens of 16-bit numbers that can be read as words."""
+    return 0 < x.shape[0] <= MOST and x.dtype.itemsize == 2 and in_words(x)
 
 
 def few_packed_up(

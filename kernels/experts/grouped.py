@@ -503,3 +503,10 @@ def grouped(
     experts = stack.down.shape[0]
     tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
     return by_expert(x, weights, ids, stack, experts, residual, grouped_up, grouped_down, tiles)
+
+
+def grouped_fixed(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
+) -> Tensor:
+    """Compute `grouped` with sums in one order, whatever the number of tokens."""
+    return grouped(x, weights, ids, stack, residual, FIXED)

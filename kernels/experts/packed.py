@@ -321,3 +321,10 @@ def packed_experts(
     """See `kernels.reference.Kernels.packed_experts`."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(x, weights, ids, stack, stack.count, residual, packed_up, packed_down, tiles)
+
+
+def packed_experts_fixed(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
+) -> Tensor:
+    """Compute `packed_experts` with sums in one order, whatever the number of tokens."""
+    return packed_experts(x, weights, ids, stack, residual, FIXED)

@@ -255,7 +255,7 @@ def test_packed_few_tokens(name: str, dtype: torch.dtype) -> None:
         want = reference.experts(
             x.double(), scale.double(), ids, double(stack.dense(torch.float64)), None
         )
-        assert few_packed_fits(x)
+        assert few_packed_fits(x, stack)
         tiles = few_packed_module.Tile(64, 2, 1), few_packed_module.Tile(32, 2, 1, 4, True)
         got = few_packed(x, scale, ids, stack, None, *tiles)
         assert row_error(got, want) < 4 * BOUND[dtype]

@@ -241,7 +241,7 @@ def test_every_number_of_tokens_means_the_same(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The back end's own way for a number of tokens, against the reference's."""
-    monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
+    monkeypatch.setattr("kernels.gemm.packed.candidates.DECODED_TOKENS", 16)
     monkeypatch.setattr(dot_module, "tile", lambda *_: (32, 16, 32, 1, 2))
     dtype = torch.float16
     for name in ("int4-128", "e4m3-row"):

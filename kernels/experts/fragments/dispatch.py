@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.experts.fragments.down import few_fragments_down, fragments_down
-from kernels.experts.fragments.tiles import FEW, MOST, Tiles, tiles_for
+from kernels.experts.fragments.tiles import FEW, FIXED, MOST, Tiles, tiles_for
 from kernels.experts.fragments.up import few_fragments_up, fragments_up
 from kernels.experts.grouped import by_expert
 from kernels.experts.reference import PackedExperts
@@ -38,6 +38,17 @@ def _form_fits(weight: PackedWeight) -> bool:
     )
 
 
+def in_fragments(x: Tensor, stack: PackedExperts) -> bool:
+    """Whether the stack's codes are in fragments."""
+    return stack.gate_up.in_fragments
+
+
+def few_fragments_fit(x: Tensor, stack: PackedExperts) -> bool:
+    """Whether these are so few tokens for codes in fragments that pairs are multiplied one by
+    one."""
+    return stack.gate_up.in_fragments and 0 < x.shape[0] <= MOST
+
+
 def few_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
     tiles: Tiles | None = None,
@@ -60,9 +71,8 @@ def grouped_fragments(
     )
 
 
-def fragments(
+def fixed_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """See `kernels.reference.Kernels.packed_experts`: pair by pair, or grouped by expert."""
-    few = 0 < x.shape[0] <= MOST
-    return (few_fragments if few else grouped_fragments)(x, weights, ids, stack, residual)
+    """Compute `grouped_fragments` with sums in one order, whatever the number of tokens."""
+    return grouped_fragments(x, weights, ids, stack, residual, FIXED)

@@ -15,7 +15,7 @@ from deployments.plan.memory import Hardware
 from engine.config.quantized import Quantized
 from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
-from engine.quantization.products import MEASURED, products
+from engine.quantization.products import measured_speeds, products
 from engine.quantization.registry import METHODS
 from kernels.cuda import Cuda
 from kernels.experts import rounded
@@ -78,17 +78,17 @@ def test_each_format_has_a_line() -> None:
 @pytest.mark.parametrize(
     ("name", "capability", "words"),
     [
-        ("fp8", H200, "products of 8-bit floats from 32 tokens a step on.* 1.23"),
-        ("fp8", A100, r"decoded .*products of 8-bit floats take compute capability 9\.x\)$"),
-        ("w8a8", A100, "products of 8-bit integers from 32"),
+        ("fp8", H200, "GEMMs of 8-bit floats from 32 tokens a step on.* 1.23"),
+        ("fp8", A100, r"decoded .*GEMMs of 8-bit floats take compute capability 9\.x\)$"),
+        ("w8a8", A100, "GEMMs of 8-bit integers from 32"),
         ("compressed-w8a8", T4, r"decoded .*8-bit integers take compute capability 8\.0"),
         ("compressed-w8a8", None, "multiplied in its bits, activations in 8"),
         ("int8", None, "activations in 16"),
-        ("fp8-block", H200, "FP8 by 128 x 128: products of 8-bit floats from 2 tokens"),
-        ("fp8-block", None, "no product here; expanded to 16 bits"),
-        ("gptq-ordered", H200, "inputs in another order: decoded in the product.* a step$"),
+        ("fp8-block", H200, "FP8 by 128 x 128: GEMMs of 8-bit floats from 2 tokens"),
+        ("fp8-block", None, "no GEMM here; dequantised to 16 bits"),
+        ("gptq-ordered", H200, "inputs in another order: decoded in the GEMM.* a step$"),
         ("awq", H200, "measured on an H200, times 16 bits: one stream 1.88.*256 requests 0.94"),
-        ("nf4", None, "expanded to 16 bits"),
+        ("nf4", None, "dequantised to 16 bits"),
     ],
 )
 def test_what_a_device_does(name: str, capability: tuple[int, int] | None, words: str) -> None:
@@ -100,17 +100,17 @@ def test_what_a_device_does(name: str, capability: tuple[int, int] | None, words
 @pytest.mark.parametrize(
     ("name", "capability", "words"),
     [
-        ("fp8", H200, "from 32 tokens .*fp8, experts: products of 8-bit floats in steps of any"),
-        ("compressed-fp8-dynamic", H200, "FP8, experts: products of 8-bit floats in steps of any"),
-        ("fp8", A100, r"fp8, experts: decoded in the product \(products .* capability 9\.x\)$"),
+        ("fp8", H200, "from 32 tokens .*fp8, experts: GEMMs of 8-bit floats in steps of any"),
+        ("compressed-fp8-dynamic", H200, "FP8, experts: GEMMs of 8-bit floats in steps of any"),
+        ("fp8", A100, r"fp8, experts: decoded in the GEMM \(GEMMs .* capability 9\.x\)$"),
         (
             "w8a8",
             H200,
-            "w8a8: products of 8-bit integers from 32 .*experts: decoded in the product$",
+            "w8a8: GEMMs of 8-bit integers from 32 .*experts: decoded in the GEMM$",
         ),
-        ("fp8-block", H200, "128 x 128: products .* from 2 .*experts: decoded in the product$"),
-        ("awq", H200, "4 bits: decoded .*; 4 bits, experts: decoded in the product$"),
-        ("gptq-ordered", H200, "experts: no product here; expanded to 16 bits at the start$"),
+        ("fp8-block", H200, "128 x 128: GEMMs .* from 2 .*experts: decoded in the GEMM$"),
+        ("awq", H200, "4 bits: decoded .*; 4 bits, experts: decoded in the GEMM$"),
+        ("gptq-ordered", H200, "experts: no GEMM here; dequantised to 16 bits at the start$"),
         ("fp8", None, "^((?!experts).)*$"),
     ],
 )
@@ -127,10 +127,10 @@ def test_what_a_device_does_with_experts(
     [
         (
             "w8a8",
-            "^w8a8: products of 8-bit integers in steps of any size; .*decoded in the product$",
+            "^w8a8: GEMMs of 8-bit integers in steps of any size; .*decoded in the GEMM$",
         ),
-        ("fp8", "^fp8: expanded to 16 bits in each step; fp8, experts: decoded in the product$"),
-        ("awq", "^4 bits: expanded to 16 bits in each step; 4 bits, experts: decoded"),
+        ("fp8", "^fp8: dequantised to 16 bits in each step; fp8, experts: decoded in the GEMM$"),
+        ("awq", "^4 bits: dequantised to 16 bits in each step; 4 bits, experts: decoded"),
     ],
 )
 def test_what_deterministic_mode_does(name: str, words: str) -> None:
@@ -172,11 +172,13 @@ def test_figures_are_those_of_the_result() -> None:
         rows |= {row["case"]: row["own"] for row in json.loads(file.read_text())["rows"]}
     measured = {
         f"llama-8b-{name}/{workload}": ratio
-        for name, ratios in MEASURED.items()
+        for name, ratios in measured_speeds().items()
         for workload, ratio in ratios.items()
     }
     assert measured == {case: own for case, own in rows.items() if case in measured}
-    assert {case.split("/")[0] for case in rows} >= {f"llama-8b-{name}" for name in MEASURED}
+    assert {case.split("/")[0] for case in rows} >= {
+        f"llama-8b-{name}" for name in measured_speeds()
+    }
 
 
 def test_plan_and_doctor_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +186,7 @@ def test_plan_and_doctor_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     config = {**LLAMA, "quantization_config": FILES["compressed-w8a8"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert run_plan(str(tmp_path), "a100", 1, None) == 0
-    assert "INT8: products of 8-bit integers from 32 tokens a step on" in capsys.readouterr().out
+    assert "INT8: GEMMs of 8-bit integers from 32 tokens a step on" in capsys.readouterr().out
     *_, check = doctor.model_checks(*read_planned(str(tmp_path)), Hardware.gpu("t4"))
     assert check.name == "weights" and "INT8: decoded" in check.text
 
@@ -230,5 +232,5 @@ def test_a_mixture_that_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert run_plan(str(tmp_path), "h200", 1, None) == 0
     plan = capsys.readouterr().out
-    assert "FP8: products of 8-bit floats from 32 tokens a step on" in plan
-    assert "FP8, experts: products of 8-bit floats in steps of any size" in plan
+    assert "FP8: GEMMs of 8-bit floats from 32 tokens a step on" in plan
+    assert "FP8, experts: GEMMs of 8-bit floats in steps of any size" in plan

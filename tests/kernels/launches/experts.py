@@ -9,7 +9,8 @@ from kernels.experts.few import few
 from kernels.experts.few_packed import few_packed
 from kernels.experts.few_route import few_route
 from kernels.experts.fragments import tiles as fragment_tiles
-from kernels.experts.fragments.dispatch import few_fragments, fragments, grouped_fragments
+from kernels.experts.fragments.dispatch import few_fragments, grouped_fragments
+from kernels.experts.fragments.tiles import MOST
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.sorting import sort_by_blocks
@@ -159,7 +160,9 @@ def experts_in_fragments(model: str) -> None:
     )
     x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
     for tokens in (1, 2):
-        fragments(x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens])
+        (few_fragments if tokens <= MOST else grouped_fragments)(
+            x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens]
+        )
     for tiles in (*(tiles for _, tiles in fragment_tiles.TILES), fragment_tiles.FIXED):
         grouped_fragments(x, scale, ids, stack, None, tiles)
     stack.total = 2 * count
