@@ -1,4 +1,4 @@
-"""All-reduces over the GPUs of one machine: those of `kernels.peer_sums` against NCCL's, by size,
+"""All-reduces over the GPUs of one machine: those of `kernels.all_reduce` against NCCL's, by size,
 in CUDA graphs.
 
     python -m bench.kernels.sums --ranks 2
@@ -9,7 +9,7 @@ the ways cross, as `engine.parallel.peer_group.CROSSINGS` keeps it.
 
 --sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB,
 alone and with the norm. It prints a line for each, then a table, and last what to set in
-`kernels.peer_sums` and in CROSSINGS.
+`kernels.all_reduce` and in CROSSINGS.
 
 --one-gpu: all ranks are processes on the first GPU. They take turns there, and NCCL refuses them:
 it shows that the measurement works, and its figures mean nothing.
@@ -35,7 +35,7 @@ from bench.report.result_file import versions
 from engine.parallel import rendezvous
 from engine.parallel.group import DistributedGroup
 from engine.parallel.peer_group import PeerGroup
-from kernels import peer_sums
+from kernels import all_reduce
 from kernels.norm import rms_norm
 
 COLUMNS = 8192  # elements of a row, so many as a model of 70 billion parameters has
@@ -44,7 +44,7 @@ CALLS = 20  # in a graph
 OURS = ("one_shot", "two_shot", "apart", "with_norm")
 LIBRARY = ("nccl", "nccl_apart")
 
-# What is swept: of `kernels.peer_sums`, the first as it is.
+# What is swept: of `kernels.all_reduce`, the first as it is.
 SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14, 1 << 15))
 SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
 HIDDEN = (4096, 8192, 2048)
@@ -74,7 +74,7 @@ def measure(
         "nccl": lambda: DistributedGroup.all_reduce(group, x),
         "nccl_apart": apart(lambda x, onto: DistributedGroup.add_reduced(group, x, onto)),
     }
-    if x.nbytes <= peer_sums.LARGEST:
+    if x.nbytes <= all_reduce.LARGEST:
         calls["one_shot"] = lambda: memory.one_shot(x)
         calls["two_shot"] = lambda: memory.two_shot(x)
         calls["apart"] = apart(memory.one_shot)
@@ -116,7 +116,7 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
         for shape in shapes
     }
     lines: dict[Setting, list[Line]] = {}
-    for programs, peer_sums.TILE in SETTINGS:
+    for programs, all_reduce.TILE in SETTINGS:
         # All is laid out anew in the same memory, by all ranks while none uses it.
         torch.cuda.synchronize(device)
         group.least(0)
@@ -124,8 +124,8 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
         torch.cuda.synchronize(device)
         group.least(0)
         laid_out = replace(group, memory=replace(group.memory, programs=programs))
-        place = {"programs": programs, "tile": peer_sums.TILE}
-        measured = lines[programs, peer_sums.TILE] = []
+        place = {"programs": programs, "tile": all_reduce.TILE}
+        measured = lines[programs, all_reduce.TILE] = []
         for shapes, with_norm, ways in (
             (bare, False, ["one_shot"]),
             (normed, True, ["apart", "with_norm"]),
@@ -174,7 +174,7 @@ def best_of(lines: dict[Setting, list[Line]]) -> Setting:
 
 
 def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
-    """Return the values to set in CROSSINGS and in `kernels.peer_sums`."""
+    """Return the values to set in CROSSINGS and in `kernels.all_reduce`."""
     best = best_of(lines)
     _, most = crossings(
         [{"bytes": line["rows"] * line["columns"] * 2, **line} for line in lines[best]]
@@ -206,8 +206,8 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     if one_gpu:
         rendezvous.BACKEND = "gloo"
     if swept:  # the largest region of all settings
-        peer_sums.PROGRAMS = max(programs for programs, _ in SETTINGS)
-        peer_sums.LARGEST = SWEPT[-1]
+        all_reduce.PROGRAMS = max(programs for programs, _ in SETTINGS)
+        all_reduce.LARGEST = SWEPT[-1]
     store = TCPStore("127.0.0.1", port, is_master=not number, wait_for_workers=False)
     nothing = rendezvous.Activations(1, 1, 1, torch.bfloat16)
     group = rendezvous.distributed(number, size, 1, device, store, nothing, exact=False).group

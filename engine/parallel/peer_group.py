@@ -28,7 +28,7 @@ logger = logging.getLogger("manta.engine")
 class PeerGroup(DistributedGroup):
     """The group of ranks that are GPUs which see each other's memory.
 
-    memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured.
+    memory: `kernels.all_reduce.PeerMemory`, whose kernels can be captured.
     exact: an all-reduce has the same bits however large the message is. NCCL, which chooses its
         order by size, then makes none.
     NCCL is not used either where process_group is of another back end, as where ranks share a
@@ -103,7 +103,7 @@ class PeerGroup(DistributedGroup):
         return [(at, min(at + step, x.numel())) for at in range(0, x.numel(), step)]
 
     def check(self) -> None:
-        late = int(self.memory.late)
+        late = int(self.memory.missing_rank)
         if late >= 0:
             raise RankFailed(f"rank {late} of {self.size} has not come to a sum for minutes")
 
@@ -136,7 +136,7 @@ def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> Di
 def _open(group: DistributedGroup, device: torch.device) -> Any:
     import torch.distributed._symmetric_memory as symmetric  # of CUDA alone, as Triton is
 
-    from kernels.peer_sums import PeerMemory, region_bytes
+    from kernels.all_reduce import PeerMemory, region_bytes
 
     region = symmetric.empty(region_bytes(group.size), dtype=torch.uint8, device=device)
     region.zero_()

@@ -16,7 +16,7 @@ from engine.config.engine_config import EngineConfig
 from engine.parallel import peer_group, rendezvous
 from engine.parallel.peer_group import PeerGroup
 from engine.parallel.ranks import Ranks
-from kernels.peer_sums import LARGEST
+from kernels.all_reduce import LARGEST
 from tests.engine.process.ranked import (
     add_adapters,
     config_of,

@@ -1,6 +1,6 @@
-"""Launches of sums over ranks."""
+"""Launches of all-reduces over peers' memory."""
 
-from kernels.peer_sums import PeerMemory
+from kernels.all_reduce import PeerMemory
 from tests.kernels.launches.sizes import EPS, MODELS, bf16, int32, int64
 
 

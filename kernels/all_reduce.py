@@ -1,30 +1,30 @@
-"""Sums over memory that several GPUs see: each rank's kernel reads what the others have brought.
+"""All-reduce over peer-mapped GPU memory: each rank's kernel reads the other ranks' inputs.
 
 Each rank has a region of device memory that all ranks have mapped (NVLink or PCIe):
 
-    signals | program 0: of rank 0, of rank 1, ... | program 1: ...        int64
-    calls   | program 0 | program 1 | ... | whether a wait was in vain      int64
-    slots   | turn 0: program 0, program 1, ... | turn 1: program 0, ...
+    signals | program 0: of rank 0, of rank 1, ... | program 1: ...          int64
+    calls   | program 0 | program 1 | ... | whether a wait was given up       int64
+    slots   | even calls: program 0, program 1, ... | odd calls: program 0, ...
 
 In a call, program p of each rank copies its units of x into its slot, signals to program p of each
 other rank, waits for their signals, and reads their slots. Programs of another number have nothing
-to do with each other. The ranks' calls are the same in the same order, so the calls that program p
-has made are the same number on all of them. It is counted on the device, and a CUDA graph that is
+to do with each other. The ranks make the same calls in the same order. So program p has made the
+same number of calls on all of them. The number is counted on the device, and a CUDA graph that is
 replayed counts on.
 
-Turns: one wait is enough. A rank writes into a slot of call k again in call k + 2 at the earliest.
-In call k + 1 it has seen the signals of all, which they give when their kernel of call k has ended,
-as a stream's kernels follow each other.
+Two slots, of even and of odd calls, need one wait a call. A rank writes into a slot of call k again
+in call k + 2 at the earliest. In call k + 1 it has seen the signals of all ranks, which they give
+when their kernel of call k has ended, as a stream's kernels follow each other.
 
-One shot: each rank reads all of what all ranks bring, and adds. Two shots: each rank adds up its
-share of the tiles, and the ranks then read the sums of each other. That moves fewer bytes from four
-ranks on, for one more wait. In both the sum is taken in float32 in the order of ranks and rounded
-once, and then added to the residual. So all ranks have the same bits, whichever way they took.
+One shot: each rank reads the inputs of all ranks, and adds them. Two shots: each rank reduces its
+share of the tiles, and the ranks then read each other's shares. That moves fewer bytes from four
+ranks on, for one more wait. Both add in float32 in the order of ranks, round once, and then add the
+residual. So all ranks have the same bits, whichever way they took.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,23 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 PROGRAMS = 64  # a power of two; at most as many as there are multiprocessors, as all have to run
 LARGEST = 16 << 20  # bytes of a message
 TILE = 1 << 14  # bytes that a program reads of each rank at once, at most
-PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
+PATIENCE = 1 << 29  # polls for a signal, of about a microsecond each: minutes
+
+
+class Region(NamedTuple):
+    """A rank and the layout of regions, as one `tl.constexpr`.
+
+    rank, size: this rank and how many there are.
+    head: bytes before the slots.
+    programs: slots of even calls, and of odd ones.
+    slot: bytes of a slot.
+    """
+
+    rank: int
+    size: int
+    head: int
+    programs: int
+    slot: int
 
 
 def region_bytes(size: int) -> int:
@@ -56,42 +72,44 @@ def _region(peers, rank, dtype: tl.constexpr):
 
 
 @triton.jit
-def _slot(peers, rank, turn, HEAD: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, dtype):
-    """Return a pointer to the slot of a rank for this program in this turn."""
-    at = tl.load(peers + rank) + HEAD + (turn * PROGRAMS + tl.program_id(0)) * SLOT
+def _slot(peers, rank, odd, REGION: tl.constexpr, dtype):
+    """Return a pointer to a rank's slot for this program. odd: 1 in odd calls, else 0."""
+    at = tl.load(peers + rank) + REGION.head
+    at += (odd * REGION.programs + tl.program_id(0)) * REGION.slot
     return tl.multiple_of(at.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def _meet(
-    peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr
-):
+def _meet(peers, wanted, patience, missing_rank, REGION: tl.constexpr):
     """Wait until this program of all ranks is here; return how many ranks have not come.
 
-    A wait ends after `patience` looks. After a wait in vain, no later call waits.
+    A wait ends after `patience` polls. After a wait that was given up, no later call waits.
     """
+    RANK: tl.constexpr = REGION.rank
+    SIZE: tl.constexpr = REGION.size
+    PROGRAMS: tl.constexpr = REGION.programs
     RANKS: tl.constexpr = triton.next_power_of_2(SIZE)
     rank = tl.arange(0, RANKS)
     others = (rank < SIZE) & (rank != RANK)
     place = tl.program_id(0) * SIZE
     theirs = tl.load(peers + rank, mask=others, other=0).to(tl.pointer_type(tl.int64))
     ours = _region(peers, RANK, tl.int64) + place + rank
-    in_vain = _region(peers, RANK, tl.int64) + PROGRAMS * (SIZE + 1)
-    patience = tl.where(tl.load(in_vain) > 0, 0, patience)
+    gave_up = _region(peers, RANK, tl.int64) + PROGRAMS * (SIZE + 1)
+    patience = tl.where(tl.load(gave_up) > 0, 0, patience)
     said = tl.zeros([RANKS], tl.int64) + wanted
     nothing = tl.zeros([RANKS], tl.int64)
     tl.debug_barrier()  # what all threads have written is signalled by a few
     tl.atomic_xchg(theirs + place + RANK, said, mask=others, sem="release", scope="sys")
     seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
     missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
-    looks = 0
-    while (missing > 0) & (looks < patience):
+    polls = 0
+    while (missing > 0) & (polls < patience):
         seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
         missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
-        looks += 1
+        polls += 1
     if missing > 0:
-        tl.store(late, tl.max(tl.where(others & (seen < wanted), rank, 0), axis=0))
-        tl.store(in_vain, 1)
+        tl.store(missing_rank, tl.max(tl.where(others & (seen < wanted), rank, 0), axis=0))
+        tl.store(gave_up, 1)
     tl.debug_barrier()
     return missing
 
@@ -99,24 +117,20 @@ def _meet(
 @triton.jit(do_not_specialize=["patience"])
 def _one_shot_kernel(
     x,
-    onto,  # x itself, or the residual that the sum is added to
+    onto,  # x itself, or the residual that the all-reduced x is added to
     weight,
     normed,
     peers,
-    late,
+    missing_rank,
     eps,
     total,
     columns,
     patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
+    REGION: tl.constexpr,  # `Region`
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEAD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All-reduce in one shot, unit by unit.
@@ -124,6 +138,7 @@ def _one_shot_kernel(
     A unit is ROWS rows of columns: of x where there is a norm, else one, a tile. The rows are read
     together, as one after the other would wait for the other device each time.
     """
+    SIZE: tl.constexpr = REGION.size
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, ROWS * columns)
     rows = tl.arange(0, ROWS)[:, None]
@@ -131,15 +146,15 @@ def _one_shot_kernel(
     inside = rows * BLOCK + cols
     if PDL:
         gdc_wait()
-    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    calls = _region(peers, REGION.rank, tl.int64) + REGION.programs * SIZE + tl.program_id(0)
     call = tl.load(calls)
-    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + inside
+    mine = _slot(peers, REGION.rank, call & 1, REGION, dtype) + inside
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         at = (unit * ROWS + rows) * columns + cols
         mask = (cols < columns) & (at < total)
         tl.store(mine, tl.load(x + at, mask=mask), mask=mask)
         mine += ROWS * BLOCK
-    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
+    missing = _meet(peers, 2 * call + 1, patience, missing_rank, REGION)
     if PDL:
         # Not before: what is launched then may take the place of a rank that has not come, where
         # ranks share a device.
@@ -150,7 +165,7 @@ def _one_shot_kernel(
         mask = (cols < columns) & (at < total)
         value = tl.zeros([ROWS, BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
-            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            theirs = _slot(peers, rank, call & 1, REGION, dtype)
             value += tl.load(theirs + read, mask=mask, other=0.0).to(tl.float32)
         value = tl.where(missing == 0, value, float("nan")).to(dtype)
         if ADD:
@@ -171,58 +186,55 @@ def _two_shot_kernel(
     x,
     onto,
     peers,
-    late,
+    missing_rank,
     total,
     patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
+    REGION: tl.constexpr,  # `Region`
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEAD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All-reduce in two shots, unit by unit.
 
-    A unit is a tile for each rank to add up, which it writes over its own in its slot. No other
+    A unit is a tile for each rank to reduce, which it writes over its own in its slot. No other
     rank reads that tile before the second wait.
     """
+    SIZE: tl.constexpr = REGION.size
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, SIZE * BLOCK)
     cols = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    calls = _region(peers, REGION.rank, tl.int64) + REGION.programs * SIZE + tl.program_id(0)
     call = tl.load(calls)
-    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    mine = _slot(peers, REGION.rank, call & 1, REGION, dtype) + cols
     write = mine
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         for rank in tl.static_range(SIZE):
             at = (unit * SIZE + rank) * BLOCK + cols
             tl.store(write, tl.load(x + at, mask=at < total), mask=at < total)
             write += BLOCK
-    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
-    read = cols + RANK * BLOCK
-    write = mine + RANK * BLOCK
+    missing = _meet(peers, 2 * call + 1, patience, missing_rank, REGION)
+    read = cols + REGION.rank * BLOCK
+    write = mine + REGION.rank * BLOCK
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        at = (unit * SIZE + RANK) * BLOCK + cols
+        at = (unit * SIZE + REGION.rank) * BLOCK + cols
         value = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
-            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            theirs = _slot(peers, rank, call & 1, REGION, dtype)
             value += tl.load(theirs + read, mask=at < total, other=0.0).to(tl.float32)
         tl.store(write, value.to(dtype), mask=at < total)
         read += SIZE * BLOCK
         write += SIZE * BLOCK
     if missing == 0:
-        missing = _meet(peers, 2 * call + 2, patience, late, RANK, SIZE, PROGRAMS)
+        missing = _meet(peers, 2 * call + 2, patience, missing_rank, REGION)
     if PDL:
         gdc_launch_dependents()
     read = cols
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         for rank in tl.static_range(SIZE):
             at = (unit * SIZE + rank) * BLOCK + cols
-            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            theirs = _slot(peers, rank, call & 1, REGION, dtype)
             value = tl.load(theirs + read, mask=at < total, other=0.0).to(tl.float32)
             value = tl.where(missing == 0, value, float("nan")).to(dtype)
             if ADD:
@@ -238,16 +250,12 @@ def _gather_kernel(
     x,
     out,
     peers,
-    late,
+    missing_rank,
     total,
     patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
+    REGION: tl.constexpr,  # `Region`
     FROM: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEAD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Gather what the first FROM ranks bring into out [FROM, total]."""
@@ -256,21 +264,21 @@ def _gather_kernel(
     cols = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    calls = _region(peers, REGION.rank, tl.int64) + REGION.programs * REGION.size + tl.program_id(0)
     call = tl.load(calls)
-    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    mine = _slot(peers, REGION.rank, call & 1, REGION, dtype) + cols
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         at = unit * BLOCK + cols
         tl.store(mine, tl.load(x + at, mask=at < total), mask=at < total)
         mine += BLOCK
-    _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
+    _meet(peers, 2 * call + 1, patience, missing_rank, REGION)
     if PDL:
         gdc_launch_dependents()
     read = cols
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         at = unit * BLOCK + cols
         for rank in tl.static_range(FROM):
-            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            theirs = _slot(peers, rank, call & 1, REGION, dtype)
             value = tl.load(theirs + read, mask=at < total)
             tl.store(out + rank * total + at, value, mask=at < total)
         read += BLOCK
@@ -279,12 +287,12 @@ def _gather_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """The regions of a group's ranks, as one of the ranks uses them.
+    """The memory of a group's ranks as one rank uses it, with the collectives over it.
 
     peers: int64 [size] on the device: where the region of each rank is, as this device sees it.
-    late: int32 [1] that the host reads, pinned: -1, or the rank that was waited for in vain. The
-    result of such a wait is NaN, or anything where it is no all-reduce.
-    patience: looks for a signal.
+    missing_rank: int32 [1] that the host reads, pinned: -1, or the rank that a wait was given up
+        for. The result of that call is NaN, or anything where it is no all-reduce.
+    patience: polls for a signal.
     holder: the object that keeps the regions alive.
     programs: the most programs of an all-reduce.
     """
@@ -292,7 +300,7 @@ class PeerMemory:
     rank: int
     size: int
     peers: Tensor
-    late: Tensor
+    missing_rank: Tensor
     patience: int = PATIENCE
     holder: Any = None
     programs: int = PROGRAMS
@@ -306,19 +314,21 @@ class PeerMemory:
         addresses: of the regions, in the order of ranks, each of `region_bytes` that are zeros.
         """
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        late = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        missing_rank = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         programs = min(PROGRAMS, 1 << (num_sms(device).bit_length() - 1))
-        return cls(rank, len(addresses), peers, late, holder=holder, programs=programs)
+        return cls(rank, len(addresses), peers, missing_rank, holder=holder, programs=programs)
 
     @property
     def slot(self) -> int:
         """The most bytes that a program brings."""
         return LARGEST // self.programs // 256 * 256
 
-    def _options(self, device: torch.device) -> dict[str, int]:
+    def _options(self, device: torch.device) -> dict[str, Any]:
         head = _head(self.size, self.programs)
-        options = {"RANK": self.rank, "SIZE": self.size, "HEAD": head}
-        return {**options, "PROGRAMS": self.programs, "SLOT": self.slot, **pdl(device)}
+        return {
+            "REGION": Region(self.rank, self.size, head, self.programs, self.slot),
+            **pdl(device),
+        }
 
     def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """All-reduce x in place, or add the all-reduced x to the residual in place.
@@ -329,7 +339,7 @@ class PeerMemory:
         programs = min(self.programs, triton.cdiv(x.numel(), block))
         onto = x if residual is None else residual
         _one_shot_kernel[(programs,)](
-            x, onto, x, x, self.peers, self.late, 0.0, x.numel(), block, self.patience,
+            x, onto, x, x, self.peers, self.missing_rank, 0.0, x.numel(), block, self.patience,
             ADD=residual is not None, NORM=False, ROWS=1, BLOCK=block,
             num_warps=_warps(block, x), **self._options(x.device),
         )  # fmt: skip
@@ -352,19 +362,19 @@ class PeerMemory:
             part = slice(at, at + most)
             total = x[part].numel()
             _one_shot_kernel[(min(self.programs, triton.cdiv(total, each * columns)),)](
-                x[part], residual[part], weight, normed[part], self.peers, self.late, eps, total,
-                columns, self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
+                x[part], residual[part], weight, normed[part], self.peers, self.missing_rank, eps,
+                total, columns, self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
                 num_warps=max(1, min(16, block // 256)), **self._options(x.device),
             )  # fmt: skip
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """All-reduce x in two shots, each rank adding up a share; arguments as in one_shot."""
+        """All-reduce x in two shots, each rank reducing a share; arguments as in one_shot."""
         block = _block(x, self.programs * self.size)
         programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual
         _two_shot_kernel[(programs,)](
-            x, onto, self.peers, self.late, x.numel(), self.patience,
+            x, onto, self.peers, self.missing_rank, x.numel(), self.patience,
             ADD=residual is not None, BLOCK=block,
             num_warps=_warps(block, x), **self._options(x.device),
         )  # fmt: skip
@@ -375,7 +385,7 @@ class PeerMemory:
         out, block = x.new_empty((ranks, *x.shape)), _block(x, self.programs)
         programs = min(self.programs, triton.cdiv(x.numel(), block))
         _gather_kernel[(programs,)](
-            x, out, self.peers, self.late, x.numel(), self.patience,
+            x, out, self.peers, self.missing_rank, x.numel(), self.patience,
             FROM=ranks, BLOCK=block, num_warps=_warps(block, x), **self._options(x.device),
         )  # fmt: skip
         return out

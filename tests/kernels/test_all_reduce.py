@@ -1,5 +1,8 @@
-"""Sums over the memory of peers: ranks one after the other in the interpreter, where what they wait
-for has come already; on a GPU ranks that are streams of it, and really wait, in CUDA graphs."""
+"""All-reduce over the memory of peers.
+
+In the interpreter ranks run one after the other, and what they wait for is there already. On a GPU
+ranks are streams of it that really wait, in CUDA graphs.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import peer_sums
+from kernels import all_reduce
+from kernels.all_reduce import PeerMemory, region_bytes
 from kernels.norm import rms_norm
-from kernels.peer_sums import PeerMemory, region_bytes
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 
 EPS = 1e-5
@@ -20,8 +23,8 @@ Call = Callable[[PeerMemory, Tensor], Tensor]
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has several units of a small message, and a unit several short rows."""
-    monkeypatch.setattr(peer_sums, "PROGRAMS", 3)
-    monkeypatch.setattr(peer_sums, "TILE", 1 << 10)
+    monkeypatch.setattr(all_reduce, "PROGRAMS", 3)
+    monkeypatch.setattr(all_reduce, "TILE", 1 << 10)
 
 
 def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
@@ -51,7 +54,7 @@ def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) 
     for _ in range(waits + 1):
         all_have_come(regions, ranks[0].programs)
         found = [call(rank, x.clone()) for rank, x in zip(ranks, given, strict=True)]
-    assert all(int(rank.late) == -1 for rank in ranks)
+    assert all(int(rank.missing_rank) == -1 for rank in ranks)
     return found
 
 
@@ -106,7 +109,7 @@ def test_norms_of_more_rows_than_there_is_memory_for(
 ) -> None:
     """Bugs: rows between two pieces of a message that are left out or read twice; a piece that is
     larger than the slots, whose last rows are written over the next turn's."""
-    monkeypatch.setattr(peer_sums, "LARGEST", 3 << 10)  # two rows of 128 for each of 3 programs
+    monkeypatch.setattr(all_reduce, "LARGEST", 3 << 10)  # two rows of 128 for each of 3 programs
     given = [random(rows, 100, dtype=torch.float32) for _ in range(2)]
     residual, weight = random(rows, 100, dtype=torch.float32), random(100, dtype=torch.float32)
     added = residual + (given[0] + given[1])
@@ -147,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named(call: Call) -> None:
         found = call(late, random(2, 40))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert int(late.late) == 2 and found.isnan().all()
+        assert int(late.missing_rank) == 2 and found.isnan().all()
 
 
 @pytest.mark.triton
@@ -210,6 +213,6 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    assert all(int(rank.late) == -1 for rank in ranks)
+    assert all(int(rank.missing_rank) == -1 for rank in ranks)
     assert [int(each.item()) for each in turn] == [1000] * size
     assert [each.tolist() for each in wrong] == [[0] * 4] * size
