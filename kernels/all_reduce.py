@@ -356,14 +356,14 @@ class PeerMemory:
         rows, columns = x.shape
         normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
         most = self.programs * (self.slot // (block * x.itemsize))
-        each = triton.next_power_of_2(triton.cdiv(min(rows, most), self.programs))
-        each = min(each, max(1, TILE // (block * x.itemsize)))
+        rows_each = triton.next_power_of_2(triton.cdiv(min(rows, most), self.programs))
+        rows_each = min(rows_each, max(1, TILE // (block * x.itemsize)))
         for at in range(0, rows, most):
             part = slice(at, at + most)
             total = x[part].numel()
-            _one_shot_kernel[(min(self.programs, triton.cdiv(total, each * columns)),)](
+            _one_shot_kernel[(min(self.programs, triton.cdiv(total, rows_each * columns)),)](
                 x[part], residual[part], weight, normed[part], self.peers, self.missing_rank, eps,
-                total, columns, self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
+                total, columns, self.patience, ADD=True, NORM=True, ROWS=rows_each, BLOCK=block,
                 num_warps=max(1, min(16, block // 256)), **self._options(x.device),
             )  # fmt: skip
         return normed

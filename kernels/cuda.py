@@ -255,23 +255,23 @@ class Cuda(Kernels):
         worth it; else they are absorbed too.
         """
         num_tokens, heads, head_dim = q.shape
-        each, rank = up.shape[1:]
+        outputs, rank = up.shape[1:]
         nope = head_dim - (cache.shape[3] - rank)
         if meta.counts is None:
             self.prepare(meta, heads, cache, rank)
-        out = q.new_empty(num_tokens, heads, each - nope)
+        out = q.new_empty(num_tokens, heads, outputs - nope)
         count = num_tokens  # of absorbed queries
-        if count > meta.num_decodes and worth_expanding(meta, count, each, rank):
+        if count > meta.num_decodes and worth_expanding(meta, count, outputs, rank):
             latent_expanded(q, cache, up, out, scale, meta)
             count = meta.num_decodes
         if count:
             absorbed = torch.bmm(q[:count, :, :nope].transpose(0, 1), up[:, :nope])
-            found = q.new_empty(count, heads, rank)
+            latents = q.new_empty(count, heads, rank)
             if meta.num_decodes:
-                latent_decode(absorbed, q, cache, found, meta.block_table, scale, meta.plan)
+                latent_decode(absorbed, q, cache, latents, meta.block_table, scale, meta.plan)
             if count > meta.num_decodes:
-                latent_prefill(absorbed, q, cache, found, scale, meta)
-            values = torch.bmm(found.transpose(0, 1), up[:, nope:].transpose(1, 2))
+                latent_prefill(absorbed, q, cache, latents, scale, meta)
+            values = torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2))
             out[:count] = values.transpose(0, 1)
         return out.flatten(1)
 
@@ -319,8 +319,8 @@ class Cuda(Kernels):
         silu: bool = False,
     ) -> Tensor:
         _count(meta)
-        found = convolution_cuda.causal_conv(x, conv, bias, tail, meta)
-        return activated(found) if silu else found
+        convolved = convolution_cuda.causal_conv(x, conv, bias, tail, meta)
+        return activated(convolved) if silu else convolved
 
     def mamba2(
         self,
@@ -347,8 +347,8 @@ class Cuda(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         _count(meta)
-        found = mamba1_cuda.mamba1(x, dt, b, c, rates, skip, state, meta)
-        return self.gated_norm(found, gate, None, 1, 0.0)
+        scanned = mamba1_cuda.mamba1(x, dt, b, c, rates, skip, state, meta)
+        return self.gated_norm(scanned, gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -27,8 +27,8 @@ def arranged(codes: Tensor) -> Tensor:
     words = torch.zeros(rows, width // 8, dtype=torch.int64, device=codes.device)
     for code in range(8):
         for bit, place in enumerate(_PLACES[code // 2]):
-            found = ((eights[..., code] >> bit) & 1).to(torch.int64)
-            words |= found << ((place + 16 * (code % 2)) % 32)
+            bits = ((eights[..., code] >> bit) & 1).to(torch.int64)
+            words |= bits << ((place + 16 * (code % 2)) % 32)
     words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
     # [tile, half, g, tile of inputs, group, c]
     return _lanes(words.view(rows // ROWS, 2, 8, width // INPUTS, 2, 4))
@@ -49,8 +49,8 @@ def restored(words: Tensor) -> Tensor:
     codes = torch.zeros(rows, width // 8, 8, dtype=torch.uint8, device=words.device)
     for code in range(8):
         for bit, place in enumerate(_PLACES[code // 2]):
-            found = (ordered >> ((place + 16 * (code % 2)) % 32)) & 1
-            codes[..., code] |= found.to(torch.uint8) << bit
+            bits = (ordered >> ((place + 16 * (code % 2)) % 32)) & 1
+            codes[..., code] |= bits.to(torch.uint8) << bit
     return codes.view(rows, width)
 
 

@@ -113,8 +113,8 @@ class Format:
 
     def chunk_bytes(self, outputs: int) -> int:
         """Return the bytes of a chunk of a panel: scales, offsets, codes."""
-        kept = self.scale.itemsize * (1 if self.offset == "none" else 2)
-        return outputs * (self.units * kept + self.chunk * self.bits // 8)
+        group_bytes = self.scale.itemsize * (1 if self.offset == "none" else 2)
+        return outputs * (self.units * group_bytes + self.chunk * self.bits // 8)
 
     @property
     def span(self) -> int:
@@ -186,10 +186,10 @@ class PackedWeight:
     @staticmethod
     def num_bytes(form: Format, outputs: int, width: int) -> int:
         """Return the bytes of a weight [outputs, width] without its bias."""
-        kept = form.scale.itemsize * (1 if form.offset == "none" else 2)
+        group_bytes = form.scale.itemsize * (1 if form.offset == "none" else 2)
         groups = -(-outputs // form.rows) * (width // form.group)
         table = 64 if form.table and form.table != E2M1 else 0
-        return outputs * width * form.bits // 8 + groups * kept + table
+        return outputs * width * form.bits // 8 + groups * group_bytes + table
 
     def fill(self, first: int, decoded: Decoded) -> None:
         """Rows from first on, a multiple of form.rows.

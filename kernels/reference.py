@@ -351,8 +351,8 @@ class Kernels:
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         if cos_sin is not None:
             cos, sin = _rotation(cos_sin, meta.positions)
-            for each in (q, k):
-                each.copy_(_rotate(each.float(), cos, sin))
+            for tensor in (q, k):
+                tensor.copy_(_rotate(tensor.float(), cos, sin))
         if meta.query_start_host is None:
             meta.query_start_host = meta.query_start.tolist()
         starts, apart = meta.query_start_host, self.DETERMINISTIC
@@ -440,8 +440,8 @@ class Kernels:
         mode alone; None = state is written with each token.
         """
         assert late is None
-        found = delta_rule(x, a, b, heads, tail, state, meta)
-        normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
+        outputs = delta_rule(x, a, b, heads, tail, state, meta)
+        normed = self.rms_norm(outputs, heads.norm, heads.eps).flatten(1)
         return normed.mul_(silu(z.float())).to(x.dtype)
 
     def kimi_delta(
@@ -460,8 +460,8 @@ class Kernels:
         """Kimi Delta Attention (arXiv 2510.26692): gated_delta whose states decay row by row, and
         whose results are multiplied by sigmoids. What is not said is as there."""
         assert late is None
-        found = delta_rule(x, a, b, heads, tail, state, meta)
-        normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
+        outputs = delta_rule(x, a, b, heads, tail, state, meta)
+        normed = self.rms_norm(outputs, heads.norm, heads.eps).flatten(1)
         return normed.mul_(z.float().sigmoid()).to(x.dtype)
 
     def causal_conv(
@@ -476,8 +476,8 @@ class Kernels:
         """Each channel of each entry's tokens convolved with its last ones, those before the entry
         from the tail of its row: [num_tokens, channels] float32. Tokens of no entry get anything.
         """
-        found = causal_conv(x, conv, bias, tail, meta)
-        return _ACTIVATIONS["silu"](found) if silu else found
+        convolved = causal_conv(x, conv, bias, tail, meta)
+        return _ACTIVATIONS["silu"](convolved) if silu else convolved
 
     def short_conv(
         self,
@@ -523,8 +523,8 @@ class Kernels:
         """Mamba-1 over each entry's tokens, from the state that its row has. For each token: state
         = exp(rates step) state + step x B; the result is (state C + D x) silu(gate),
         [num_tokens, channels]."""
-        found = mamba1(x, dt, b, c, rates, skip, state, meta)
-        return self.gated_norm(found, gate, None, 1, 0.0)
+        scanned = mamba1(x, dt, b, c, rates, skip, state, meta)
+        return self.gated_norm(scanned, gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None
@@ -590,9 +590,9 @@ class Kernels:
             mine = x.index_select(0, tokens)
             at = 0
             for index, size in enumerate(layer.outs, start=layer.first_part):
-                found = step.parts[slot].get(index)
-                if found is not None:
-                    a, b = found
+                factors = step.parts[slot].get(index)
+                if factors is not None:
+                    a, b = factors
                     delta = linear(linear(mine.to(a.dtype), a), b).to(y.dtype)
                     y[:, at : at + size].index_add_(0, tokens, delta)
                 at += size

@@ -260,13 +260,13 @@ def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
                 yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
 
 
-def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
+def packed_tiles(pairs: float) -> Iterator[packed_moe.PackedTile]:
     for size, outs, warps, stages in product(near(pairs), (32, 64, 128), (1, 2, 4, 8), (2, 4)):
         if 512 <= size * outs // warps <= 2048:
-            yield packed_moe.Tile(size, outs, warps, stages)
+            yield packed_moe.PackedTile(size, outs, warps, stages)
 
 
-def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.Tile]:
+def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
     """Yield tiles to try for few tokens.
 
     places: rows of other experts that a program has beside each of its own.
@@ -274,13 +274,13 @@ def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.Tile]:
     if bits is MXFP4:
         for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
             if rows * places > 1 and 4 <= rows * places * units // (32 * warps) <= 16:
-                yield few_moe.Tile(rows, units, warps)
+                yield few_moe.PairTile(rows, units, warps)
         return
     every = product((1, 2, 4), (8, 16, 32, 64, 128), (1, 2, 4), (2, 4), (False, True))
     for rows, units, warps, ints, converts in every:
         words = rows * places * units * ints // (32 * warps)  # of codes, that a thread has
         if rows * places > 1 and 8 <= words <= 32 and units * ints >= 64:
-            yield few_moe.Tile(rows, units, warps, ints, converts)
+            yield few_moe.PairTile(rows, units, warps, ints, converts)
 
 
 def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
@@ -455,7 +455,7 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
 def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
     layer, x = step.layer, step.x
     today = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
-    others: list[packed_moe.Tile] = []
+    others: list[packed_moe.PackedTile] = []
     if bits is MXFP4 or len(x) <= 32:  # others of e4m3 take too long to be worth the time
         others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     up = SortedLaunch(f"up in {bits.name}", packed_up, [today.up, *others])
@@ -541,7 +541,7 @@ def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: lis
 class Found:
     """The best tiles of experts in FP8, as the tables of constants have them."""
 
-    few: dict[int, tuple[few_moe.Tile, few_moe.Tile]]  # by tokens: of both products
+    few: dict[int, tuple[few_moe.PairTile, few_moe.PairTile]]  # by tokens: of both products
     rounded: dict[float, Tiles]  # by the pairs of an expert
     pays: dict[int, bool]  # by tokens: rounding takes less time
 

@@ -27,7 +27,7 @@ from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed_down, few_packed_up
 from kernels.experts.fragments.dispatch import few_fragments, grouped_fragments
 from kernels.experts.fragments.down import few_fragments_down, fragments_down
-from kernels.experts.fragments.tiles import Tile, Tiles
+from kernels.experts.fragments.tiles import FragmentTile, FragmentTiles
 from kernels.experts.fragments.up import few_fragments_up, fragments_up
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_down, packed_experts, packed_up
@@ -43,12 +43,22 @@ _CHECKED = 64  # tokens of a case, at most
 _PAYS = 0.97  # of today's time: less is more than what two visits differ by
 # By products: tiles of lone pairs (of down, rows are a token's experts), and of so many columns.
 UP_ALONE = [
-    *(Tile(8, 1, 1, 4, 4), Tile(8, 1, 1, 4, 8), Tile(8, 1, 1, 8, 4), Tile(8, 1, 1, 2, 4)),
-    *(Tile(8, 1, 2, 4, 3), Tile(8, 1, 1, 8, 2), Tile(8, 2, 1, 4, 2)),
+    *(
+        FragmentTile(8, 1, 1, 4, 4),
+        FragmentTile(8, 1, 1, 4, 8),
+        FragmentTile(8, 1, 1, 8, 4),
+        FragmentTile(8, 1, 1, 2, 4),
+    ),
+    *(FragmentTile(8, 1, 2, 4, 3), FragmentTile(8, 1, 1, 8, 2), FragmentTile(8, 2, 1, 4, 2)),
 ]
 DOWN_ALONE = [
-    *(Tile(8, 1, 8, 2, 3), Tile(8, 1, 8, 1, 4), Tile(8, 1, 8, 2, 6), Tile(8, 2, 8, 2, 3)),
-    *(Tile(8, 1, 8, 4, 3), Tile(8, 1, 8, 1, 6)),
+    *(
+        FragmentTile(8, 1, 8, 2, 3),
+        FragmentTile(8, 1, 8, 1, 4),
+        FragmentTile(8, 1, 8, 2, 6),
+        FragmentTile(8, 2, 8, 2, 3),
+    ),
+    *(FragmentTile(8, 1, 8, 4, 3), FragmentTile(8, 1, 8, 1, 6)),
 ]
 
 
@@ -65,21 +75,25 @@ def columns(pairs: float) -> tuple[int, ...]:
     return (40, 48) if pairs <= 40 else (64, 48)
 
 
-def grouped_tiles(pairs: float, up: bool) -> Iterator[Tile]:
+def grouped_tiles(pairs: float, up: bool) -> Iterator[FragmentTile]:
     """Yield tiles to try. up: whether the GEMM is gate and up, which has twice the rows."""
     for wide in columns(pairs):
         if wide <= 8:
-            yield from (Tile(wide, 1, 1, 4, 4), Tile(wide, 1, 2, 2, 4), Tile(wide, 1, 4, 1, 4))
-            yield Tile(wide, 1, 4, 1, 2) if up else Tile(wide, 2, 4, 1, 3)
+            yield from (
+                FragmentTile(wide, 1, 1, 4, 4),
+                FragmentTile(wide, 1, 2, 2, 4),
+                FragmentTile(wide, 1, 4, 1, 4),
+            )
+            yield FragmentTile(wide, 1, 4, 1, 2) if up else FragmentTile(wide, 2, 4, 1, 3)
         elif wide <= 32:
             most = 1 if up else 2
-            yield from (Tile(wide, most, 4, 1, 2), Tile(wide, most, 8, 1, 2))
-            yield from (Tile(wide, most, 8, 1, 1), Tile(wide, 2 * most, 4, 1, 1))
+            yield from (FragmentTile(wide, most, 4, 1, 2), FragmentTile(wide, most, 8, 1, 2))
+            yield from (FragmentTile(wide, most, 8, 1, 1), FragmentTile(wide, 2 * most, 4, 1, 1))
         else:
             most = 1 if up else 2
-            yield from (Tile(wide, most, 8, 1, 1), Tile(wide, most, 4, 1, 1))
+            yield from (FragmentTile(wide, most, 8, 1, 1), FragmentTile(wide, most, 4, 1, 1))
             if wide == 40:
-                yield Tile(wide, most, 8, 1, 1, 128)
+                yield FragmentTile(wide, most, 8, 1, 1, 128)
 
 
 @dataclass(slots=True)
@@ -95,7 +109,7 @@ class Case:
     inner: Tensor  # float64 [sample, chosen, size]: what their experts have inside
     want: Tensor  # float64 [sample, hidden]
     times: dict[str, float] = field(default_factory=dict)
-    best: dict[str, list[tuple[float, Tile]]] = field(default_factory=dict)
+    best: dict[str, list[tuple[float, FragmentTile]]] = field(default_factory=dict)
     ways: dict[str, "Ways"] = field(default_factory=dict)  # by product
 
     @property
@@ -171,7 +185,7 @@ class Way:
     check: Callable[[Tensor], float]
 
 
-Ways = dict[str, Callable[[Tile | None], Way]]
+Ways = dict[str, Callable[[FragmentTile | None], Way]]
 
 
 def up_ways(case: Case) -> Ways:
@@ -278,7 +292,7 @@ def whole_ways(case: Case) -> dict[str, Way]:
     ):
         up, down = (case.best.get(f"{part} {name}", []) for part in ("up", "down"))
         if up and down:
-            ways[name] = way(function, case.new, Tiles(up[0][1], down[0][1]))
+            ways[name] = way(function, case.new, FragmentTiles(up[0][1], down[0][1]))
     return ways
 
 
@@ -335,10 +349,10 @@ class Sweep:
                 case.times[name] = us
 
 
-def agreed(cases: list[Case], key: str) -> Tile | None:
+def agreed(cases: list[Case], key: str) -> FragmentTile | None:
     """Return the tile that is nowhere much slower than the best."""
-    worst: dict[Tile, float] = {}
-    seen: dict[Tile, int] = {}
+    worst: dict[FragmentTile, float] = {}
+    seen: dict[FragmentTile, int] = {}
     for case in cases:
         best = case.best.get(key, [])
         for us, tile in best:
@@ -349,8 +363,9 @@ def agreed(cases: list[Case], key: str) -> Tile | None:
     return min(every, key=lambda tile: worst[tile], default=None)
 
 
-def told(tiles: tuple[Tile | None, Tile | None]) -> str:
-    return f"Tiles({', '.join('None' if t is None else f'Tile{tuple(t)}' for t in tiles)})"
+def told(tiles: tuple[FragmentTile | None, FragmentTile | None]) -> str:
+    parts = ("None" if tile is None else f"FragmentTile{tuple(tile)}" for tile in tiles)
+    return f"FragmentTiles({', '.join(parts)})"
 
 
 def decide(cases: list[Case]) -> str:

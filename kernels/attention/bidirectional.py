@@ -29,12 +29,12 @@ def bidirectional_attention(
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    parts = (each.transpose(0, 1)[None] for each in (q, k, v))
+    parts = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     mask = None
     if 0 < window < len(q) - 1:
         mask = _near(torch.arange(len(q), device=q.device), window)
-    found = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
-    return found[0].transpose(0, 1)
+    attended = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
+    return attended[0].transpose(0, 1)
 
 
 def _padded(
@@ -55,11 +55,11 @@ def _padded(
         # A row that pads sees itself at least: a softmax over nothing is NaN.
         mask = mask | torch.eye(longest, dtype=torch.bool, device=q.device)
     parts = (
-        each.index_select(0, index).unflatten(0, (len(lengths), longest)).transpose(1, 2)
-        for each in (q, k, v)
+        tensor.index_select(0, index).unflatten(0, (len(lengths), longest)).transpose(1, 2)
+        for tensor in (q, k, v)
     )
-    found = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
-    return found.transpose(1, 2).flatten(0, 1).index_select(0, back)
+    attended = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
+    return attended.transpose(1, 2).flatten(0, 1).index_select(0, back)
 
 
 def _near(place: Tensor, window: int) -> Tensor:

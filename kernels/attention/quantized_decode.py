@@ -122,8 +122,8 @@ def _quantized_decode_kernel(
         if SCORES.sinks:  # in the first split, as a key without a value, whose scale would be 2^-24
             sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink - 24.0, top)
-            one = (item == first) & (tl.arange(0, SHARES) == 0)
-            denominator += tl.where(one, 16777216.0, 0.0)[None, :]
+            is_first = (item == first) & (tl.arange(0, SHARES) == 0)
+            denominator += tl.where(is_first, 16777216.0, 0.0)[None, :]
         if SCORES.slopes:
             slope = tl.load(slopes + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             last = tl.load(items + item * 8 + 5)

@@ -40,11 +40,11 @@ def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIN
     scores fits these columns, so a thread reads one number or two, and scores get them by way of
     shared memory.
     """
-    one = tl.arange(0, 2)[None, :]
-    at = (page.to(tl.int64) * NUMBER_PAGE + in_page)[:, None] + one
+    parity = tl.arange(0, 2)[None, :]
+    at = (page.to(tl.int64) * NUMBER_PAGE + in_page)[:, None] + parity
     at = tl.max_contiguous(at, [1, 2])  # neighbouring threads have the columns of a key
-    k_word = tl.load(k_words + at, mask=mask[:, None] & (one == 0), other=0)
-    v_word = tl.load(v_words - 1 + at, mask=mask[:, None] & (one == 1), other=0)
+    k_word = tl.load(k_words + at, mask=mask[:, None] & (parity == 0), other=0)
+    v_word = tl.load(v_words - 1 + at, mask=mask[:, None] & (parity == 1), other=0)
     return k_word, v_word
 
 

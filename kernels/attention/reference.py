@@ -36,7 +36,7 @@ class Scores:
         slopes: Tensor | None,
     ) -> "Scores":
         by_head = [
-            None if each is None else each.view(num_kv_heads, -1) for each in (sinks, slopes)
+            None if values is None else values.view(num_kv_heads, -1) for values in (sinks, slopes)
         ]
         return cls(scale, softcap, by_head[0], by_head[1])
 

@@ -29,7 +29,7 @@ from kernels.packed import PackedWeight
 MOST = 8
 
 
-class Tile(NamedTuple):
+class PairTile(NamedTuple):
     rows: int  # of a program
     units: int  # of a row at a time
     num_warps: int
@@ -39,10 +39,10 @@ class Tile(NamedTuple):
 
 # For weights in 8 bits, of a sweep with e4m3 on an H200: of the first product; of the second, the
 # tokens up to which -> tile.
-UP8 = Tile(2, 128, 1, ints=4, converts=True)
-DOWN8: tuple[tuple[float, Tile], ...] = (
-    (1, Tile(2, 32, 4, ints=4, converts=True)),
-    (float("inf"), Tile(4, 16, 2, ints=4, converts=True)),
+UP8 = PairTile(2, 128, 1, ints=4, converts=True)
+DOWN8: tuple[tuple[float, PairTile], ...] = (
+    (1, PairTile(2, 32, 4, ints=4, converts=True)),
+    (float("inf"), PairTile(4, 16, 2, ints=4, converts=True)),
 )
 
 _LIFT = 96
@@ -88,7 +88,7 @@ def _four(w, CODE: tl.constexpr):
     return a, b, c, d
 
 
-class FewTile(NamedTuple):
+class PairShape(NamedTuple):
     """What a program reads at a time, and how its codes become numbers."""
 
     rows: int  # outputs a program owns
@@ -107,19 +107,19 @@ def _multiply(
     table,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
-    TILE: tl.constexpr,  # `FewTile`
+    TILE: tl.constexpr,  # `PairShape`
     SUMS: tl.constexpr,
 ):
     """Return decoded codes times x, lifted, of each unit; SUMS: and the sums of x."""
     PTX: tl.constexpr = TILE.ptx
     total = tl.zeros(w.shape, tl.float32)
-    kept = tl.zeros(x_at.shape, tl.float32)
+    x_sums = tl.zeros(x_at.shape, tl.float32)
     if FORMAT.bits == 4:
         for field in tl.static_range(4):
             words = tl.load(x_at + field * (FORMAT.span // 8), mask=inside, other=0)
             a, b = number(words, 0, TYPE), number(words, 1, TYPE)
             if SUMS:
-                kept += a + b
+                x_sums += a + b
             low, high = _two(w, table, field, FORMAT.code)
             total += low * (a * TILE.lift)
             total += high * (b * TILE.lift)
@@ -128,7 +128,7 @@ def _multiply(
         a, b = number(words, 0, TYPE), number(words, 1, TYPE)
         c, d = number(words, 2, TYPE), number(words, 3, TYPE)
         if SUMS:
-            kept += (a + b) + (c + d)
+            x_sums += (a + b) + (c + d)
         if PTX != "":
             w0, w1, w2, w3 = converted(w, PTX)
         else:
@@ -137,7 +137,7 @@ def _multiply(
         total += w1 * (b * TILE.lift)
         total += w2 * (c * TILE.lift)
         total += w3 * (d * TILE.lift)
-    return tl.sum(total, axis=2), tl.sum(kept, axis=2)
+    return tl.sum(total, axis=2), tl.sum(x_sums, axis=2)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def _rows_times_x(
     COLUMNS: tl.constexpr,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
-    TILE: tl.constexpr,  # `FewTile`
+    TILE: tl.constexpr,  # `PairShape`
     EARLY: tl.constexpr,  # x is of the launch before: the first codes come before it is waited for
 ):
     """[rows] float32: the weight's rows times x."""
@@ -239,7 +239,7 @@ def _few_packed_up_kernel(
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
     EXPERTS: tl.constexpr,  # 0: all are here; else pairs of this one are another rank's
-    TILE: tl.constexpr,  # `FewTile`
+    TILE: tl.constexpr,  # `PairShape`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
 ):
@@ -297,7 +297,7 @@ def _few_packed_down_kernel(
     ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
-    TILE: tl.constexpr,  # `FewTile`
+    TILE: tl.constexpr,  # `PairShape`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
 ):
@@ -343,17 +343,17 @@ def _in_one(weight: PackedWeight, units: int) -> int:
     return units * _words_of(weight) * 8
 
 
-def up_tile(weight: PackedWeight) -> Tile:
+def up_tile(weight: PackedWeight) -> PairTile:
     """Return the tile of the up matmul, swept for one token and for eight as `MOST` was.
 
     A row takes more units at a time where that leaves no turn with less than all its codes.
     """
     if weight.form.bits == 8:
         return UP8
-    return Tile(4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else Tile(2, 64, 1)
+    return PairTile(4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else PairTile(2, 64, 1)
 
 
-def down_tile(weight: PackedWeight, tokens: int) -> Tile:
+def down_tile(weight: PackedWeight, tokens: int) -> PairTile:
     """Return the tile of the down matmul, whose rows are of each of a token's experts.
 
     One token and eight were swept. One token has few programs, and takes short rows in one turn.
@@ -361,11 +361,11 @@ def down_tile(weight: PackedWeight, tokens: int) -> Tile:
     if weight.form.bits == 8:
         return next(tile for most, tile in DOWN8 if tokens <= most)
     if tokens > 2:
-        return Tile(4, 8, 1)
-    return Tile(2, 64, 2) if weight.shape[1] <= _in_one(weight, 64) else Tile(1, 32, 1)
+        return PairTile(4, 8, 1)
+    return PairTile(2, 64, 2) if weight.shape[1] <= _in_one(weight, 64) else PairTile(1, 32, 1)
 
 
-def _options(weight: PackedWeight, tile: Tile) -> dict[str, Any]:
+def _options(weight: PackedWeight, tile: PairTile) -> dict[str, Any]:
     form = code_format(weight)
     eight = weight.form.bits == 8
     assert not eight or weight.form.group % (4 * tile.ints) == 0
@@ -374,7 +374,7 @@ def _options(weight: PackedWeight, tile: Tile) -> dict[str, Any]:
     lacks = 0 if ptx else _LACKS.get(form.code, 0)
     return {
         "FORMAT": form,
-        "TILE": FewTile(
+        "TILE": PairShape(
             tile.rows,
             tile.units,
             tile.ints if eight else _words_of(weight),
@@ -401,7 +401,7 @@ def few_packed_up(
     weights: Tensor,
     ids: Tensor,
     stack: PackedExperts,
-    tile: Tile | None = None,
+    tile: PairTile | None = None,
 ) -> Tensor:
     """act(gate) * up of each pair: [tokens * chosen, size]."""
     weight = stack.gate_up
@@ -441,7 +441,7 @@ def few_packed_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: Tile | None = None,
+    tile: PairTile | None = None,
 ) -> Tensor:
     """[tokens, hidden]: the weighted sum of each token's experts."""
     weight = stack.down
@@ -481,8 +481,8 @@ def few_packed(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    up: Tile | None = None,
-    down: Tile | None = None,
+    up: PairTile | None = None,
+    down: PairTile | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
     least."""

@@ -70,11 +70,11 @@ def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.co
     blocks = (behind - first + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, axis=0)
     before = (ends <= block) & exists
-    found = tl.sum(before.to(tl.int32), axis=0)
+    index = tl.sum(before.to(tl.int32), axis=0)
     skipped = tl.sum(tl.where(before, blocks, 0), axis=0)
-    here = expert == found
+    here = expert == index
     place = tl.sum(tl.where(here, first, 0), axis=0) + (block - skipped) * ROWS
-    return found, place, tl.sum(tl.where(here, behind, 0), axis=0)
+    return index, place, tl.sum(tl.where(here, behind, 0), axis=0)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
     return acc
 
 
-class GroupedTile(NamedTuple):
+class GroupedShape(NamedTuple):
     """What a program multiplies at a time, and how tiles reach it."""
 
     block: int  # a power of two, at least EXPERTS
@@ -119,7 +119,7 @@ def _grouped_up_kernel(
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
     SCALED: tl.constexpr,  # x and weights are rounded, with a scale a row each
-    TILE: tl.constexpr,  # `GroupedTile`
+    TILE: tl.constexpr,  # `GroupedShape`
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (MIXTURE.size + TILE.outs - 1) // TILE.outs
@@ -220,7 +220,7 @@ def _grouped_down_kernel(
     scale,  # SCALED: [EXPERTS, WIDTH]
     MIXTURE: tl.constexpr,  # `Mixture`
     SCALED: tl.constexpr,
-    TILE: tl.constexpr,  # `GroupedTile`
+    TILE: tl.constexpr,  # `GroupedShape`
     PDL: tl.constexpr,
 ):
     WEIGH: tl.constexpr = MIXTURE.weigh
@@ -331,8 +331,8 @@ def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
 def tma_fits(x: Tensor, size: int) -> bool:
     """Whether tiles of matrices with rows of x's width, and of `size`, can come through the TMA:
     numbers of 16 or 8 bits in rows of whole 16 bytes, on a device that has one."""
-    each = x.dtype.itemsize
-    if each > 2 or x.shape[1] * each % 16 or size * each % 16:
+    element_size = x.dtype.itemsize
+    if element_size > 2 or x.shape[1] * element_size % 16 or size * element_size % 16:
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -343,8 +343,8 @@ def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
     A tile has `outs` rows of each half and `depth` columns.
     """
     experts, rows, columns = matrices.shape
-    each = matrices.view(experts * halves, rows // halves, columns)
-    return TensorDescriptor.from_tensor(each, [halves, tile.outs, tile.depth])
+    halved = matrices.view(experts * halves, rows // halves, columns)
+    return TensorDescriptor.from_tensor(halved, [halves, tile.outs, tile.depth])
 
 
 def _shape(tile: Tile, experts: int, rows: int, x: Tensor, tma: bool) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def _shape(tile: Tile, experts: int, rows: int, x: Tensor, tma: bool) -> dict[st
     stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
     block = triton.next_power_of_2(experts)
     return {
-        "TILE": GroupedTile(block, tile.rows, tile.outs, tile.depth, tma, tile.swap),
+        "TILE": GroupedShape(block, tile.rows, tile.outs, tile.depth, tma, tile.swap),
         "num_warps": tile.num_warps,
         "num_stages": max(1, min(tile.num_stages, shared_memory(x.device) // stage)),
     }
@@ -416,7 +416,7 @@ def grouped_down(
     order of ids."""
     experts, width, size = stack.down.shape
     dtype = inner.dtype if scales is None else scales.dtype
-    given = inner.new_empty((ids.numel(), width), dtype=dtype)
+    pair_outputs = inner.new_empty((ids.numel(), width), dtype=dtype)
     tma = tile.tma and tma_fits(inner, width)
     _grouped_down_kernel[_grid(ids, experts, tile, width)](
         inner,
@@ -427,7 +427,7 @@ def grouped_down(
         TensorDescriptor.from_tensor(inner, [tile.rows, tile.depth]) if tma else None,
         _described(stack.down, 1, tile) if tma else None,
         stack.down_bias,
-        given,
+        pair_outputs,
         None if scales is None else scales.rows,
         None if scales is None else scales.outputs,
         MIXTURE=Mixture(
@@ -441,7 +441,7 @@ def grouped_down(
         **_shape(tile, experts, tile.outs, inner, tma),
         **pdl(inner.device),
     )
-    return given
+    return pair_outputs
 
 
 def sum_experts(
@@ -487,8 +487,8 @@ def by_expert(
         return torch.empty_like(x) if residual is None else residual
     pairs = sort(ids, experts)
     inner = up(x, weights, ids, stack, pairs, tiles.up)
-    given = down(inner, weights, ids, stack, pairs, tiles.down)
-    return sum_experts(given, ids, stack, residual)
+    pair_outputs = down(inner, weights, ids, stack, pairs, tiles.down)
+    return sum_experts(pair_outputs, ids, stack, residual)
 
 
 def grouped(

@@ -23,32 +23,32 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
 
-class Tile(NamedTuple):
+class PackedTile(NamedTuple):
     pairs: int  # of one expert
     outs: int  # rows of the weight; of gate_up so many of the gate's and as many of the up's
     num_warps: int
     num_stages: int
 
 
-class Tiles(NamedTuple):
-    up: Tile
-    down: Tile
+class PackedTiles(NamedTuple):
+    up: PackedTile
+    down: PackedTile
 
 
 # The pairs that an expert has on average -> tiles, the first that fits: what a sweep of
 # bench.kernels.experts found on an H200 with MXFP4, at 0.5 to 64.
-TILES: tuple[tuple[float, Tiles], ...] = (
-    (1, Tiles(Tile(16, 64, 2, 4), Tile(16, 128, 4, 4))),
-    (10, Tiles(Tile(16, 64, 2, 2), Tile(16, 128, 2, 2))),
-    (24, Tiles(Tile(32, 32, 1, 2), Tile(16, 128, 2, 2))),
-    (48, Tiles(Tile(64, 128, 8, 2), Tile(32, 128, 8, 4))),
-    (float("inf"), Tiles(Tile(64, 128, 4, 2), Tile(64, 128, 4, 2))),
+TILES: tuple[tuple[float, PackedTiles], ...] = (
+    (1, PackedTiles(PackedTile(16, 64, 2, 4), PackedTile(16, 128, 4, 4))),
+    (10, PackedTiles(PackedTile(16, 64, 2, 2), PackedTile(16, 128, 2, 2))),
+    (24, PackedTiles(PackedTile(32, 32, 1, 2), PackedTile(16, 128, 2, 2))),
+    (48, PackedTiles(PackedTile(64, 128, 8, 2), PackedTile(32, 128, 8, 4))),
+    (float("inf"), PackedTiles(PackedTile(64, 128, 4, 2), PackedTile(64, 128, 4, 2))),
 )
 # Where a row's numbers may not depend on how many rows there are.
-FIXED = Tiles(Tile(32, 64, 4, 3), Tile(32, 64, 4, 3))
+FIXED = PackedTiles(PackedTile(32, 64, 4, 3), PackedTile(32, 64, 4, 3))
 
 
-class PackedTile(NamedTuple):
+class PackedShape(NamedTuple):
     """What a program multiplies at a time."""
 
     block: int  # a power of two, at least EXPERTS
@@ -73,7 +73,7 @@ def _packed_up_kernel(
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
-    TILE: tl.constexpr,  # `PackedTile`
+    TILE: tl.constexpr,  # `PackedShape`
     DECODE: tl.constexpr,  # `dot.Decoding`
     PDL: tl.constexpr,
 ):
@@ -154,7 +154,7 @@ def _packed_down_kernel(
     given,  # [pairs, WIDTH]
     MIXTURE: tl.constexpr,  # `Mixture`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
-    TILE: tl.constexpr,  # `PackedTile`
+    TILE: tl.constexpr,  # `PackedShape`
     DECODE: tl.constexpr,  # `dot.Decoding`
     PDL: tl.constexpr,
 ):
@@ -207,7 +207,7 @@ def _packed_down_kernel(
     tl.store(given + place_out, acc.to(given.dtype.element_ty), mask=mask)
 
 
-def tiles_for(pairs: int, experts: int) -> Tiles:
+def tiles_for(pairs: int, experts: int) -> PackedTiles:
     return next(tiles for most, tiles in TILES if pairs / experts <= most)
 
 
@@ -219,7 +219,7 @@ def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and plain and form.offset == "none"
 
 
-def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[str, Any]:
+def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) -> dict[str, Any]:
     four = weight.form.bits == 4
     words = 32 if four else 128
     step = 4 * words if four else words
@@ -233,7 +233,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
     stages = 2 if not ptx and weight.form.group % step else tile.num_stages
     return {
         "FORMAT": code_format(weight),
-        "TILE": PackedTile(block, tile.pairs, tile.outs, words, weight.shape[1] % step == 0),
+        "TILE": PackedShape(block, tile.pairs, tile.outs, words, weight.shape[1] % step == 0),
         "DECODE": decoding(x, weight, ptx),
         "num_warps": warps,
         "num_stages": stages,
@@ -241,13 +241,13 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
     }
 
 
-def _grid(pairs: int, experts: int, tile: Tile, outs: int) -> tuple[int]:
+def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
     """An expert that is met has at most one block that is not full."""
     return ((min(pairs, experts) + pairs // tile.pairs) * triton.cdiv(outs, tile.outs),)
 
 
 def packed_up(
-    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: PackedTile
 ) -> Tensor:
     """act(gate) * up of each pair: [pairs, size], in sorted order."""
     weight = stack.gate_up
@@ -280,13 +280,18 @@ def packed_up(
 
 
 def packed_down(
-    inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+    inner: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    stack: PackedExperts,
+    pairs: Sorted,
+    tile: PackedTile,
 ) -> Tensor:
     """inner of `packed_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
     order of ids."""
     weight = stack.down
     experts, size, width = stack.count, weight.shape[1], stack.gate_up.shape[1]
-    given = inner.new_empty((ids.numel(), width))
+    pair_outputs = inner.new_empty((ids.numel(), width))
     _packed_down_kernel[_grid(ids.numel(), experts, tile, width)](
         inner,
         weights,
@@ -297,7 +302,7 @@ def packed_down(
         weight.offset,
         weight.table,
         stack.down_bias,
-        given,
+        pair_outputs,
         MIXTURE=Mixture(
             experts=experts,
             size=size,
@@ -307,7 +312,7 @@ def packed_down(
         ),
         **_options(inner, weight, tile, experts),
     )
-    return given
+    return pair_outputs
 
 
 def packed_experts(
@@ -316,7 +321,7 @@ def packed_experts(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: PackedTiles | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)

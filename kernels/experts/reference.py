@@ -83,8 +83,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     if routing.groups > 1:
         grouped = choice.unflatten(-1, (routing.groups, -1))
         best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
-        kept = best.topk(routing.top_groups, dim=-1).indices
-        hidden = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        top_groups = best.topk(routing.top_groups, dim=-1).indices
+        hidden = torch.ones_like(best, dtype=torch.bool).scatter_(-1, top_groups, False)
         choice = grouped.masked_fill(hidden[..., None], float("-inf")).flatten(-2)
     ids = choice.topk(routing.chosen, dim=-1).indices
     weights = scores.gather(-1, ids)
@@ -137,6 +137,6 @@ def experts(
         gate_up = linear(mine, stack.gate_up[expert].to(x.dtype), bias)
         bias = None if stack.down_bias is None else stack.down_bias[expert]
         inner = activated(gate_up, stack.act, stack.limit)
-        given = linear(inner, stack.down[expert].to(x.dtype), bias)
-        out.index_add_(0, tokens, given if stack.weigh_input else given * weight)
+        expert_outputs = linear(inner, stack.down[expert].to(x.dtype), bias)
+        out.index_add_(0, tokens, expert_outputs if stack.weigh_input else expert_outputs * weight)
     return out

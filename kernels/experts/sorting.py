@@ -161,12 +161,12 @@ def _unsorted(ids: Tensor, experts: int) -> Sorted:
 
 def sort_at_once(ids: Tensor, experts: int) -> Sorted:
     """`sort` in one launch."""
-    found, pairs = _unsorted(ids, experts), ids.numel()
+    unsorted, pairs = _unsorted(ids, experts), ids.numel()
     block = min(2048, max(128, triton.next_power_of_2(pairs)))
     _sort_kernel[(experts,)](
-        ids, *found, pairs, EXPERTS=experts, BLOCK=block, num_warps=4, **pdl(ids.device)
+        ids, *unsorted, pairs, EXPERTS=experts, BLOCK=block, num_warps=4, **pdl(ids.device)
     )
-    return found
+    return unsorted
 
 
 def sort_by_blocks(
@@ -174,7 +174,7 @@ def sort_by_blocks(
 ) -> Sorted:
     """`sort` in two launches. block: a power of two; as many pairs a program. blocks: as many of
     them are counted by one."""
-    found, pairs = _unsorted(ids, experts), ids.numel()
+    unsorted, pairs = _unsorted(ids, experts), ids.numel()
     wide = max(128, triton.next_power_of_2(experts))
     runs = triton.cdiv(pairs, block * blocks)
     earlier = torch.empty(runs * blocks, wide, dtype=torch.int32, device=ids.device)
@@ -185,7 +185,7 @@ def sort_by_blocks(
         ids,
         earlier,
         counts,
-        *found,
+        *unsorted,
         pairs,
         runs,
         **shape,
@@ -194,4 +194,4 @@ def sort_by_blocks(
         num_warps=num_warps,
         **pdl(ids.device),
     )
-    return found
+    return unsorted

@@ -37,20 +37,20 @@ def choose_experts(
         added = tl.load(correction + expert, mask=expert < EXPERTS, other=0.0)
         choice = tl.where(expert < EXPERTS, score + added, float("-inf"))
     place = tl.arange(0, PLACES)
-    found = tl.zeros([PLACES], tl.int32)
+    chosen = tl.zeros([PLACES], tl.int32)
     weight = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(CHOSEN):
         # Of numbers that are none it may be any: it must be an expert all the same.
         best = tl.minimum(tl.argmax(choice, axis=0), EXPERTS - 1)
         mine = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
-        found = tl.where(place == i, best, found)
+        chosen = tl.where(place == i, best, chosen)
         weight = tl.where(place == i, mine, weight)
         choice = tl.where(expert == best, float("-inf"), choice)
     if RENORMALISE:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-20)
     at = token * CHOSEN + place
     tl.store(weights + at, weight * scale, mask=place < CHOSEN)
-    tl.store(ids + at, found, mask=place < CHOSEN)
+    tl.store(ids + at, chosen, mask=place < CHOSEN)
 
 
 @triton.jit

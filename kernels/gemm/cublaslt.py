@@ -121,17 +121,17 @@ class Matmul:
             ctypes.byref(limit),
             ctypes.c_size_t(8),
         )
-        found = (Algorithm * _CANDIDATES)()
+        algorithms = (Algorithm * _CANDIDATES)()
         count = ctypes.c_int()
         layouts = (self._weight, self._x, self._y, self._y)
         status = lib.lib.cublasLtMatmulAlgoGetHeuristic(
-            *(lib.handle, self._desc, *layouts, preference, _CANDIDATES, found),
+            *(lib.handle, self._desc, *layouts, preference, _CANDIDATES, algorithms),
             ctypes.byref(count),
         )
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
         if status:  # it knows of none for such a product
             return []
-        return [found[i] for i in range(count.value) if found[i].state == 0]
+        return [algorithms[i] for i in range(count.value) if algorithms[i].state == 0]
 
     def fitted(self, algorithm: Algorithm) -> Algorithm | None:
         """A copy for this product of an algorithm that was found for another; None if the library

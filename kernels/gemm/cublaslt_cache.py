@@ -34,17 +34,17 @@ def file_for(device: str, version: int, search: str) -> Path:
 def read(path: Path) -> Found:
     """Return what the file has, empty if there is no valid file."""
     try:
-        found = json.loads(path.read_text())
+        entries = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         logger.warning("%s is not used, products are searched for again: %s", path, error)
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         return {}
     return {
         name: text
-        for name, text in found.items()
+        for name, text in entries.items()
         if text is None or (isinstance(text, str) and re.fullmatch(r"([0-9a-f]{2})+", text))
     }
 

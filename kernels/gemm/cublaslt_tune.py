@@ -181,12 +181,12 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     if not missing:
         return
     path = cublaslt_cache.file_for(_device_name(weight.device), lib.version, _SEARCH)
-    found = _kept(path, lib, weight, missing, add)
-    if found is None:
-        found = _search(weights, missing, add)
-        texts = {_name(rows, weight, add): _text(tuned) for rows, tuned in found.items()}
+    algorithms = _kept(path, lib, weight, missing, add)
+    if algorithms is None:
+        algorithms = _search(weights, missing, add)
+        texts = {_name(rows, weight, add): _text(tuned) for rows, tuned in algorithms.items()}
         cublaslt_cache.add(path, texts)
-    for rows, tuned in found.items():
+    for rows, tuned in algorithms.items():
         _searched.add(keys[rows])
         if tuned is not None:
             tuned_matmuls[keys[rows]] = tuned
@@ -239,14 +239,14 @@ def _kept(
     A search wants its landmarks, so some of the sizes alone are of no use.
     """
     texts = cublaslt_cache.read(path)
-    found: _Found = {}
+    algorithms: _Found = {}
     for rows in sizes:
         name = _name(rows, weight, add)
         if name not in texts:
             return None
         text = texts[name]
         if text is None:
-            found[rows] = None
+            algorithms[rows] = None
             continue
         data = bytes.fromhex(text)
         if len(data) != ctypes.sizeof(Algorithm):
@@ -255,13 +255,13 @@ def _kept(
         algorithm = matmul.fitted(Algorithm.from_buffer_copy(data))
         if algorithm is None:
             return None
-        found[rows] = TunedMatmul(matmul, algorithm)
-    return found
+        algorithms[rows] = TunedMatmul(matmul, algorithm)
+    return algorithms
 
 
 def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Found:
     weight = weights[0]
-    found: _Found = {}
+    algorithms: _Found = {}
     weights = weights[: max(2, -(-_COLD // weight.nbytes))]
     leaders: dict[int, list[Algorithm]] = {}  # of each landmark
     for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
@@ -279,5 +279,5 @@ def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Fo
             led = [algorithm for mark in below + above for algorithm in leaders[mark]]
             among = [fitted for a in led if (fitted := search.matmul.fitted(a)) is not None]
         algorithm = search.winner(among)
-        found[rows] = None if algorithm is None else TunedMatmul(search.matmul, algorithm)
-    return found
+        algorithms[rows] = None if algorithm is None else TunedMatmul(search.matmul, algorithm)
+    return algorithms

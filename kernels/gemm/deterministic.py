@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.launch.pdl import num_sms
 
 
-class Tile(NamedTuple):
+class FixedTile(NamedTuple):
     rows: int  # of x
     outs: int  # rows of the weight
     depth: int  # columns a turn
@@ -29,12 +29,12 @@ class Tile(NamedTuple):
 # By bytes of an element, the smallest first: it is right for any number of rows.
 TILES = {
     2: (
-        Tile(64, 32, 128, 4, 4),
-        Tile(64, 128, 64, 4, 4),
-        Tile(128, 128, 64, 8, 4),
-        Tile(128, 256, 64, 8, 3),
+        FixedTile(64, 32, 128, 4, 4),
+        FixedTile(64, 128, 64, 4, 4),
+        FixedTile(128, 128, 64, 8, 4),
+        FixedTile(128, 256, 64, 8, 3),
     ),
-    4: (Tile(64, 32, 32, 4, 3),),
+    4: (FixedTile(64, 32, 32, 4, 3),),
 }
 _PROBE = 200  # rows of x that tiles are compared on; no multiple of any tile's
 
@@ -81,7 +81,7 @@ def _fixed_kernel(
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: Tile
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: FixedTile
 ) -> Tensor:
     """`linear_fixed` with a given tile."""
     num_rows = x.shape[0]
@@ -110,10 +110,12 @@ def product(
     return out
 
 
-_agreeing: dict[tuple[object, ...], tuple[Tile, ...]] = {}
+_agreeing: dict[tuple[object, ...], tuple[FixedTile, ...]] = {}
 
 
-def agreeing(weight: Tensor, bias: Tensor | None = None, *, add: bool = False) -> tuple[Tile, ...]:
+def agreeing(
+    weight: Tensor, bias: Tensor | None = None, *, add: bool = False
+) -> tuple[FixedTile, ...]:
     """The tiles that give the same bits for this weight, with what is added to the product; tried
     (and compiled) once for each shape. In a graph that is being captured nothing can be tried, and
     what was not tried before is left out."""
@@ -125,7 +127,7 @@ def agreeing(weight: Tensor, bias: Tensor | None = None, *, add: bool = False) -
         outs, width = weight.shape
         x = torch.randn((_PROBE, width), device=weight.device).to(weight.dtype)
 
-        def made_by(tile: Tile) -> Tensor:
+        def made_by(tile: FixedTile) -> Tensor:
             residual = x.new_ones((_PROBE, outs)) if add else None
             return product(x, weight, bias, residual, tile)
 

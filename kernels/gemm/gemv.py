@@ -189,9 +189,9 @@ GATES = ("silu", "gelu_pytorch_tanh")  # those that can ride along
 
 
 def tile(rows: int, columns: int) -> tuple[int, int, int]:
-    found = TILES.get((rows, columns))
-    if found is not None:
-        return found
+    launch = TILES.get((rows, columns))
+    if launch is not None:
+        return launch
     if rows < 4096:
         return 2, 2048, 4
     return (2, 1024, 1) if columns >= 2048 else (4, 512, 1)

@@ -313,7 +313,7 @@ def rope_kv_write(
     codes, hadamard = CodePages(0, 0, 0), 0
     if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
         codes, hadamard = code_pages(k_cache), max(1, k_cache.form.hadamard).bit_length() - 1
-        caches = (*(each.codes for each in (k_cache, v_cache)), *words(k_cache, v_cache))
+        caches = (*(cache.codes for cache in (k_cache, v_cache)), *words(k_cache, v_cache))
     else:
         caches = (k_cache, v_cache, k_cache, v_cache)
     heads = min(8, triton.next_power_of_2(num_kv_heads))

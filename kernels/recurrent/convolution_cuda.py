@@ -59,9 +59,9 @@ def convolved(
         # Of the tokens before the entry's, the last one is in the tail's last place.
         old = has_tail & (far < back)
         at = (ago + TAPS - 1 - back) * CHANNELS
-        kept = tl.load(tail + at + channels, mask=old, other=0.0)
+        before_tail = tl.load(tail + at + channels, mask=old, other=0.0)
         weight = tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)
-        total += (seen.to(tl.float32) + kept) * weight
+        total += (seen.to(tl.float32) + before_tail) * weight
     return total
 
 
@@ -85,8 +85,10 @@ def convolved_rows(
         for tap in tl.static_range(TAPS - 1):
             old = (there & (ago < TAPS - 1 - tap))[:, None] & mask[None, :]
             at = ((ago + tap) * CHANNELS)[:, None] + channels[None, :]
-            kept = tl.load(tail + at, mask=old, other=0.0)
-            total += kept * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+            old_input = tl.load(tail + at, mask=old, other=0.0)
+            total += (
+                old_input * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+            )
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         own = (there & (ago >= back))[:, None] & mask[None, :]
@@ -137,11 +139,11 @@ def _conv_few_kernel(
     before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
     for token in range(begin, end):
-        found = convolved(
+        total = convolved(
             x, tail, conv, bias, token, token - begin, before, channels, mask, x_stride,
             CHANNELS, TAPS,
         )  # fmt: skip
-        tl.store(out + token * CHANNELS + channels, found, mask=mask)
+        tl.store(out + token * CHANNELS + channels, total, mask=mask)
 
 
 # x_stride is one of a model's few: where 16 divides it, elements are read 16 bytes at once.
@@ -164,18 +166,18 @@ def _conv_kernel(
     first_token = (begin + first).to(tl.int64)
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = channels < CHANNELS
-    found = tl.zeros([ROWS, BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     if entry < num_entries:
         before = tl.load(kv_len + entry) - length  # 0: the request begins
         tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-        found = convolved_rows(
+        total = convolved_rows(
             x, tail, conv, bias, first_token, first, length, before, channels, mask, x_stride,
             ROWS, CHANNELS, TAPS,
         )  # fmt: skip
     tokens = tl.arange(0, ROWS)
     there = (first + tokens < length)[:, None] & mask[None, :]
     into = out + first_token * CHANNELS + tokens[:, None] * CHANNELS + channels[None, :]
-    tl.store(into, found, mask=there)
+    tl.store(into, total, mask=there)
 
 
 @triton.jit(

@@ -78,7 +78,7 @@ def pass_launch(
     def cost(launch: PassLaunch) -> int:
         return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
 
-    narrow = [each for each in _PASSES if each.columns <= values]
+    narrow = [shape for shape in _PASSES if shape.columns <= values]
     best = min(narrow or _PASSES, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
     best = best._replace(columns=min(best.columns, values))
     # W, keys, queries, their products and U of each chunk that is on its way; and the state.
@@ -172,24 +172,24 @@ def _delta_convolve_kernel(
     tail += tl.load(rows + entry).to(tl.int64) * (SIZES.taps - 1) * SIZES.channels
     if head < 2 * SIZES.key_heads:
         dims = tl.arange(0, SIZES.keys)
-        found = convolved_rows(
+        qk = convolved_rows(
             x, tail, conv, None, first_token, first, length, before, head * SIZES.key_dim + dims,
             dims < SIZES.key_dim, x_stride, ROWS, SIZES.channels, SIZES.taps,
         )  # fmt: skip
-        found = silu(found)
-        found *= tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
+        qk = silu(qk)
+        qk *= tl.rsqrt(tl.sum(qk * qk, axis=1) + 1e-6)[:, None]
         into = keys
         if head < SIZES.key_heads:
             into = queries
-            found *= SIZES.key_dim**-0.5
+            qk *= SIZES.key_dim**-0.5
         into += (
             slot.to(tl.int64) * SIZES.key_heads + head % SIZES.key_heads
         ) * CHUNK * SIZES.keys + origin * SIZES.keys
-        tl.store(into + steps[:, None] * SIZES.keys + dims[None, :], found.to(dtype))
+        tl.store(into + steps[:, None] * SIZES.keys + dims[None, :], qk.to(dtype))
     else:
         columns = tl.arange(0, SIZES.values)
         head -= 2 * SIZES.key_heads
-        # Not `found`: to the compiler a name that both branches write has one shape.
+        # Not `qk`: to the compiler a name that both branches write has one shape.
         v = convolved_rows(
             x, tail, conv, None, first_token, first, length, before,
             2 * SIZES.key_heads * SIZES.key_dim + head * SIZES.value_dim + columns,
@@ -348,7 +348,7 @@ def _delta_pass_kernel(
             row = tl.load(rows + entry).to(tl.int64)
             own = state + (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
             goes_on = own_mask & (before + own_tile * 0 > 0)
-            kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
+            matrix = tl.load(own + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             # Read a chunk ahead: what decays the state is a trip to memory of its own.
@@ -367,13 +367,13 @@ def _delta_pass_kernel(
                     total = tl.load(totals + at * CHUNK + steps)
                 following = tl.minimum(slot + 1, last - 1) * SIZES.value_heads + head
                 next_whole = _whole(totals, following * CHUNK, SIZES.keys, CHUNK, BY_KEY)
-                known = kept.to(dtype)
+                known = matrix.to(dtype)
                 corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
                 rounded = corrections.to(dtype)
-                found = tl.dot(q, known, input_precision="ieee")
+                outputs = tl.dot(q, known, input_precision="ieee")
                 if not BY_KEY:
-                    found *= tl.exp2(total * LOG2E)[:, None]
-                found = tl.dot(overlap, rounded, found, input_precision="ieee")
+                    outputs *= tl.exp2(total * LOG2E)[:, None]
+                outputs = tl.dot(overlap, rounded, outputs, input_precision="ieee")
                 token = begin + (slot - first) * CHUNK + steps
                 into = (
                     out
@@ -381,15 +381,15 @@ def _delta_pass_kernel(
                     + columns[None, :]
                 )
                 mask = (token < end)[:, None] & (columns < SIZES.value_dim)[None, :]
-                tl.store(into, found.to(out.dtype.element_ty), mask=mask)
+                tl.store(into, outputs.to(out.dtype.element_ty), mask=mask)
                 if BY_KEY:
-                    kept = kept * tl.exp2(whole * LOG2E)[:, None]
+                    matrix = matrix * tl.exp2(whole * LOG2E)[:, None]
                 else:
-                    kept = kept * tl.exp2(whole * LOG2E)
+                    matrix = matrix * tl.exp2(whole * LOG2E)
                     rounded = (corrections * tl.exp2((whole - total) * LOG2E)[:, None]).to(dtype)
-                kept = tl.dot(k, rounded, kept, input_precision="ieee")
+                matrix = tl.dot(k, rounded, matrix, input_precision="ieee")
                 whole = next_whole
-            tl.store(own + own_tile, kept, mask=own_mask)
+            tl.store(own + own_tile, matrix, mask=own_mask)
             keep_tail(
                 x, tail + row * (SIZES.taps - 1) * SIZES.channels, begin.to(tl.int64),
                 end.to(tl.int64), before,
@@ -426,13 +426,13 @@ def _delta_norm_kernel(
     known = mask & (token < tl.load(query_start + tl.load(counts + 1)))[:, None]
     token = token.to(tl.int64)
     into = out + ((token * HEADS + head) * VALUE)[:, None] + columns[None, :]
-    found = tl.load(into, mask=known, other=0.0).to(tl.float32)
-    found *= tl.rsqrt(tl.sum(found * found, axis=1) / VALUE + eps)[:, None]
-    found *= tl.load(norm + columns, mask=columns < VALUE, other=0.0)[None, :]
+    normed = tl.load(into, mask=known, other=0.0).to(tl.float32)
+    normed *= tl.rsqrt(tl.sum(normed * normed, axis=1) / VALUE + eps)[:, None]
+    normed *= tl.load(norm + columns, mask=columns < VALUE, other=0.0)[None, :]
     gate = z + (token * z_stride)[:, None] + head * VALUE + columns[None, :]
     gate = tl.load(gate, mask=known, other=0.0).to(tl.float32)
-    found *= tl.sigmoid(gate) if BY_KEY else silu(gate)
-    tl.store(into, found.to(out.dtype.element_ty), mask=mask)
+    normed *= tl.sigmoid(gate) if BY_KEY else silu(gate)
+    tl.store(into, normed.to(out.dtype.element_ty), mask=mask)
 
 
 class Handed(NamedTuple):

@@ -73,10 +73,10 @@ def delta_rule(
             state[row] = 0
         for first in range(begin, end, size):
             some = slice(first, min(first + size, end))
-            found, state[row] = rule(
+            outputs, state[row] = rule(
                 q[:, some], k[:, some], v[:, some], g[:, some], weight[:, some], state[row]
             )
-            out[some] = found.transpose(0, 1)
+            out[some] = outputs.transpose(0, 1)
     return out
 
 

@@ -67,22 +67,22 @@ def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) ->
 @triton.jit
 def _weights(conv, channels, mask, TAPS: tl.constexpr):
     """Load the convolution weights of some channels, one vector for each tap, oldest first."""
-    found = ()
+    weights = ()
     for tap in tl.static_range(TAPS):
-        found += (tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0),)
-    return found
+        weights += (tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0),)
+    return weights
 
 
 @triton.jit
 def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """What each tap of some channels sees at a decode, whose own inputs are at x. before: the
     request's tokens before it."""
-    found = ()
+    inputs = ()
     old = mask & (before + channels * 0 > 0)
     for place in tl.static_range(TAPS - 1):
-        found += (tl.load(tail + place * CHANNELS + channels, mask=old, other=0.0),)
-    found += (tl.load(x + channels, mask=mask, other=0.0),)
-    return found
+        inputs += (tl.load(tail + place * CHANNELS + channels, mask=old, other=0.0),)
+    inputs += (tl.load(x + channels, mask=mask, other=0.0),)
+    return inputs
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _renewed(
     in_key = tl.arange(0, tile.shape[0]) < KEY
     if BY_KEY:
         kept = kept[:, None]
-    found = tl.zeros([PIECES, COLUMNS], tl.float32)
+    outputs = tl.zeros([PIECES, COLUMNS], tl.float32)
     for piece in tl.static_range(PIECES):
         # Before the store of this piece, which no load that follows may pass.
         following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
@@ -177,9 +177,9 @@ def _renewed(
         there = in_key[:, None] & (own < VALUE - piece * COLUMNS)[None, :]
         tl.store(tile + piece * COLUMNS, matrix, mask=there)
         read = tl.sum(matrix * q[:, None], axis=0)
-        found = tl.where(pieces == piece, read[None, :], found)
+        outputs = tl.where(pieces == piece, read[None, :], outputs)
         matrix = following
-    return found
+    return outputs
 
 
 @triton.jit
@@ -318,7 +318,7 @@ def _delta_decode_kernel(
         decayed_keys = ()
         for i in tl.static_range(LATE):
             decayed_keys += (late_keys[i] * tl.exp(total - late_sums[i]),)
-    kept = tl.exp(total)
+    decay_factor = tl.exp(total)
     # Queries and keys are of all programs that share them. Here no store is under way yet, for
     # whose end a ticket would wait.
     last = True
@@ -332,9 +332,9 @@ def _delta_decode_kernel(
         _keep(tail, k_seen, of_k, key_mask, SIZES.channels, SIZES.taps)
     if LATE:
         if (since == LATE) | (before == 0):
-            found = _renewed(
-                tile, matrix, goes_on, q, k, v, kept, beta, late, since, decayed_keys, first,
-                SIZES.key_dim, SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
+            outputs = _renewed(
+                tile, matrix, goes_on, q, k, v, decay_factor, beta, late, since, decayed_keys,
+                first, SIZES.key_dim, SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
             )  # fmt: skip
             if since == 0:  # the request begins: this token is in the state, and its entry nothing
                 tl.store(
@@ -344,33 +344,41 @@ def _delta_decode_kernel(
                     tl.store(late + dims, dims * 0.0, mask=key_mask)
                     tl.store(late + of_sum, total * 0.0, mask=decay_mask)
         else:
-            known, found = _read(
-                tile, matrix, goes_on, q * kept, k * kept, first, SIZES.value_dim, PIECES, COLUMNS
+            known, outputs = _read(
+                tile,
+                matrix,
+                goes_on,
+                q * decay_factor,
+                k * decay_factor,
+                first,
+                SIZES.value_dim,
+                PIECES,
+                COLUMNS,
             )
             for i in tl.static_range(LATE):
                 known += tl.sum(decayed_keys[i] * k, axis=0) * late_values[i]
-                found += tl.sum(decayed_keys[i] * q, axis=0) * late_values[i]
+                outputs += tl.sum(decayed_keys[i] * q, axis=0) * late_values[i]
             wrong = (v - known) * beta
-            found += tl.sum(q * k, axis=0) * wrong
+            outputs += tl.sum(q * k, axis=0) * wrong
             entry_at = late + since * ENTRY
             tl.store(entry_at + SIZES.key_dim + columns, wrong, mask=columns < SIZES.value_dim)
             if first == 0:
                 tl.store(entry_at + dims, k, mask=key_mask)
                 tl.store(entry_at + of_sum, total, mask=decay_mask)
     else:
-        found = _renewed(
-            tile, matrix, goes_on, q, k, v, kept, beta, None, 0, (), first, SIZES.key_dim,
+        outputs = _renewed(
+            tile, matrix, goes_on, q, k, v, decay_factor, beta, None, 0, (), first, SIZES.key_dim,
             SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
         )  # fmt: skip
     if PARTS == 1:
-        found = _normed(found, scale, gate, eps, SIZES.value_dim, SIZES.by_key)
+        outputs = _normed(outputs, scale, gate, eps, SIZES.value_dim, SIZES.by_key)
         into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
-        tl.store(into, found.to(out.dtype.element_ty), mask=columns < SIZES.value_dim)
+        tl.store(into, outputs.to(out.dtype.element_ty), mask=columns < SIZES.value_dim)
     else:
         whole = tl.arange(0, SIZES.values)[None, :]
         there = whole < SIZES.value_dim
         partial += (entry * SIZES.value_heads + head) * SIZES.values
-        tl.store(partial + columns, found)
+        tl.store(partial + columns, outputs)
         heads_arrived = arrived + tl.num_programs(0) * SIZES.key_heads
         if comes_last(heads_arrived + entry * SIZES.value_heads + head, PARTS):
             # What others have written is in no cache of this multiprocessor's own.
@@ -482,9 +490,9 @@ def _delta_walk_kernel(
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * SIZES.key_dim**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
-        kept = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
+        decay_factor = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
         if SIZES.by_key:
-            kept = kept[:, None]
+            decay_factor = decay_factor[:, None]
         beta = SIZES.most * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
         v = convolved(
             x,
@@ -501,16 +509,18 @@ def _delta_walk_kernel(
             SIZES.taps,
         )
         v = v * tl.sigmoid(v)
-        matrix = matrix * kept
+        matrix = matrix * decay_factor
         wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
         matrix += k[:, None] * wrong[None, :]
-        found = tl.sum(matrix * q[:, None], axis=0)[None, :]
+        outputs = tl.sum(matrix * q[:, None], axis=0)[None, :]
         gate = tl.load(
             z + token * z_stride + head * SIZES.value_dim + columns, mask=value_mask, other=0.0
         )
-        found = _normed(found, scale[None, :], gate[None, :], eps, SIZES.value_dim, SIZES.by_key)
+        outputs = _normed(
+            outputs, scale[None, :], gate[None, :], eps, SIZES.value_dim, SIZES.by_key
+        )
         into = out + (token * SIZES.value_heads + head) * SIZES.value_dim + columns
-        tl.store(into[None, :], found.to(out.dtype.element_ty), mask=value_mask[None, :])
+        tl.store(into[None, :], outputs.to(out.dtype.element_ty), mask=value_mask[None, :])
     tl.store(state + tile, matrix, mask=tile_mask)
     keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps)
     # Queries and keys are of all heads that share them.

@@ -33,11 +33,11 @@ def mamba1(
     count = meta.num_decodes
     if count:
         assert meta.rows is not None
-        kept = decoded(meta, state)
-        kept *= (step[:count, :, None] * rates).exp_()
-        kept.addcmul_(stepped[:count, :, None], b[:count, None])
-        state[meta.rows[:count]] = kept
-        out[:count] += (kept @ c[:count, :, None])[..., 0]
+        decayed = decoded(meta, state)
+        decayed *= (step[:count, :, None] * rates).exp_()
+        decayed.addcmul_(stepped[:count, :, None], b[:count, None])
+        state[meta.rows[:count]] = decayed
+        out[:count] += (decayed @ c[:count, :, None])[..., 0]
     for row, begin, end, begins in chunks_of(meta):
         own = state[row]
         if begins:

@@ -54,7 +54,7 @@ def _mamba1_kernel(
     tile_mask = mask[:, None] & dim_mask[None, :]
     own = state + row * CHANNELS * STATE
     goes_on = tile_mask & (before + tile * 0 > 0)
-    kept = tl.load(own + tile, mask=goes_on, other=0.0)
+    matrix = tl.load(own + tile, mask=goes_on, other=0.0)
     rate = tl.load(rates + tile, mask=tile_mask, other=0.0)
     through = tl.load(skip + channels, mask=mask, other=0.0)
     for token in range(begin, end):
@@ -64,10 +64,10 @@ def _mamba1_kernel(
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         of_b = tl.load(b + token * STATE + dims, mask=dim_mask, other=0.0).to(tl.float32)
         of_c = tl.load(c + token * STATE + dims, mask=dim_mask, other=0.0).to(tl.float32)
-        kept = kept * tl.exp(rate * step[:, None]) + (u * step)[:, None] * of_b[None, :]
-        found = tl.sum(kept * of_c[None, :], axis=1) + through * u
-        tl.store(out + at, found, mask=mask)
-    tl.store(own + tile, kept, mask=tile_mask)
+        matrix = matrix * tl.exp(rate * step[:, None]) + (u * step)[:, None] * of_b[None, :]
+        outputs = tl.sum(matrix * of_c[None, :], axis=1) + through * u
+        tl.store(out + at, outputs, mask=mask)
+    tl.store(own + tile, matrix, mask=tile_mask)
 
 
 def mamba1(

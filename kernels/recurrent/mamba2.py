@@ -52,23 +52,25 @@ def mamba2(
     log_decay = -heads.decay.exp() * step
     stepped = own * step[..., None]
     out = own * heads.skip[:, None]
-    count, each = meta.num_decodes, heads.heads // heads.groups
+    count, group_heads = meta.num_decodes, heads.heads // heads.groups
     if count:
         assert meta.rows is not None
-        kept = decoded(meta, state) * log_decay[:count].exp()[..., None, None]
-        wide = b[:count].repeat_interleave(each, dim=1)
-        kept.addcmul_(stepped[:count, ..., None], wide[:, :, None])
-        state[meta.rows[:count]] = kept
-        out[:count] += (kept @ c[:count].repeat_interleave(each, dim=1)[..., None])[..., 0]
+        decayed = decoded(meta, state) * log_decay[:count].exp()[..., None, None]
+        wide = b[:count].repeat_interleave(group_heads, dim=1)
+        decayed.addcmul_(stepped[:count, ..., None], wide[:, :, None])
+        state[meta.rows[:count]] = decayed
+        out[:count] += (decayed @ c[:count].repeat_interleave(group_heads, dim=1)[..., None])[
+            ..., 0
+        ]
     for row, begin, end, begins in chunks_of(meta):
         if begins:
             state[row] = 0
         for first in range(begin, end, CHUNK):
             some = slice(first, min(first + CHUNK, end))
-            found, state[row] = chunk_scan(
+            outputs, state[row] = chunk_scan(
                 stepped[some], b[some], c[some], log_decay[some], state[row]
             )
-            out[some] += found
+            out[some] += outputs
     starts = meta.query_start_host or meta.query_start.tolist()
     out[starts[-1] :] = 0
     return out
@@ -83,16 +85,18 @@ def chunk_scan(
     Returns what they read, as x, and the state behind them.
     """
     heads, groups = x.shape[1], b.shape[1]
-    each = heads // groups
+    group_heads = heads // groups
     total = log_decay.t().cumsum(-1)
     # From token j to a later token i: exp(total_i - total_j), at most 1.
     between = (total[:, :, None] - total[:, None, :]).tril_().exp_().tril_()
     x, b, c = x.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1)
-    overlap = (c @ b.transpose(1, 2)).repeat_interleave(each, dim=0).mul_(between)
-    old = state.unflatten(0, (groups, each)).flatten(1, 2)  # [groups, each * head_size, state_size]
-    since = (c @ old.transpose(1, 2)).unflatten(2, (each, -1)).transpose(1, 2).flatten(0, 1)
+    overlap = (c @ b.transpose(1, 2)).repeat_interleave(group_heads, dim=0).mul_(between)
+    old = state.unflatten(0, (groups, group_heads)).flatten(
+        1, 2
+    )  # [groups, each * head_size, state_size]
+    since = (c @ old.transpose(1, 2)).unflatten(2, (group_heads, -1)).transpose(1, 2).flatten(0, 1)
     read = overlap @ x + since * total.exp()[..., None]
     until = (total[:, -1:] - total).exp()[..., None]
-    added = (x * until).unflatten(0, (groups, each)).transpose(2, 3).flatten(1, 2) @ b
+    added = (x * until).unflatten(0, (groups, group_heads)).transpose(2, 3).flatten(1, 2) @ b
     left = state * total[:, -1].exp()[:, None, None] + added.view_as(state)
     return read.transpose(0, 1), left

@@ -155,7 +155,7 @@ def _mamba2_pass_kernel(
             row = tl.load(rows + entry).to(tl.int64)
             mine = state + (row * LAYER.heads + head) * LAYER.size * LAYER.state
             goes_on = own_mask & (before + own_tile * 0 > 0)
-            kept = tl.load(mine + own_tile, mask=goes_on, other=0.0)
+            matrix = tl.load(mine + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             for slot in tl.range(first, last, num_stages=STAGES):
@@ -167,11 +167,11 @@ def _mamba2_pass_kernel(
                 step = tl.load(sizes + at * CHUNK + steps)
                 total = tl.load(totals + at * CHUNK + steps)
                 whole = tl.load(totals + at * CHUNK + CHUNK - 1)
-                tl.store(states + at * LAYER.sizes * LAYER.states + state_tile, kept.to(dtype))
+                tl.store(states + at * LAYER.sizes * LAYER.states + state_tile, matrix.to(dtype))
                 added = u.to(tl.float32) * (step * tl.exp(whole - total))[None, :]
-                kept = kept * tl.exp(whole)
-                kept = tl.dot(added.to(dtype), b, kept, input_precision="ieee")
-            tl.store(mine + own_tile, kept, mask=own_mask)
+                matrix = matrix * tl.exp(whole)
+                matrix = tl.dot(added.to(dtype), b, matrix, input_precision="ieee")
+            tl.store(mine + own_tile, matrix, mask=own_mask)
             keep_tail(
                 x, tail + row * (LAYER.taps - 1) * LAYER.channels, begin.to(tl.int64),
                 end.to(tl.int64), before,
@@ -224,15 +224,17 @@ def _mamba2_read_kernel(
     b = tl.load(inputs + tile)
     c = tl.load(outputs + tile)
     u = tl.load(inner + at * CHUNK * SIZES + steps[:, None] * SIZES + own[None, :])
-    kept = tl.load(states + at * SIZES * LAYER.states + own[None, :] * LAYER.states + dims[:, None])
+    matrix = tl.load(
+        states + at * SIZES * LAYER.states + own[None, :] * LAYER.states + dims[:, None]
+    )
     step = tl.load(sizes + at * CHUNK + steps)
     total = tl.load(totals + at * CHUNK + steps)
-    found = tl.dot(c, kept, input_precision="ieee") * tl.exp(total)[:, None]
+    y = tl.dot(c, matrix, input_precision="ieee") * tl.exp(total)[:, None]
     overlap = tl.dot(c, tl.trans(b), input_precision="ieee")
     overlap = overlap * decays(total, CHUNK) * step[None, :]
-    found = tl.dot(overlap.to(dtype), u, found, input_precision="ieee")
-    found += tl.load(skip + head) * u.to(tl.float32)
-    tl.store(into, found, mask=mask)
+    y = tl.dot(overlap.to(dtype), u, y, input_precision="ieee")
+    y += tl.load(skip + head) * u.to(tl.float32)
+    tl.store(into, y, mask=mask)
 
 
 def mamba2_chunks(

@@ -141,8 +141,8 @@ def _mamba2_kernel(
         step = softplus(tl.load(dt + token * dt_stride + head).to(tl.float32) + shift)
         step = tl.minimum(tl.maximum(step, LAYER.least), LAYER.most)
         matrix = matrix * tl.exp(-rate * step) + (u * step)[:, None] * b[None, :]
-        found = tl.sum(matrix * c[None, :], axis=1) + through * u
-        tl.store(into + token * LAYER.heads * LAYER.size, found, mask=own_mask)
+        outputs = tl.sum(matrix * c[None, :], axis=1) + through * u
+        tl.store(into + token * LAYER.heads * LAYER.size, outputs, mask=own_mask)
     tl.store(state + tile, matrix, mask=tile_mask)
     keep_tail(x, tail, begin, end, before, of_x, own_mask, x_stride, LAYER.channels, LAYER.taps)
     # B and C are of all heads of the group.

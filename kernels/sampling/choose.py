@@ -270,7 +270,7 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
-    found = torch.empty(2, count, dtype=torch.int32, device=logits.device)
+    winners = torch.empty(2, count, dtype=torch.int32, device=logits.device)
     if count:
         _best_of_block_kernel[(blocks, count)](
             logits,
@@ -294,8 +294,8 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
         _best_of_row_kernel[(count,)](
             best,
             ids,
-            found[0].view(torch.float32),
-            found[1],
+            winners[0].view(torch.float32),
+            winners[1],
             blocks,
             blocks,
             1,
@@ -304,7 +304,7 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
             NUM_BLOCKS=triton.next_power_of_2(blocks),
             num_warps=1,
         )
-    return found
+    return winners
 
 
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,18 +136,18 @@ def _penalty_kernel(
             counters = scratch + s.to(tl.int64) * vocab + ids
             if APPLY:
                 zero = tl.zeros([BLOCK], tl.int32)
-                found = tl.atomic_xchg(counters, zero, mask=mask, sem="relaxed")
-                mask = mask & (found != 0)
+                counts = tl.atomic_xchg(counters, zero, mask=mask, sem="relaxed")
+                mask = mask & (counts != 0)
                 pointer = logits + s.to(tl.int64) * stride + ids
                 x = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
                 x = tl.where(x > 0, x / repetition, x * repetition)
-                times = (found & (_PROMPT - 1)).to(tl.float32)
+                times = (counts & (_PROMPT - 1)).to(tl.float32)
                 x -= tl.where(times > 0, presence, 0.0) + times * frequency
                 tl.store(pointer, x.to(logits.dtype.element_ty), mask=mask)
             else:
                 num_prompt = tl.load(words + _NUM_PROMPT)
-                one = tl.full([BLOCK], 1, tl.int32)
-                tl.atomic_add(counters, one, mask=mask & (i >= num_prompt), sem="relaxed")
+                ones = tl.full([BLOCK], 1, tl.int32)
+                tl.atomic_add(counters, ones, mask=mask & (i >= num_prompt), sem="relaxed")
                 if repetition != 1:
                     flag = tl.full([BLOCK], _PROMPT, tl.int32)
                     tl.atomic_or(counters, flag, mask=mask & (i < num_prompt), sem="relaxed")

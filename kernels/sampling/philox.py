@@ -122,9 +122,9 @@ def lane_exponential(seeds: I64, choices: I64, positions: I64, groups: I64) -> F
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> F32:
     """The noise of a whole vocabulary, [vocab_size]: the definition, for tests."""
-    one = np.ones(1, np.int64)
+    ones = np.ones(1, np.int64)
     blocks = -(-vocab_size // TOKENS_PER_BLOCK)
-    minimum, lane = group_noise(one * seed, one * choice, one * position, blocks)
+    minimum, lane = group_noise(ones * seed, ones * choice, ones * position, blocks)
     groups = np.arange(blocks * GROUPS_PER_BLOCK)
     n = np.ones_like(groups)
     extra = lane_exponential(n * seed, n * choice, n * position, groups)

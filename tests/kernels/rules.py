@@ -23,14 +23,14 @@ def delta(
     keys = how.key_heads * how.key_size
     mixed = silu(convolution(x, how.conv, None, tail))
     q, k, v = (
-        each.unflatten(1, (heads, -1)).repeat_interleave(how.value_heads // heads, 1)
-        for each, heads in zip(
+        group_heads.unflatten(1, (heads, -1)).repeat_interleave(how.value_heads // heads, 1)
+        for group_heads, heads in zip(
             mixed.split((keys, keys, mixed.shape[1] - 2 * keys), 1),
             (how.key_heads, how.key_heads, how.value_heads),
             strict=True,
         )
     )
-    found = []
+    outputs = []
     for t in range(len(x)):
         key = k[t] * (k[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         query = q[t] * (q[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt() / how.key_size**0.5
@@ -41,8 +41,8 @@ def delta(
         read = torch.einsum("hk,hkv->hv", query, state)
         normed = read / (read.square().mean(-1, keepdim=True) + how.eps).sqrt() * how.norm
         gate = torch.sigmoid if how.by_key else silu
-        found.append(normed.flatten() * gate(z[t]))
-    return torch.stack(found)
+        outputs.append(normed.flatten() * gate(z[t]))
+    return torch.stack(outputs)
 
 
 def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor) -> Tensor:
@@ -50,25 +50,25 @@ def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor)
     mixed = silu(convolution(x, how.conv, how.conv_bias, tail))
     shared = how.groups * how.state_size
     inner, b, c = mixed.split((how.heads * how.head_size, shared, shared), dim=1)
-    found = []
-    each = how.heads // how.groups
+    outputs = []
+    group_heads = how.heads // how.groups
     for t in range(len(x)):
         u = inner[t].view(how.heads, -1)
-        one, other = (y[t].view(how.groups, -1).repeat_interleave(each, 0) for y in (b, c))
+        b_t, other = (y[t].view(how.groups, -1).repeat_interleave(group_heads, 0) for y in (b, c))
         size = softplus(dt[t] + how.bias).clamp(*how.limits)
         state *= (-how.decay.to(x).exp() * size).exp()[:, None, None]
-        state += (size[:, None] * u)[..., None] * one[:, None]
-        found.append((state * other[:, None]).sum(-1) + how.skip[:, None] * u)
-    return torch.stack(found)
+        state += (size[:, None] * u)[..., None] * b_t[:, None]
+        outputs.append((state * other[:, None]).sum(-1) + how.skip[:, None] * u)
+    return torch.stack(outputs)
 
 
 def mamba1(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rates: Tensor, skip: Tensor, state: Tensor
 ) -> Tensor:
     """state [channels, state_size]"""
-    found = []
-    for u, size, one, other in zip(x, softplus(dt), b, c, strict=True):
+    outputs = []
+    for u, size, b_t, other in zip(x, softplus(dt), b, c, strict=True):
         state *= (rates.to(x) * size[:, None]).exp()
-        state += (size * u)[:, None] * one
-        found.append(state @ other + skip.to(x) * u)
-    return torch.stack(found)
+        state += (size * u)[:, None] * b_t
+        outputs.append(state @ other + skip.to(x) * u)
+    return torch.stack(outputs)

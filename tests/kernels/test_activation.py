@@ -69,18 +69,18 @@ def test_xielu(dtype: torch.dtype) -> None:
 def test_add_opened(sizes: tuple[int, int], dtype: torch.dtype, add: bool) -> None:
     """A token's number of another token, a residual left out, columns behind the first block."""
     hidden, size = sizes
-    given, x, gate = (
+    inputs, x, gate = (
         random(3, size, dtype=dtype),
         random(3, hidden, dtype=dtype),
         random(1, hidden, dtype=dtype) * hidden**-0.5,  # few gates close, where halves are coarse
     )
     residual = random(3, size, dtype=dtype) if add else None
-    ref = given.double() * torch.sigmoid(x.double() @ gate.double().T)
+    ref = inputs.double() * torch.sigmoid(x.double() @ gate.double().T)
     if residual is not None:
         ref = ref + residual.double()
-    found = add_opened(given, x, gate, residual)
-    assert found is (given if residual is None else residual)
-    assert row_error(found, ref) < BOUND[dtype]
+    actual = add_opened(inputs, x, gate, residual)
+    assert actual is (inputs if residual is None else residual)
+    assert row_error(actual, ref) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,14 +89,19 @@ def test_sigmoid_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Another head's or another token's gate, a query in the place of its gate, columns behind the
     last; a factor that is not rounded, as it is where it is kept in memory."""
     tokens, heads, size, more = shape
-    made, x = random(tokens, 2 * heads * size + more, dtype=dtype), random(tokens, heads * size)
-    made[0, size : size + 4] = torch.tensor([-200.0, 200.0, -30.0, 30.0])
+    projected, x = (
+        random(tokens, 2 * heads * size + more, dtype=dtype),
+        random(tokens, heads * size),
+    )
+    projected[0, size : size + 4] = torch.tensor([-200.0, 200.0, -30.0, 30.0])
     x = x.to(dtype)
-    gate = made[:, : 2 * heads * size].unflatten(1, (heads, 2, size))[:, :, 1]
+    gate = projected[:, : 2 * heads * size].unflatten(1, (heads, 2, size))[:, :, 1]
     exact = x.double() * torch.sigmoid(gate.double()).flatten(1)
-    kept = x * torch.sigmoid(gate).flatten(1)
-    found = sigmoid_mul(x, gate)
-    assert found is x
-    assert row_error(found, exact) < BOUND[dtype]
+    expected = x * torch.sigmoid(gate).flatten(1)
+    actual = sigmoid_mul(x, gate)
+    assert actual is x
+    assert row_error(actual, exact) < BOUND[dtype]
     if dtype != torch.float32:
-        assert (found != kept).float().mean() < 0.005  # where exp's last bit decides a rounding
+        assert (
+            actual != expected
+        ).float().mean() < 0.005  # where exp's last bit decides a rounding

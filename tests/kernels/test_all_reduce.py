@@ -50,12 +50,12 @@ def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) 
     """What each rank's call gives when all have come. Ranks go through it once for each wait and
     once more, each time as if it were the first: then what they wait for is in its place."""
     regions, ranks = ranks_of(size)
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for _ in range(waits + 1):
         all_have_come(regions, ranks[0].programs)
-        found = [call(rank, x.clone()) for rank, x in zip(ranks, given, strict=True)]
+        actual = [call(rank, x.clone()) for rank, x in zip(ranks, given, strict=True)]
     assert all(int(rank.missing_rank) == -1 for rank in ranks)
-    return found
+    return actual
 
 
 @pytest.mark.triton
@@ -70,10 +70,10 @@ def test_sums_are_those_of_the_ranks_in_their_order(
     """Bugs: a summand twice or not at all, at the end of a message that fills no tile; other bits
     on one rank, or by two shots, or onto a residual; the norm of what was there before the sum, or
     of another row of a unit; a last unit that is not full."""
-    given = [random(*shape, dtype=dtype) for _ in range(size)]
+    inputs = [random(*shape, dtype=dtype) for _ in range(size)]
     residual, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype)
-    total = given[0].float()
-    for x in given[1:]:
+    total = inputs[0].float()
+    for x in inputs[1:]:
         total = total + x.float()
     want = total.to(dtype)
     added = (residual.float() + want.float()).to(dtype)
@@ -90,16 +90,16 @@ def test_sums_are_those_of_the_ranks_in_their_order(
         (1, PeerMemory.one_shot, onto(lambda rank: rank.one_shot)),
         (2, PeerMemory.two_shot, onto(lambda rank: rank.two_shot)),
     ):
-        for found in one_after_the_other(size, waits, plain, given):
-            assert torch.equal(found, want)
-        for found in one_after_the_other(size, waits, call, given):
-            assert torch.equal(found, added)
-    for found in one_after_the_other(size, 1, normed, given):
-        assert torch.equal(found[0], added)
-        assert torch.equal(found[1], rms_norm(added, weight, EPS))
+        for actual in one_after_the_other(size, waits, plain, inputs):
+            assert torch.equal(actual, want)
+        for actual in one_after_the_other(size, waits, call, inputs):
+            assert torch.equal(actual, added)
+    for actual in one_after_the_other(size, 1, normed, inputs):
+        assert torch.equal(actual[0], added)
+        assert torch.equal(actual[1], rms_norm(added, weight, EPS))
         wide = added.double()
         ref = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-        assert row_error(found[1], ref) < BOUND[dtype]
+        assert row_error(actual[1], ref) < BOUND[dtype]
 
 
 @pytest.mark.triton
@@ -110,33 +110,33 @@ def test_norms_of_more_rows_than_there_is_memory_for(
     """Bugs: rows between two pieces of a message that are left out or read twice; a piece that is
     larger than the slots, whose last rows are written over the next turn's."""
     monkeypatch.setattr(all_reduce, "LARGEST", 3 << 10)  # two rows of 128 for each of 3 programs
-    given = [random(rows, 100, dtype=torch.float32) for _ in range(2)]
+    inputs = [random(rows, 100, dtype=torch.float32) for _ in range(2)]
     residual, weight = random(rows, 100, dtype=torch.float32), random(100, dtype=torch.float32)
-    added = residual + (given[0] + given[1])
+    added = residual + (inputs[0] + inputs[1])
 
     def normed(rank: PeerMemory, x: Tensor) -> Tensor:
         sums = residual.clone()
         out = rank.norm_one_shot(x, sums, weight, EPS)
         return torch.stack([sums, out])
 
-    for found in one_after_the_other(2, 1, normed, given):
-        assert torch.equal(found, torch.stack([added, rms_norm(added, weight, EPS)]))
+    for actual in one_after_the_other(2, 1, normed, inputs):
+        assert torch.equal(actual, torch.stack([added, rms_norm(added, weight, EPS)]))
 
 
 @pytest.mark.triton
 def test_gathers_have_what_each_rank_brings(few_programs: None) -> None:
     """Bugs: numbers that are no floats; what a rank that reads nothing fails to bring."""
-    given = [torch.arange(7, device=DEVICE) + 10 * rank for rank in range(3)]
+    inputs = [torch.arange(7, device=DEVICE) + 10 * rank for rank in range(3)]
     for ranks in (3, 1):
-        found = one_after_the_other(3, 1, lambda rank, x, n=ranks: rank.gather(x, n), given)
-        for each in found:
-            assert torch.equal(each, torch.stack(given[:ranks]))
+        actual = one_after_the_other(3, 1, lambda rank, x, n=ranks: rank.gather(x, n), inputs)
+        for tensor in actual:
+            assert torch.equal(tensor, torch.stack(inputs[:ranks]))
 
     def rank_0_reads(rank: PeerMemory, x: Tensor) -> Tensor:
         return rank.gather(x, 0 if rank.rank else 3)
 
-    first, *others = one_after_the_other(3, 1, rank_0_reads, given)
-    assert torch.equal(first, torch.stack(given)) and all(not len(each) for each in others)
+    first, *others = one_after_the_other(3, 1, rank_0_reads, inputs)
+    assert torch.equal(first, torch.stack(inputs)) and all(not len(tensor) for tensor in others)
 
 
 @pytest.mark.triton
@@ -147,10 +147,10 @@ def test_a_rank_that_does_not_come_is_named(call: Call) -> None:
     _, ranks = ranks_of(3)
     for patience in (3, 1 << 40):
         late = replace(ranks[0], patience=patience)
-        found = call(late, random(2, 40))
+        actual = call(late, random(2, 40))
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        assert int(late.missing_rank) == 2 and found.isnan().all()
+        assert int(late.missing_rank) == 2 and actual.isnan().all()
 
 
 @pytest.mark.triton
@@ -182,18 +182,18 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
         """Other numbers each time; what is wrong is counted."""
         rank = ranks[number]
         turn[number].add_(1)
-        given = [(each.float() * turn[number]).bfloat16() for each in base]
-        total = given[0].float()
-        for x in given[1:]:
+        inputs = [(tensor.float() * turn[number]).bfloat16() for tensor in base]
+        total = inputs[0].float()
+        for x in inputs[1:]:
             total = total + x.float()
-        want, mine = total.bfloat16(), given[number]
+        want, mine = total.bfloat16(), inputs[number]
         added = (before.float() + want.float()).bfloat16()
         wrong[number][0] += (rank.one_shot(mine.clone()) != want).sum()
         wrong[number][1] += (rank.two_shot(mine.clone(), before.clone()) != added).sum()
         sums = before.clone()
         normed = rank.norm_one_shot(mine.clone(), sums, weight, EPS)
         wrong[number][2] += (sums != added).sum() + (normed != rms_norm(sums, weight, EPS)).sum()
-        wrong[number][3] += (rank.gather(mine, size) != torch.stack(given)).sum()
+        wrong[number][3] += (rank.gather(mine, size) != torch.stack(inputs)).sum()
 
     # One rank's kernels cannot be loaded while another's waits in this process.
     for number in range(size):

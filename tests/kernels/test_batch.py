@@ -55,20 +55,20 @@ def same(step: DeviceStep, want: DeviceStep) -> None:
         if ours is not None:
             assert ours.tolist() == theirs.tolist(), name
             assert ours.dtype == theirs.dtype
-    for found, meta in zip(step.metas, want.metas, strict=True):
+    for actual, meta in zip(step.metas, want.metas, strict=True):
         for name in ("positions", "slots", "query_start", "kv_len"):
-            assert getattr(found, name).tolist() == getattr(meta, name).tolist(), name
+            assert getattr(actual, name).tolist() == getattr(meta, name).tolist(), name
         for name in ("num_decodes", "max_kv_len"):
-            assert getattr(found, name) == getattr(meta, name), name
+            assert getattr(actual, name) == getattr(meta, name), name
     same_tables(step.metas, want)
 
 
 def same_tables(metas: list[AttentionMeta], want: DeviceStep) -> None:
     """Equal up to each entry's last block; what follows is never read."""
-    for found, meta in zip(metas, want.metas, strict=True):
+    for actual, meta in zip(metas, want.metas, strict=True):
         for entry, kv_len in enumerate(meta.kv_len.tolist()):
             used = -(-kv_len // BLOCK_SIZE)
-            ours, theirs = found.block_table[entry, :used], meta.block_table[entry, :used]
+            ours, theirs = actual.block_table[entry, :used], meta.block_table[entry, :used]
             assert ours.tolist() == theirs.tolist()
 
 

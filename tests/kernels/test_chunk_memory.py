@@ -26,10 +26,10 @@ class Allocated(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        actual = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default):
-            self.num_bytes += found.nbytes
-        return found
+            self.num_bytes += actual.nbytes
+        return actual
 
 
 class Launch:

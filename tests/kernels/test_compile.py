@@ -42,7 +42,7 @@ from kernels.gemm.packed.codes import code_of, four_bytes, four_nibbles  # noqa:
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
 from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
-from kernels.gemm.packed.mma4 import Tile, mma4  # noqa: E402
+from kernels.gemm.packed.mma4 import MmaTile, mma4  # noqa: E402
 from kernels.gemm.packed.round_rows import round_rows  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
@@ -88,7 +88,7 @@ def modules() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    found = Launches([])
+    actual = Launches([])
     run: Callable[..., Any] = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -97,9 +97,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         for struct in (value for value in options.values() if hasattr(value, "_fields")):
             sent = json.loads(json.dumps(struct))
             assert tuple(tuple(x) if isinstance(x, list) else x for x in sent) == struct
-        if found.compile:
+        if actual.compile:
             compiled = run(self, *args, grid=grid, warmup=True, **options)
-        found.seen.append((self.__name__, compiled))
+        actual.seen.append((self.__name__, compiled))
         return compiled
 
     monkeypatch.setattr(driver, "_active", Hopper())
@@ -111,7 +111,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         ):
             if hasattr(module, name) and module.__name__ != "kernels.launch.pdl":
                 monkeypatch.setattr(module, name, value)
-    return found
+    return actual
 
 
 def cases() -> Iterator[Any]:
@@ -127,8 +127,8 @@ def test_scores_of_latents_are_made_once(launches: Launches) -> None:
     """Bug: all eight warps are given to the 64 heads of a tile, of which four have their rows: half
     of them computes what the others do, scores and exponentials, in decodes and in chunks."""
     latent("llama-8b")
-    seen = [each for each in launches.seen if each[0].startswith("_latent_")]
-    eight = [(name, each) for name, each in seen if each.metadata.num_warps == 8]
+    seen = [launch for launch in launches.seen if launch[0].startswith("_latent_")]
+    eight = [(name, launch) for name, launch in seen if launch.metadata.num_warps == 8]
     assert {name for name, _ in eight} >= {"_latent_decode_kernel", "_latent_prefill_kernel"}
     for name, compiled in eight:
         if name != "_latent_expanded_kernel":  # 128 rows
@@ -153,16 +153,16 @@ def unwritten(cubin: bytes, path: Path) -> list[str]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
     seen: set[str] = set()
-    found = []
+    actual = []
     for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?) ;", text):
         added = re.match(r"IADD3\S* (R\d+), (?:P\d, )?\1,", line)
         if added and added[1] not in seen:
-            found.append(line)
+            actual.append(line)
         width = 4 if ".128" in line or ".M88.4" in line else 2 if re.search("64|WIDE", line) else 1
         width = 128 if "GMMA" in line else width
         for number in map(int, re.findall(r"\bR(\d+)", line)):
-            seen.update(f"R{each}" for each in range(number, number + width))
-    return found
+            seen.update(f"R{launch}" for launch in range(number, number + width))
+    return actual
 
 
 @pytest.mark.nightly
@@ -174,7 +174,7 @@ def test_places_that_two_operands_share(
     ran before. `kernels.launch.assembler` takes another one."""
     monkeypatch.setattr(delta_chunks_cuda, "pass_launch", lambda *_: PassLaunch(32, 4, 1))
     delta("llama-8b")
-    seen = [each for name, each in launches.seen if name == "_delta_pass_kernel"]
+    seen = [launch for name, launch in launches.seen if name == "_delta_pass_kernel"]
     swizzles = re.findall(r"swizzlingByteWidth = (\d+)", seen[0].asm["ttgir"])
     assert len(set(swizzles)) > 1
     assert not unwritten(seen[0].asm["cubin"], tmp_path / "cubin")
@@ -185,7 +185,7 @@ def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
     """Bug: a piece of a state is asked for once the last one is stored, or once convolutions are
     made; a state that is read by less than 16 bytes."""
     delta("qwen3-0.6b")
-    seen = [each for name, each in launches.seen if name == "_delta_decode_kernel"]
+    seen = [launch for name, launch in launches.seen if name == "_delta_decode_kernel"]
     assert len(seen) == 2
     for compiled in seen:
         ptx = compiled.asm["ptx"]
@@ -225,8 +225,8 @@ def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
     qkv, table = bf16(300, 48 * 128), torch.empty(1024, 128)
     q = rope_kv_write(qkv, table, None, None, EPS, *caches, 32, meta)
     attend_chunks(q, *caches, torch.empty_like(q), 128**-0.5, meta)
-    found = {kernel: compiled.asm["ptx"] for kernel, compiled in launches.seen}
-    written, attended = found["_rope_kv_write_kernel"], found["_quantized_prefill_kernel"]
+    actual = {kernel: compiled.asm["ptx"] for kernel, compiled in launches.seen}
+    written, attended = actual["_rope_kv_write_kernel"], actual["_quantized_prefill_kernel"]
     assert attended.count("ld.global") < 64
     assert "cp.async.cg" in attended and "wgmma.mma_async" in attended
     assert "st.global.b8" not in written
@@ -294,12 +294,12 @@ def test_pairs_of_floats_compile(launches: Launches, monkeypatch: pytest.MonkeyP
         packed_experts_module, "_floats_fit", lambda x, weight: weight.form.table == E2M1
     )
     experts_in_fewer_bits("llama-8b")
-    found = 0
+    actual = 0
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
         assert compiled.asm["cubin"], name
-        found += "0x01c001c0" in compiled.asm["ptx"]
-    assert found >= 8
+        actual += "0x01c001c0" in compiled.asm["ptx"]
+    assert actual >= 8
 
 
 @pytest.mark.nightly
@@ -307,7 +307,7 @@ def test_packed_experts_are_read_wide(launches: Launches) -> None:
     """Words of codes, or of x, that are read one by one, as where a thread's do not belong
     together; numbers that change threads on their way to each other."""
     experts_in_fewer_bits("llama-8b")
-    seen = [each for each in launches.seen if each[0].startswith("_few_packed_")]
+    seen = [launch for launch in launches.seen if launch[0].startswith("_few_packed_")]
     assert len(seen) >= 6
     for name, compiled in seen:
         codes = [line for line in compiled.asm["ptx"].split("\n") if "evict_first" in line]
@@ -334,12 +334,12 @@ def test_experts_multiply_floats_of_eight_bits(
     """Codes that become 16-bit numbers on their way to the matrix units, or pass registers; sums
     for which these have no room."""
     experts_in_floats(model)
-    seen = [each for each in launches.seen if each[0].startswith("_grouped_")]
+    seen = [launch for launch in launches.seen if launch[0].startswith("_grouped_")]
     assert len(seen) >= 10
     for name, compiled in seen:
         ptx = compiled.asm["ptx"]
         products = re.findall(r"wgmma.mma_async\S*", ptx)
-        assert products and all("f32.e4m3.e4m3" in each for each in products), name
+        assert products and all("f32.e4m3.e4m3" in launch for launch in products), name
         assert "cp.async.cg" in ptx or "cp.async.bulk.tensor" in ptx, name
         assert "cp.async.ca" not in ptx, name
         assert compiled.metadata.shared <= SHARED_MEMORY, name
@@ -352,14 +352,14 @@ def test_floats_that_the_device_converts(
 ) -> None:
     """PTX, which the interpreter does not know; words of codes or of x that are read in parts."""
     monkeypatch.setattr(few_packed_module, "decoder", lambda device: gemv8_module._FOUR)
-    tile = few_packed_module.Tile(2, 32, 1, 4, converts=True)
+    tile = few_packed_module.PairTile(2, 32, 1, 4, converts=True)
     monkeypatch.setattr(few_packed_module, "UP8", tile)
     monkeypatch.setattr(few_packed_module, "DOWN8", ((float("inf"), tile),))
     experts_in_fewer_bits("llama-8b")
-    seen = [each for each in launches.seen if each[0].startswith("_few_packed_")]
-    found = [compiled.asm["ptx"] for _, compiled in seen if "e4m3x2" in compiled.asm["ptx"]]
-    assert len(found) >= 4
-    for ptx in found:
+    seen = [launch for launch in launches.seen if launch[0].startswith("_few_packed_")]
+    actual = [compiled.asm["ptx"] for _, compiled in seen if "e4m3x2" in compiled.asm["ptx"]]
+    assert len(actual) >= 4
+    for ptx in actual:
         codes = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
         assert codes and all(".v4.b32" in line for line in codes)
 
@@ -369,7 +369,7 @@ def test_fragments_go_from_memory_to_matrix_units(launches: Launches) -> None:
     """Codes that are read by less than 16 bytes, or take another way than through a thread's own
     registers; a pair of codes that costs more than nine logical operations in four; spills."""
     experts_in_fragments("llama-8b")
-    seen = [each for each in launches.seen if each[0].startswith("_fragments_")]
+    seen = [launch for launch in launches.seen if launch[0].startswith("_fragments_")]
     assert len({name for name, _ in seen}) == 3
     for name, compiled in seen:
         ptx = compiled.asm["ptx"]
@@ -421,7 +421,7 @@ def test_integers_go_from_memory_to_matrix_units(
     that costs more than a shift, a logical operation and, in float16, a subtraction."""
     device, x = torch.device("cpu"), torch.empty(4, 4096, dtype=dtype)
     up, out = (PackedWeight(form, rows, 4096, None, device) for rows in (28672, 4096))
-    for tile in (Tile(8, 1, 4), Tile(16, 1, 1), Tile(4, 1, 1), Tile(4, 2, 2)):
+    for tile in (MmaTile(8, 1, 4), MmaTile(16, 1, 1), MmaTile(4, 1, 1), MmaTile(4, 2, 2)):
         mma4(x, up, gate="silu", config=tile)
         mma4(x, out, residual=x, config=tile)
         for _, compiled in launches.seen[-2:]:

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that this process compiles itself, from an empty cache; launches do
     nothing more."""
-    found: list[str] = []
+    compiled: list[str] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
-            found.append(src.name)
+            compiled.append(src.name)
 
     run = JITFunction.run
 
@@ -49,7 +49,7 @@ def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
     for kernel in (norm._rms_norm_kernel, gemv4_module._gemv4_kernel):
         monkeypatch.setattr(kernel, "device_caches", _fresh(kernel))
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
-    yield found
+    yield compiled
 
 
 def _fresh(kernel: Any) -> Any:

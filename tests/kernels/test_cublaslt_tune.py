@@ -150,13 +150,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 def test_the_next_start_takes_what_was_found(machine: Machine) -> None:
     """Each start searches for seconds; or takes another shape's, another library's, or what cannot
     run here; or the library's own choice is forgotten and searched for again."""
-    found = machine.start([64, 72, 96])
-    assert found == {72: 72, 96: 96} and sorted(machine.searched) == [64, 72, 96]
-    assert machine.start([64, 72, 96]) == found and not machine.searched
+    actual = machine.start([64, 72, 96])
+    assert actual == {72: 72, 96: 96} and sorted(machine.searched) == [64, 72, 96]
+    assert machine.start([64, 72, 96]) == actual and not machine.searched
     assert machine.start([72]) == {72: 72} and not machine.searched
     machine.start([64, 72, 96], add=True)
     assert machine.searched
-    assert machine.start([64, 72, 96]) == found and not machine.searched  # nothing was lost
+    assert machine.start([64, 72, 96]) == actual and not machine.searched  # nothing was lost
     machine.start([64, 72, 80])  # the landmarks are wanted for the new one
     assert sorted(machine.searched) == [64, 72, 80]
     machine.version += 1

@@ -83,10 +83,12 @@ def test_mixed_step(
     tail, state = random(ROWS, taps - 1, how.conv.shape[0]), random(ROWS, heads[1], *sizes)
     other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     want_tail, want_state = tail.clone(), state.clone()
-    want = reference.gated_delta(*(each[:12] for each in given), how, want_tail, want_state, other)
-    found = BACK_ENDS[back_end].gated_delta(*given, how, tail, state, meta)
-    assert row_error(found[:12], want) < 1e-4
-    assert not found[12:].any()
+    want = reference.gated_delta(
+        *(tensor[:12] for tensor in given), how, want_tail, want_state, other
+    )
+    actual = BACK_ENDS[back_end].gated_delta(*given, how, tail, state, meta)
+    assert row_error(actual[:12], want) < 1e-4
+    assert not actual[12:].any()
     assert torch.equal(tail, want_tail)
     assert row_error(state, want_state) < 1e-4
 
@@ -112,23 +114,23 @@ def test_chunks(
     before = tail.clone(), state.clone()
     want_state, want, at = state.double(), [], 0
     for row, length, count in zip([5, 2, 7, 0, 3], kv_len, lengths, strict=True):
-        part = [each[at : at + count].double() for each in given]
+        part = [tensor[at : at + count].double() for tensor in given]
         at += count
         if length == count:
             want_state[row], before[0][row] = 0, 0
         want.append(delta(*part, how, before[0][row].double(), want_state[row]))
-    found = CHUNKS.gated_delta(*given, how, tail, state, meta)
-    assert found.dtype == dtype and found.isfinite().all()
+    actual = CHUNKS.gated_delta(*given, how, tail, state, meta)
+    assert actual.dtype == dtype and actual.isfinite().all()
     # Of 64 keys of 16 numbers most depend on others, which makes much of what was rounded. Seen on
     # an H200 in bfloat16: 0.24 and 0.07; 0.006 with keys and values of 128.
     coarse = 0.3 if sizes == (16, 16) else 0.1
     bound = {torch.float32: 1e-4, torch.float16: coarse / 8, torch.bfloat16: coarse}[dtype]
-    assert row_error(found, torch.cat(want)) < bound
+    assert row_error(actual, torch.cat(want)) < bound
     assert row_error(state.flatten(1), want_state.flatten(1)) < bound
     assert torch.equal(tail[2], given[0][128:131].float())
     graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
     again = CHUNKS.gated_delta(*given, how, *before, graph)
-    assert torch.equal(again, found) and torch.equal(before[1], state)
+    assert torch.equal(again, actual) and torch.equal(before[1], state)
 
 
 @pytest.mark.parametrize("launch", [(16, 2, 1), (32, 1, 2), (16, 4, 2), (64, 4, 1)], ids=str)
@@ -151,13 +153,13 @@ def test_decodes_in_pieces(
         call = CHUNKS.kimi_delta
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40)
     want_tail, want_state = tail.clone(), state.clone()
-    other, part = step([9, 1, 3], [1, 1, 1], 3), [each[:3] for each in given]
+    other, part = step([9, 1, 3], [1, 1, 1], 3), [tensor[:3] for tensor in given]
     oracle = reference.gated_delta if rule == "gated" else reference.kimi_delta
     monkeypatch.setattr(delta_rule_cuda, "decode_launch", lambda *_: DecodeLaunch(*launch))
     for _ in range(2):
         want = oracle(*part, how, want_tail, want_state, other)
-        found = call(*given, how, tail, state, meta)
-        assert row_error(found[:3], want) < 1e-5 and row_error(state, want_state) < 1e-5
+        actual = call(*given, how, tail, state, meta)
+        assert row_error(actual[:3], want) < 1e-5 and row_error(state, want_state) < 1e-5
         assert torch.equal(tail, want_tail)
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
@@ -197,12 +199,12 @@ def test_states_written_late(
         if number >= 4:
             meta.rows = (meta.rows + 1) % ROWS
         if number == 4:
-            for each in (tail, state, late, want_tail, want_state):
-                each.copy_(each.roll(1, 0))
-        part = [each[4 * number : 4 * number + 4] for each in given]
+            for tensor in (tail, state, late, want_tail, want_state):
+                tensor.copy_(tensor.roll(1, 0))
+        part = [tensor[4 * number : 4 * number + 4] for tensor in given]
         want = oracle(*part, how, want_tail, want_state, meta)
-        found = call(*part, how, tail, state, meta, late)
-        assert row_error(found, want) < 1e-5, number
+        actual = call(*part, how, tail, state, meta, late)
+        assert row_error(actual, want) < 1e-5, number
         for row, length in zip(meta.rows.tolist(), kv_len, strict=True):
             if length % 4 == 0 or length == 1:
                 assert row_error(state[row], want_state[row]) < 1e-5, (number, row)
@@ -234,8 +236,8 @@ def test_late_states_and_prompts(rule: str) -> None:
         else:
             given = tuple(by_key(2, (12, 40), sum(counts))[1])
         want = oracle(*given, how, want_tail, want_state, meta)
-        found = call(*given, how, tail, state, meta, late)
-        assert row_error(found, want) < 1e-4, lengths
+        actual = call(*given, how, tail, state, meta, late)
+        assert row_error(actual, want) < 1e-4, lengths
         if not meta.num_decodes:
             rows = meta.rows
             assert row_error(state[rows], want_state[rows]) < 1e-4 and not late[rows].any()
@@ -279,19 +281,21 @@ def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> Non
     """One element's decay for another, or for a whole head; gates of the other rule; padding that
     writes; a decode that goes another way than a prompt."""
     torch.manual_seed(5)
-    how, given = by_key(heads, sizes, 10)
+    how, inputs = by_key(heads, sizes, 10)
     meta = step([9, 1, 24, 4, 0], [1, 1, 2, 4, 2], 2)
     meta.counts = torch.tensor([2, 4], dtype=torch.int32, device=DEVICE)  # the last one pads
     other = step([9, 1, 24, 4], [1, 1, 2, 4], 2)
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, heads, *sizes)
     want_tail, want_state = tail.clone(), state.clone()
-    want = reference.kimi_delta(*(each[:8] for each in given), how, want_tail, want_state, other)
-    found = BACK_ENDS[back_end].kimi_delta(*given, how, tail, state, meta)
-    assert row_error(found[:8], want) < 1e-4 and not found[8:].any()
+    want = reference.kimi_delta(
+        *(tensor[:8] for tensor in inputs), how, want_tail, want_state, other
+    )
+    actual = BACK_ENDS[back_end].kimi_delta(*inputs, how, tail, state, meta)
+    assert row_error(actual[:8], want) < 1e-4 and not actual[8:].any()
     assert torch.equal(tail, want_tail) and row_error(state, want_state) < 1e-4
-    meta, given = step([10, 2], [1, 1], 2), [each[3:5] for each in given]
-    want = reference.kimi_delta(*given, how, want_tail, want_state, meta)
-    assert row_error(BACK_ENDS[back_end].kimi_delta(*given, how, tail, state, meta), want) < 1e-4
+    meta, inputs = step([10, 2], [1, 1], 2), [tensor[3:5] for tensor in inputs]
+    want = reference.kimi_delta(*inputs, how, want_tail, want_state, meta)
+    assert row_error(BACK_ENDS[back_end].kimi_delta(*inputs, how, tail, state, meta), want) < 1e-4
     assert row_error(state, want_state) < 1e-4
 
 
@@ -303,29 +307,29 @@ def test_chunks_by_key(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     not. Decodes, prompts of several chunks, one that goes on, and what a graph knows of them."""
     torch.manual_seed(6)
     lengths, kv_len = [1, 70, 64, 17], [7, 70, 100, 30]
-    how, given = by_key(1, sizes, sum(lengths))
-    given = [each.to(dtype) for each in given]
-    given[2][::7, ::3] += 40.0  # as if the state began again there
-    given[2][:, 1::3] -= 12.0
+    how, inputs = by_key(1, sizes, sum(lengths))
+    inputs = [tensor.to(dtype) for tensor in inputs]
+    inputs[2][::7, ::3] += 40.0  # as if the state began again there
+    inputs[2][:, 1::3] -= 12.0
     meta = step(kv_len, lengths, 1)
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 1, *sizes)
     before = tail.clone(), state.clone()
     want_state, want, at = state.double(), [], 0
     for row, length, count in zip([5, 2, 7, 0], kv_len, lengths, strict=True):
-        part = [each[at : at + count].double() for each in given]
+        part = [tensor[at : at + count].double() for tensor in inputs]
         at += count
         if length == count:
             want_state[row], before[0][row] = 0, 0
         want.append(delta(*part, how, before[0][row].double(), want_state[row]))
-    found = CHUNKS.kimi_delta(*given, how, tail, state, meta)
-    assert found.dtype == dtype and found.isfinite().all()
+    actual = CHUNKS.kimi_delta(*inputs, how, tail, state, meta)
+    assert actual.dtype == dtype and actual.isfinite().all()
     bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
-    assert row_error(found, torch.cat(want)) < bound
+    assert row_error(actual, torch.cat(want)) < bound
     assert row_error(state.flatten(1), want_state.flatten(1)) < bound
-    assert torch.equal(tail[2], given[0][68:71].float())
+    assert torch.equal(tail[2], inputs[0][68:71].float())
     graph = replace(meta, num_decodes=4, counts=torch.tensor([1, 4], device=DEVICE).int())
-    again = CHUNKS.kimi_delta(*given, how, *before, graph)
-    assert torch.equal(again, found) and torch.equal(before[1], state)
+    again = CHUNKS.kimi_delta(*inputs, how, *before, graph)
+    assert torch.equal(again, actual) and torch.equal(before[1], state)
 
 
 def test_equal_keys() -> None:
@@ -336,11 +340,11 @@ def test_equal_keys() -> None:
     x, z, a, b = inputs(how, 100)
     x[:, 16:32] = x[0, 16:32]
     a, b = a * 0 - 30.0, b * 0 + 30.0
-    meta, kept = step([100], [100], 0), (random(ROWS, 1, 48), random(ROWS, 1, 16, 16))
-    found = CHUNKS.gated_delta(x, z, a, b, how, *kept, meta)
-    part = [each.double() for each in (x, z, a, b)]
-    want = delta(*part, how, kept[0][5].double() * 0, kept[1][5].double() * 0)
-    assert row_error(found, want) < 1e-3
+    meta, states = step([100], [100], 0), (random(ROWS, 1, 48), random(ROWS, 1, 16, 16))
+    actual = CHUNKS.gated_delta(x, z, a, b, how, *states, meta)
+    part = [tensor.double() for tensor in (x, z, a, b)]
+    want = delta(*part, how, states[0][5].double() * 0, states[1][5].double() * 0)
+    assert row_error(actual, want) < 1e-3
 
 
 def test_token_by_token() -> None:
@@ -352,13 +356,13 @@ def test_token_by_token() -> None:
 
     def run(cuts: list[int]) -> tuple[Tensor, Tensor]:
         tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 16, 16)
-        found, at = [], 0
+        actual, at = [], 0
         for count in cuts:
-            part = [each[at : at + count] for each in given]
+            part = [tensor[at : at + count] for tensor in given]
             meta = step([at + count], [count], int(count == 1))
-            found.append(BACK_ENDS["walk"].gated_delta(*part, how, tail, state, meta))
+            actual.append(BACK_ENDS["walk"].gated_delta(*part, how, tail, state, meta))
             at += count
-        return torch.cat(found), state[5]
+        return torch.cat(actual), state[5]
 
     whole = run([6])
     for cuts in ([1] * 6, [2, 4], [3, 1, 2]):

@@ -162,7 +162,7 @@ def _filled(form: str, dim: int, meta: AttentionMeta, seed: int) -> Cache:
         return values
     cache = QuantizedKV.empty(FORMATS[form], shape)
     index = torch.meshgrid(*map(torch.arange, shape[:3]), indexing="ij")
-    blocks, heads, places = (each.flatten() for each in index)
+    blocks, heads, places = (tensor.flatten() for tensor in index)
     cache.write(blocks, heads, places, values.view(-1, dim))
     cache.numbers[~filled[:, None].expand(shape[:3])] = float("nan")
     return cache

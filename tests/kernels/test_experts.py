@@ -201,11 +201,11 @@ def packed(name: str, experts: int, act: str = "silu", *, weigh: bool = False) -
         scale = (0.5 + torch.rand(rows // form.rows, width // form.group)) / width**0.5
         scale /= {"e4m3": 1, "int": 8 if form.bits == 4 else 128}[form.code]
         offset = -8 * scale if form.offset == "add" else None
-        found = PackedWeight(form, rows, width, None, torch.device(DEVICE))
-        found.fill(
+        actual = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        actual.fill(
             0, (codes.to(DEVICE), scale.to(DEVICE), offset if offset is None else offset.to(DEVICE))
         )
-        return found
+        return actual
 
     return PackedExperts(
         weight(up, experts * up_rows(size, act), hidden),
@@ -256,11 +256,11 @@ def test_packed_few_tokens(name: str, dtype: torch.dtype) -> None:
             x.double(), scale.double(), ids, double(stack.dense(torch.float64)), None
         )
         assert few_packed_fits(x, stack)
-        tiles = few_packed_module.Tile(64, 2, 1), few_packed_module.Tile(32, 2, 1, 4, True)
+        tiles = few_packed_module.PairTile(64, 2, 1), few_packed_module.PairTile(32, 2, 1, 4, True)
         got = few_packed(x, scale, ids, stack, None, *tiles)
         assert row_error(got, want) < 4 * BOUND[dtype]
         want += before.double()
-        tile = few_packed_module.Tile(32, 8, 1, 1)
+        tile = few_packed_module.PairTile(32, 8, 1, 1)
         assert few_packed(x, scale, ids, stack, before, tile, tile) is before
         assert row_error(before, want) < 4 * BOUND[dtype]
 
@@ -285,20 +285,20 @@ def nothing_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Tensor.new_empty
 
     def new_empty(*given: Any, **named: Any) -> Tensor:
-        made = new(*given, **named)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
+        weight = new(*given, **named)
+        return weight.fill_(float("nan")) if weight.is_floating_point() else weight
 
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
 
 
 def of_rank(stack: ExpertWeights, ids: Tensor, here: range) -> tuple[ExpertWeights, Tensor]:
     """Experts of one of several ranks, and the choice as they number it."""
-    kept = {
+    sizes = {
         name: None if (tensor := getattr(stack, name)) is None else tensor[here.start : here.stop]
         for name in ("gate_up", "down", "gate_up_bias", "down_bias")
     }
     ours = torch.where((ids >= here.start) & (ids < here.stop), ids - here.start, len(here))
-    return replace(stack, **kept, total=stack.count), ours
+    return replace(stack, **sizes, total=stack.count), ours
 
 
 @pytest.mark.parametrize(("tokens", "act"), [(2, "silu"), (21, CLAMPED)])
@@ -337,7 +337,7 @@ def test_packed_experts_of_other_ranks(nothing_is_zero: None) -> None:
     got = packed_experts(x, scale, ids, weights, None)
     assert float((got - want).abs().max()) < 4 * BOUND[dtype] * float(want.abs().max())
     x = x[:2].to(torch.float16)
-    tiles = few_packed_module.Tile(64, 4, 1), few_packed_module.Tile(32, 4, 1)
+    tiles = few_packed_module.PairTile(64, 4, 1), few_packed_module.PairTile(32, 4, 1)
     got = few_packed(x, scale[:2], ids[:2], weights, None, *tiles)
     assert float((got - want[:2]).abs().max()) < 4 * BOUND[x.dtype] * float(want.abs().max())
 
@@ -355,13 +355,13 @@ def rounded_errors(
     """Of both products against float64 ones of the operands as they are rounded."""
     pairs, chosen_experts = sort(ids, stack.count), ids.shape[1]
     inner = rounded.rounded_up(x, scale, ids, stack, pairs, tiles.up)
-    given = rounded.rounded_down(inner, scale, ids, stack, pairs, tiles.down)
-    assert inner.dtype == given.dtype == x.dtype
+    inputs = rounded.rounded_down(inner, scale, ids, stack, pairs, tiles.down)
+    assert inner.dtype == inputs.dtype == x.dtype
     (rows, of_rows), (inners, of_inners) = round_rows(x), round_rows(inner)
     wide, wide_inner = rows.double() * of_rows, inners.double() * of_inners
     dense = double(stack.dense(torch.float32))
     want_inner, want_given = (
-        torch.zeros_like(each, dtype=torch.float64) for each in (inner, given)
+        torch.zeros_like(tensor, dtype=torch.float64) for tensor in (inner, inputs)
     )
     starts = pairs.starts.tolist()
     for expert in range(stack.count):
@@ -380,7 +380,7 @@ def rounded_errors(
         want_given[mine] = down if stack.weigh_input else down * weight
     end = starts[-1]  # what is behind is of pairs of another rank
     here = ids.flatten() < stack.count
-    return row_error(inner[:end], want_inner[:end]), row_error(given[here], want_given[here])
+    return row_error(inner[:end], want_inner[:end]), row_error(inputs[here], want_given[here])
 
 
 SHORT = next(dtype for dtype in DTYPES if dtype.itemsize == 2)
@@ -438,17 +438,17 @@ def test_which_experts_are_rounded() -> None:
     come; a row of few tokens that is not as it is among more."""
     stack = packed("e4m3-row", 3)
     x, (scale, ids) = random(5, 96, dtype=SHORT), chosen(5, 3, 2)
-    given = x, scale, ids, stack, None
-    as_they_come = few_packed(*given)
-    assert torch.equal(kernels_for("cuda").packed_experts(*given), as_they_come)
+    inputs = x, scale, ids, stack, None
+    as_they_come = few_packed(*inputs)
+    assert torch.equal(kernels_for("cuda").packed_experts(*inputs), as_they_come)
     rounding(stack)
-    found = kernels_for("cuda").packed_experts(*given)
-    assert torch.equal(found, rounded.rounded_experts(*given))
-    assert not torch.equal(found, as_they_come)
+    actual = kernels_for("cuda").packed_experts(*inputs)
+    assert torch.equal(actual, rounded.rounded_experts(*inputs))
+    assert not torch.equal(actual, as_they_come)
     fewer = x[:4], scale[:4], ids[:4], stack, None
-    assert torch.equal(kernels_for("cuda").packed_experts(*fewer), found[:4])
+    assert torch.equal(kernels_for("cuda").packed_experts(*fewer), actual[:4])
     fixed = kernels_for("cuda", deterministic=True)
-    whole = fixed.packed_experts(*given)
+    whole = fixed.packed_experts(*inputs)
     assert torch.equal(fixed.packed_experts(*fewer), whole[:4])
     assert row_error(whole, as_they_come.double()) < 4 * BOUND[SHORT]
 
@@ -538,8 +538,8 @@ def test_norm_router_and_choice_at_once(biased: bool) -> None:
         assert torch.equal(ids, want[2])
     x = random(MOST + 2, hidden)
     many = (x, norm, 1e-5, router, bias, routing, bias)
-    found = kernels_for("cuda").norm_route(*many)
-    torch.testing.assert_close(found, Kernels().norm_route(*many))
+    actual = kernels_for("cuda").norm_route(*many)
+    torch.testing.assert_close(actual, Kernels().norm_route(*many))
 
 
 def test_numbers_that_are_none() -> None:
@@ -577,10 +577,10 @@ def test_packed_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
 
     def weight(rows: int, width: int) -> PackedWeight:
-        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
-        made.codes.view(torch.uint8).random_(0, 256)
-        made.scale.copy_(2.0 ** torch.randint(-9, -4, made.scale.shape, device=DEVICE))
-        return made
+        weight = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        weight.codes.view(torch.uint8).random_(0, 256)
+        weight.scale.copy_(2.0 ** torch.randint(-9, -4, weight.scale.shape, device=DEVICE))
+        return weight
 
     stack = PackedExperts(
         weight(experts * 2 * size, hidden), weight(experts * hidden, size), None, None
@@ -590,16 +590,16 @@ def test_packed_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None
         x, (scale, ids) = random(tokens, hidden) / 64, chosen(tokens, experts, count)
         x = x.bfloat16()
         want = reference.experts(x.float(), scale, ids, dense, None)
-        found = packed_experts(x, scale, ids, stack, None)
-        assert row_error(found, want) < 4 * BOUND[torch.bfloat16], tokens
+        actual = packed_experts(x, scale, ids, stack, None)
+        assert row_error(actual, want) < 4 * BOUND[torch.bfloat16], tokens
         if tokens <= 8:
-            found = few_packed(x, scale, ids, stack, None)
-            assert row_error(found, want) < 2 * BOUND[torch.bfloat16], tokens
+            actual = few_packed(x, scale, ids, stack, None)
+            assert row_error(actual, want) < 2 * BOUND[torch.bfloat16], tokens
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 again = few_packed(x, scale, ids, stack, None)
             graph.replay()
-            assert torch.equal(again, found)
+            assert torch.equal(again, actual)
 
 
 @pytest.mark.gpu
@@ -611,11 +611,11 @@ def test_rounded_at_the_sizes_of_models(tokens: int, biased: bool) -> None:
 
     def weight(rows: int, width: int) -> PackedWeight:
         form = Format(8, width, torch.float32, code="e4m3", activations=8)
-        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
-        made.codes.random_(0, 256)
-        made.codes &= 0xBF  # below 2
-        made.scale.uniform_(0.5, 1.5).div_(width**0.5)
-        return made
+        weight = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        weight.codes.random_(0, 256)
+        weight.codes &= 0xBF  # below 2
+        weight.scale.uniform_(0.5, 1.5).div_(width**0.5)
+        return weight
 
     stack = PackedExperts(
         weight(experts * 2 * size, hidden),
@@ -632,12 +632,12 @@ def test_rounded_at_the_sizes_of_models(tokens: int, biased: bool) -> None:
         errors = rounded_errors(x, scale, ids, stack, tiles)
         print(tokens, tiles, errors)
         assert max(errors) < 2 * BOUND[torch.bfloat16], tiles
-    found = rounded.rounded_experts(x, scale, ids, stack, None)
+    actual = rounded.rounded_experts(x, scale, ids, stack, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = rounded.rounded_experts(x, scale, ids, stack, None)
     graph.replay()
-    assert torch.equal(again, found)
+    assert torch.equal(again, actual)
 
 
 @pytest.mark.gpu
@@ -658,11 +658,11 @@ def test_few_tokens_of_floats_that_the_device_converts() -> None:
     for tokens, ints, converts in product((1, 3, 8), (1, 2, 4), (False, True)):
         x, (scale, ids) = random(tokens, 2048).bfloat16(), chosen(tokens, 16, 5)
         want = reference.experts(x.double(), scale.double(), ids, double(dense), None)
-        tile = few_packed_module.Tile(2, 32, 1, ints, converts)
-        found = few_packed(x, scale, ids, stack, None, tile, tile)
-        assert row_error(found, want) < 2 * BOUND[torch.bfloat16], (tokens, tile)
-        found = few_packed(x, scale, ids, stack, None)
-        assert row_error(found, want) < 2 * BOUND[torch.bfloat16], tokens
+        tile = few_packed_module.PairTile(2, 32, 1, ints, converts)
+        actual = few_packed(x, scale, ids, stack, None, tile, tile)
+        assert row_error(actual, want) < 2 * BOUND[torch.bfloat16], (tokens, tile)
+        actual = few_packed(x, scale, ids, stack, None)
+        assert row_error(actual, want) < 2 * BOUND[torch.bfloat16], tokens
 
 
 @pytest.mark.gpu
@@ -676,10 +676,10 @@ def test_fragments_at_the_sizes_of_models(
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
 
     def weight(rows: int, width: int) -> PackedWeight:
-        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
-        made.codes.view(torch.uint8).random_(0, 256)
-        made.scale.copy_(2.0 ** torch.randint(-9, -4, made.scale.shape, device=DEVICE))
-        return made
+        weight = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        weight.codes.view(torch.uint8).random_(0, 256)
+        weight.scale.copy_(2.0 ** torch.randint(-9, -4, weight.scale.shape, device=DEVICE))
+        return weight
 
     biased = size >= hidden
     stack = PackedExperts(
@@ -700,8 +700,8 @@ def test_fragments_at_the_sizes_of_models(
         want = reference.experts(x.float(), scale, ids, dense, None)
         for way in (few_fragments, grouped_fragments):
             if way is grouped_fragments or tokens <= 8:
-                found = way(x, scale, ids, stack, None)
-                assert row_error(found, want) < 4 * BOUND[torch.bfloat16], (tokens, way)
+                actual = way(x, scale, ids, stack, None)
+                assert row_error(actual, want) < 4 * BOUND[torch.bfloat16], (tokens, way)
         before = random(tokens, hidden, dtype=torch.bfloat16)
         want += before.float()
         assert cuda.packed_experts(x, scale, ids, stack, before) is before

@@ -49,10 +49,10 @@ def test_bits_come_to_their_places() -> None:
         g, c = divmod(lane, 4)
         for at in range(4):
             half, group = divmod(at, 2)
-            for pair, found in enumerate(pairs(words[:, :, lane, at])):
+            for pair, actual in enumerate(pairs(words[:, :, lane, at])):
                 for high in range(2):
                     want = weights[:, g + 8 * half, :, 32 * group + 8 * c + 2 * pair + high]
-                    assert torch.equal(number(found, high), want), (lane, at, pair, high)
+                    assert torch.equal(number(actual, high), want), (lane, at, pair, high)
 
 
 def test_nothing_is_lost() -> None:
@@ -82,6 +82,6 @@ def test_weights_stay_what_they_are(tiles: int, monkeypatch: pytest.MonkeyPatch)
     weight.to_fragments()
     assert weight.codes.nbytes + weight.scale.nbytes == size
     assert torch.equal(weight.dense(torch.float32), before)
-    found, scales, _ = weight.decoded()
-    assert torch.equal(found, codes)
+    actual, scales, _ = weight.decoded()
+    assert torch.equal(actual, codes)
     assert torch.equal(scales.float(), scale)

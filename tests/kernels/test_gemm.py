@@ -112,7 +112,7 @@ def test_every_algorithm_of_the_search(add: bool) -> None:
             assert row_error(y, ref) < BOUND[torch.bfloat16], (rows, place)
         cublaslt_tune.tune(weights, [rows, 10**4], add)
         if add:
-            found = cublaslt.linear_add_(x, weights[0], residual.clone())
+            actual = cublaslt.linear_add_(x, weights[0], residual.clone())
         else:
-            found = cublaslt.linear(x, weights[0], None)
-        assert row_error(found, ref) < BOUND[torch.bfloat16], rows
+            actual = cublaslt.linear(x, weights[0], None)
+        assert row_error(actual, ref) < BOUND[torch.bfloat16], rows

@@ -88,7 +88,7 @@ def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | No
     slots = torch.randperm(48, device=DEVICE)[:7]
     positions = torch.randint(0, 64, (7,), device=DEVICE).int()
     meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
-    found = []
+    writes = []
     for gated in (False, True):
         sizes = 3, num_kv_heads, 16, head_dim
         caches: list[Any] = [torch.zeros(sizes, dtype=dtype, device=DEVICE) for _ in range(2)]
@@ -96,9 +96,9 @@ def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | No
             caches = [QuantizedKV.empty(FORMATS[code], sizes, DEVICE) for _ in range(2)]
         rows = qkv if gated else without_gates(qkv, num_heads, head_dim)
         q = rope_kv_write(rows, cos_sin, *weights, 1e-6, *caches, num_heads, meta, gated=gated)
-        kept = [cache if code is None else cache.codes for cache in caches]
-        found.append((q, *(each.view(torch.uint8) for each in kept)))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        stored = [cache if code is None else cache.codes for cache in caches]
+        writes.append((q, *(each.view(torch.uint8) for each in stored)))
+    assert all(torch.equal(single, other) for single, other in zip(*writes, strict=True))
 
 
 @pytest.mark.gpu

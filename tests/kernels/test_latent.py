@@ -34,8 +34,8 @@ def want(q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     q, up = q.double(), up.double()
     absorbed = torch.einsum("nhd,hdr->nhr", q[..., :NOPE], up[:, :NOPE])
     query = torch.cat((absorbed, q[..., NOPE:]), -1)
-    found = attention(query, cache, cache[..., : up.shape[2]], scale, meta)
-    return torch.einsum("nhr,hvr->nhv", found, up[:, NOPE:]).flatten(1)
+    actual = attention(query, cache, cache[..., : up.shape[2]], scale, meta)
+    return torch.einsum("nhr,hvr->nhv", actual, up[:, NOPE:]).flatten(1)
 
 
 def check(back_end: str, heads: int, cache: Tensor, meta: AttentionMeta, rank: int) -> None:
@@ -147,20 +147,20 @@ def test_specialized_warps(heads: int, block_size: int, monkeypatch: pytest.Monk
             absorbed = random(heads, padded, rank, dtype=dtype)
             q = random(padded, heads, 128 + rope, dtype=dtype)
             BACK_ENDS["cuda"].prepare(meta, heads, cache, rank)
-            found = []
+            actual = []
             for pieces in (1, 4):
                 monkeypatch.setattr(decode, "merge_pieces", lambda out, pieces=pieces: pieces)
                 out = torch.full_like(absorbed, torch.nan).transpose(0, 1).contiguous()
                 decode.latent_decode(absorbed, q, cache, out, meta.block_table, 0.1, meta.plan)
-                found.append(out[:count])
-            whole, shared = (each.double() for each in found)
+                actual.append(out[:count])
+            whole, shared = (tensor.double() for tensor in actual)
             torch.testing.assert_close(whole, shared, rtol=torch.finfo(dtype).eps, atol=1e-6)
             query = torch.cat((absorbed.transpose(0, 1), q[..., -rope:]), -1)
             for entry, length in enumerate(lengths):
                 blocks = meta.block_table[entry, : -(-length // block_size)].long()
                 key = cache[blocks, 0].flatten(0, 1)[:length].double()
                 ref = (query[entry].double() @ key.T * 0.1).softmax(-1) @ key[:, :rank]
-                assert row_error(found[0][entry], ref) < 2 * BOUND[dtype], (length, dtype)
+                assert row_error(actual[0][entry], ref) < 2 * BOUND[dtype], (length, dtype)
     assert len(taken) == 12
 
 

@@ -23,8 +23,10 @@ LIMITS = (0.1, 1.5)
 def made(heads: int, size: int, groups: int, state: int, taps: int) -> Mamba2Heads:
     channels = heads * size + 2 * groups * state
     conv, bias = random(channels, taps), random(channels)
-    each = random(3, heads)
-    return Mamba2Heads(heads, size, groups, state, conv, bias, each[0], each[1], each[2], LIMITS)
+    tensor = random(3, heads)
+    return Mamba2Heads(
+        heads, size, groups, state, conv, bias, tensor[0], tensor[1], tensor[2], LIMITS
+    )
 
 
 @pytest.mark.triton
@@ -45,9 +47,9 @@ def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int], back_end: str) -
     want_tail, want_state = tail.clone(), state.clone()
     other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     want = reference.mamba2(x[:12], dt[:12], how, want_tail, want_state, other)
-    found = BACK_ENDS[back_end].mamba2(x, dt, how, tail, state, meta)
-    assert row_error(found[:12], want) < 1e-4
-    assert not found[12:].any()
+    actual = BACK_ENDS[back_end].mamba2(x, dt, how, tail, state, meta)
+    assert row_error(actual[:12], want) < 1e-4
+    assert not actual[12:].any()
     assert torch.equal(tail, want_tail)
     assert row_error(state, want_state) < 1e-4
 
@@ -68,14 +70,14 @@ def test_mamba2_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: to
     want_tail, want_state = tail.clone(), state.clone()
     before = tail.clone(), state.clone()
     want = reference.mamba2(x, dt, how, want_tail, want_state, meta)
-    found = cuda.mamba2(x, dt, how, tail, state, meta)
+    actual = cuda.mamba2(x, dt, how, tail, state, meta)
     bound = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
-    assert row_error(found.flatten(1), want.flatten(1)) < bound
+    assert row_error(actual.flatten(1), want.flatten(1)) < bound
     assert row_error(state.flatten(1), want_state.flatten(1)) < bound
     assert torch.equal(tail, want_tail)
     graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
     again = cuda.mamba2(x, dt, how, *before, graph)
-    assert torch.equal(again, found) and torch.equal(before[1], state)
+    assert torch.equal(again, actual) and torch.equal(before[1], state)
 
 
 @pytest.mark.triton
@@ -90,14 +92,14 @@ def test_causal_conv(channels: int, taps: int, biased: bool) -> None:
     x, tail = random(27, channels), random(ROWS, taps - 1, channels)
     want_tail = tail.clone()
     want = reference.causal_conv(x, conv, bias, want_tail, meta)
-    found = cuda.causal_conv(x, conv, bias, tail, meta)
-    assert row_error(found, want) < 1e-5
+    actual = cuda.causal_conv(x, conv, bias, tail, meta)
+    assert row_error(actual, want) < 1e-5
     assert torch.equal(tail, want_tail)
     alone = step([10, 2, 0], [1, 1, 1], 2)  # decodes only, one of padding
     alone.counts = torch.tensor([2, 2], dtype=torch.int32, device=DEVICE)
-    found = cuda.causal_conv(x[:3], conv, bias, tail, alone)
+    actual = cuda.causal_conv(x[:3], conv, bias, tail, alone)
     want = reference.causal_conv(x[:2], conv, bias, want_tail, step([10, 2], [1, 1], 2))
-    assert row_error(found[:2], want) < 1e-5 and not found[2].any()
+    assert row_error(actual[:2], want) < 1e-5 and not actual[2].any()
 
 
 def scanned(tokens: int, channels: int, size: int) -> tuple[Tensor, ...]:
@@ -116,12 +118,12 @@ def test_mamba1(channels: int, size: int) -> None:
     meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
     state = random(ROWS, channels, size)
     want_state, other = state.clone(), step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
-    real = [each[:12] for each in (x, dt, b, c)]
+    real = [tensor[:12] for tensor in (x, dt, b, c)]
     gate = random(14, 2 * channels)[:, channels:]
     want = reference.mamba1(*real, rates, skip, gate[:12], want_state, other)
-    found = cuda.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
-    assert row_error(found[:12], want) < 1e-4
-    assert not found[12:].any()
+    actual = cuda.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
+    assert row_error(actual[:12], want) < 1e-4
+    assert not actual[12:].any()
     assert row_error(state, want_state) < 1e-4
 
 
@@ -133,14 +135,14 @@ def test_mamba1_is_the_rule(cuts: list[int]) -> None:
     left = torch.zeros(12, 5, device=DEVICE)
     gate = random(70, 12)
     want = rules.mamba1(x, dt, b, c, rates, skip, left) * silu(gate)
-    state, found, at = random(ROWS, 12, 5), [], 0
+    state, actual, at = random(ROWS, 12, 5), [], 0
     for count in cuts:
         part = slice(at, at + count)
         at += count
-        own = [each[part] for each in (x, dt, b, c)]
+        own = [tensor[part] for tensor in (x, dt, b, c)]
         meta = step([at], [count], int(count == 1))
-        found.append(reference.mamba1(*own, rates, skip, gate[part], state, meta))
-    assert row_error(torch.cat(found), want) < 1e-4
+        actual.append(reference.mamba1(*own, rates, skip, gate[part], state, meta))
+    assert row_error(torch.cat(actual), want) < 1e-4
     assert row_error(state[5], left) < 1e-4
 
 
@@ -154,12 +156,12 @@ def test_reference_is_the_rule(cuts: list[int]) -> None:
     tail, state = random(ROWS, 3, channels), random(ROWS, 4, 6, 5)
     left = state.new_zeros(4, 6, 5)
     want = rules.mamba2(x, dt, how, tail.new_zeros(3, channels), left)
-    found, at = [], 0
+    actual, at = [], 0
     for count in cuts:
         part = slice(at, at + count)
         at += count
         meta = step([at], [count], int(count == 1))
-        found.append(reference.mamba2(x[part], dt[part], how, tail, state, meta))
-    assert row_error(torch.cat(found), want) < 1e-3
+        actual.append(reference.mamba2(x[part], dt[part], how, tail, state, meta))
+    assert row_error(torch.cat(actual), want) < 1e-3
     assert row_error(state[5], left) < 1e-3
     assert torch.equal(tail[5], x[67:])

@@ -21,14 +21,14 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = random(shape[1], dtype=dtype)
     wide = x.double()
     ref = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    kept = x.clone()
+    before = x.clone()
     normed = rms_norm(x, weight, 1e-5)
     assert row_error(normed, ref) < BOUND[dtype]
     residual = random(*shape, dtype=dtype)
     want = residual.double() + normed.double()  # a device may round float32 once for both
     added = rms_norm(x, weight, 1e-5, add_to=residual)
     assert added is residual and row_error(added, want) < BOUND[dtype]
-    assert torch.equal(x, kept)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("back_end", ["cuda", "reference"])
@@ -62,6 +62,6 @@ def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype, parts: str) -> N
     ref = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     ref = ref if weight is None else ref * weight.double()
     ref = ref if bias is None else ref + bias.double()
-    kept = x.clone()
+    before = x.clone()
     assert row_error(layer_norm(x, weight, bias, 1e-5), ref) < BOUND[dtype]
-    assert torch.equal(x, kept)
+    assert torch.equal(x, before)

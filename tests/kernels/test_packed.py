@@ -15,7 +15,7 @@ from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
-from kernels.gemm.packed.mma4 import Tile, form_fits, mma4, mma4_fits
+from kernels.gemm.packed.mma4 import MmaTile, form_fits, mma4, mma4_fits
 from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
@@ -81,7 +81,7 @@ def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tens
         offset = -torch.randint(0, 1 << form.bits, scale.shape).float()
     added = random(rows, dtype=torch.float32).to(torch.float16) if bias else None
     weight = PackedWeight(form, rows, width, added, torch.device(DEVICE))
-    parts = [each if each is None else each.to(DEVICE) for each in (codes, scale, offset)]
+    parts = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (codes, scale, offset)]
     weight.fill(0, (parts[0], parts[1], parts[2]))  # type: ignore[arg-type]
     return weight, weight.dense(torch.float64)
 
@@ -223,9 +223,9 @@ def test_floats_of_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(expand(weight, random(1)), want)
     x = random(3, 256)
     for tokens in (1, 3):
-        given = x[:tokens]
+        dense = x[:tokens]
         product = packed_gemv if tokens == 1 else packed_dot
-        assert row_error(product(given, weight), given.double() @ want.double().T) < 2e-5
+        assert row_error(product(dense, weight), dense.double() @ want.double().T) < 2e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -283,10 +283,10 @@ def test_rows_are_rounded(size: int, group: int, dtype: torch.dtype) -> None:
         top = ref.abs().view(5, -1, group or size).amax(-1)
         assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
         scale = scales.double().repeat_interleave(group or size, 1)
-        found = rows.double() * scale
+        actual = rows.double() * scale
         # Half of the last of three bits of mantissa, or of the smallest step.
         bound = (ref.abs() / 16).maximum(scale * 2**-10) * 1.01
-        near = (found - ref).abs() <= bound
+        near = (actual - ref).abs() <= bound
         if DEVICE == "cpu":  # the interpreter loses a carry out of the mantissa
             nearest = (ref / scale).float().to(E4M3).float()
             near |= torch.frexp(nearest).mantissa.abs() == 0.5
@@ -320,8 +320,8 @@ def test_rows_are_gated_on_the_way(gate: str) -> None:
     both[2] = 0
     inner = cuda.GATES[gate](both)
     for to, group in ((torch.int8, 0), (E4M3, 0), (E4M3, 4)):
-        rows, scales = (each[:5] for each in round_rows(both, to=to, gate=gate, group=group))
-        want, want_scales = (each[:5] for each in round_rows(inner, to=to, group=group))
+        rows, scales = (tensor[:5] for tensor in round_rows(both, to=to, gate=gate, group=group))
+        want, want_scales = (tensor[:5] for tensor in round_rows(inner, to=to, group=group))
         assert torch.equal(rows.view(torch.int8), want.view(torch.int8))
         assert torch.equal(scales, want_scales)
 
@@ -341,9 +341,9 @@ def test_whole_numbers_on_both_sides(dtype: torch.dtype) -> None:
             got = int8.int8_linear(rows, scales, weight, dtype, None, config, split)
             assert got.dtype == dtype
             assert row_error(got, exact) < BOUND[dtype]
-    given = residual.clone()
-    got = int8.int8_linear(rows, scales, weight, dtype, given, (32, 32, 32, 1, 2), 2)
-    assert got is given
+    dense = residual.clone()
+    got = int8.int8_linear(rows, scales, weight, dtype, dense, (32, 32, 32, 1, 2), 2)
+    assert got is dense
     assert row_error(got, exact + residual.double()) < 2 * BOUND[dtype]
 
 
@@ -382,8 +382,8 @@ def test_what_rounds_its_rows() -> None:
         at_once = kernels.packed_linear(some, both, x_gate="silu", residual=behind)
         assert torch.equal(at_once, apart)
     alike = fixed.packed_linear(x, both, norm=norm, eps=1e-5)
-    one = fixed.packed_linear(x[3:4], both, norm=norm, eps=1e-5)
-    assert torch.equal(one, alike[3:4])
+    single = fixed.packed_linear(x[3:4], both, norm=norm, eps=1e-5)
+    assert torch.equal(single, alike[3:4])
     assert row_error(alike, exact) < BOUND[dtype]
 
 
@@ -399,8 +399,8 @@ def test_blocks_on_both_sides(tokens: int, dtype: torch.dtype) -> None:
     x, residual = random(tokens, 512, dtype=dtype), random(tokens, 320, dtype=dtype)
     x *= torch.logspace(-2, 2, 4, device=x.device).repeat_interleave(128).to(dtype)
     rows, scales = round_rows(x, group=128)
-    given = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
-    exact = given @ ref.T + weight.bias.double()
+    dense = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
+    exact = dense @ ref.T + weight.bias.double()
     assert blocks.fits(x, weight) and not blocks.fits(x.float(), weight)
     for config in ((64, 16, 4, 2), (128, 64, 4, 2)):
         for split in (1, 3):
@@ -418,9 +418,9 @@ def test_what_each_format_is_multiplied_by() -> None:
     stay, or stay where they should be rounded."""
     dtype = torch.float16
     square, _ = packed("odd-blocks", 384)
-    several, one = random(3, 384, dtype=dtype), random(1, 384, dtype=dtype)
-    assert torch.equal(cuda.packed_linear(one, square), gemv8(one, square))
-    assert not cuda.takes_gate(one, square)
+    several, single = random(3, 384, dtype=dtype), random(1, 384, dtype=dtype)
+    assert torch.equal(cuda.packed_linear(single, square), gemv8(single, square))
+    assert not cuda.takes_gate(single, square)
     rounds = blocks.fits(several, square)
     assert rounds or DEVICE != "cpu"
     got = cuda.packed_linear(several, square)
@@ -432,8 +432,8 @@ def test_what_each_format_is_multiplied_by() -> None:
     assert cuda.takes_gate(several, square) is rounds
     for name in ("int4-64-zero", "int4-128", "few-int4-add"):  # `packed_few` takes no float16
         whole, _ = packed(name, 22)
-        one = random(1, whole.shape[1], dtype=dtype)
-        assert torch.equal(cuda.packed_linear(one, whole), gemv4(one, whole))
+        single = random(1, whole.shape[1], dtype=dtype)
+        assert torch.equal(cuda.packed_linear(single, whole), gemv4(single, whole))
 
 
 def test_shares_of_the_columns() -> None:
@@ -443,9 +443,9 @@ def test_shares_of_the_columns() -> None:
         for size, programs, steps in itertools.product(
             (64 * 16, 64 * 64, 128 * 64, 128 * 128), (1, 30, 96, 132, 500), (1, 8, 32, 112)
         ):
-            found = splits(size, programs, steps, 132)
-            assert found == 1 or found * programs <= 4 * 132
-            assert found == 1 or steps // found >= 2
+            actual = splits(size, programs, steps, 132)
+            assert actual == 1 or actual * programs <= 4 * 132
+            assert actual == 1 or steps // actual >= 2
     assert dot_module.splits(64 * 16, 64, 112, 132) > 1 < blocks.splits(64 * 16, 64, 112, 132)
 
 
@@ -475,11 +475,11 @@ def test_blocks_on_a_device(outputs: int, width: int, tokens: int) -> None:
     x = random(tokens, width, dtype=torch.bfloat16)
     residual = random(tokens, outputs, dtype=torch.bfloat16)
     rows, scales = round_rows(x, group=128)
-    given = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
+    dense = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
     got = blocks.block_linear(rows, scales, weight, tokens, torch.bfloat16)
-    assert row_error(got, given @ ref.T) < BOUND[torch.bfloat16]
+    assert row_error(got, dense @ ref.T) < BOUND[torch.bfloat16]
     got = cuda.packed_linear(x, weight, residual=residual.clone())
-    assert row_error(got, given @ ref.T + residual.double()) < 2 * BOUND[torch.bfloat16]
+    assert row_error(got, dense @ ref.T + residual.double()) < 2 * BOUND[torch.bfloat16]
     norm = random(width, dtype=torch.bfloat16)
     got = cuda.packed_linear(x, weight, norm=norm, eps=1e-5, gate="silu")
     wide = x.double()
@@ -504,8 +504,8 @@ def test_whole_numbers_on_a_device(tokens: int, outputs: int, width: int) -> Non
     for config in (None, int8.FIXED):
         got = int8.int8_linear(rows, scales, weight, torch.bfloat16, None, config)
         assert row_error(got, exact) < BOUND[torch.bfloat16]
-        given = residual.clone()
-        got = int8.int8_linear(rows, scales, weight, torch.bfloat16, given, config)
+        dense = residual.clone()
+        got = int8.int8_linear(rows, scales, weight, torch.bfloat16, dense, config)
         assert row_error(got, exact + residual.double()) < 2 * BOUND[torch.bfloat16]
 
 
@@ -554,10 +554,10 @@ def test_integers_on_matrix_units(name: str, tokens: int, dtype: torch.dtype) ->
         plain = x.double() @ ref.T + weight.bias.double()
         gate, up = plain.chunk(2, -1)
         silu = torch.nn.functional.silu(gate) * up
-        for config in (None, Tile(1, 1, 2), Tile(4, 2, 1)):
-            given = residual.clone()
-            assert mma4(x, weight, residual=given, config=config) is given
-            assert row_error(given, plain + residual.double()) < 2 * BOUND[dtype]
+        for config in (None, MmaTile(1, 1, 2), MmaTile(4, 2, 1)):
+            dense = residual.clone()
+            assert mma4(x, weight, residual=dense, config=config) is dense
+            assert row_error(dense, plain + residual.double()) < 2 * BOUND[dtype]
             got = mma4(x, weight, config=config)
             assert row_error(got, plain) < 2 * BOUND[dtype]
             got = mma4(x, weight, gate="silu", config=config)
@@ -583,7 +583,7 @@ def test_integers_on_matrix_units_at_the_sizes_of_models(outputs: int, width: in
             weight.offset.random_(-15, 1)
         ref = weight.dense(torch.float32)
         x = random(8, width, dtype=dtype)
-        config = Tile(8, 1, 2)
+        config = MmaTile(8, 1, 2)
         whole = mma4(x, weight, config=config)
         assert row_error(whole, x.double() @ ref.double().T) < 2 * BOUND[dtype]
         for tokens in (1, 2, 5, 8):
@@ -597,7 +597,7 @@ def test_what_matrix_units_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that end within a span, numbers of tokens that no table names, an activation that the
     kernel has not."""
     dtype = torch.bfloat16
-    table = (1, 64, 2048, None), (3, 64, 2048, Tile(8, 1, 4))
+    table = (1, 64, 2048, None), (3, 64, 2048, MmaTile(8, 1, 4))
     monkeypatch.setattr("kernels.gemm.packed.mma4.TILES", table)
     weight, _ = packed("few-int4-shift", 64)
     x, norm = random(3, 2048, dtype=dtype), random(2048, dtype=dtype)
@@ -636,7 +636,9 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:
         to = E4M3 if weight.form.code == "e4m3" else torch.int8
-        rows, scales = (each[:tokens] for each in round_rows(x, to=to, group=fp8.group_of(weight)))
+        rows, scales = (
+            tensor[:tokens] for tensor in round_rows(x, to=to, group=fp8.group_of(weight))
+        )
         scales = scales.repeat_interleave(width // scales.shape[1], 1)
         exact = (rows.double() * scales.double()) @ ref.T
         assert row_error(out, exact) < 2 * BOUND[torch.bfloat16]

@@ -38,14 +38,14 @@ def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stm
     """Of a kernel; in the place of a call that is given PDL, those of what it calls."""
     for node in tree.body:
         call = node.value if isinstance(node, ast.Assign) else None
-        given = [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else []
-        if not isinstance(call, ast.Call) or "PDL" not in given:
+        arguments = [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else []
+        if not isinstance(call, ast.Call) or "PDL" not in arguments:
             yield node
             continue
         called = names[ast.unparse(call.func)].fn
         inner = ast.parse(textwrap.dedent(inspect.getsource(called))).body[0]
         assert isinstance(inner, ast.FunctionDef)
-        flag = inner.args.args[given.index("PDL")].arg
+        flag = inner.args.args[arguments.index("PDL")].arg
         for each in ast.walk(inner):
             if isinstance(each, ast.Name) and each.id == flag:
                 each.id = "PDL"

@@ -42,12 +42,12 @@ def quantized(name: str, cache: Tensor) -> QuantizedKV:
     """The numbers of a plain cache, rounded. Where that has NaN, codes and scales are NaN, or as
     large as they can be."""
     form = FORMATS[name]
-    found = QuantizedKV.empty(form, tuple(cache.shape), cache.device)  # type: ignore[arg-type]
-    found.codes.view(torch.uint8).fill_(0x7F)
-    found.numbers.fill_(torch.nan)
+    quantised = QuantizedKV.empty(form, tuple(cache.shape), cache.device)  # type: ignore[arg-type]
+    quantised.codes.view(torch.uint8).fill_(0x7F)
+    quantised.numbers.fill_(torch.nan)
     blocks, heads, places = (~cache.isnan().any(-1)).nonzero().unbind(-1)
-    found.write(blocks, heads, places, cache[blocks, heads, places])
-    return found
+    quantised.write(blocks, heads, places, cache[blocks, heads, places])
+    return quantised
 
 
 def plain(cache: QuantizedKV) -> Tensor:
@@ -203,10 +203,13 @@ def test_keys_and_values_are_written(
     positions = torch.randint(0, 64, (count,), device=DEVICE).int()
     starts = torch.arange(count + 1, device=DEVICE).int()
     tables = torch.zeros(count, 1, device=DEVICE).int()
-    found, queries = [], []
+    quantised, queries = [], []
     for back_end, inputs in (
         (cuda, (qkv, cos_sin, *weights)),
-        (Kernels(), [None if each is None else each.float() for each in (qkv, cos_sin, *weights)]),
+        (
+            Kernels(),
+            [None if tensor is None else tensor.float() for tensor in (qkv, cos_sin, *weights)],
+        ),
     ):
         caches = [
             QuantizedKV.empty(form, (num_blocks, kv_heads, block_size, dim), DEVICE)
@@ -215,18 +218,18 @@ def test_keys_and_values_are_written(
         meta = AttentionMeta(positions, slots, starts, positions + 1, tables, count, 64)
         q = back_end.rope_kv_write(*inputs, 1e-6, *caches, num_heads, meta)
         queries.append(q)
-        found.append(caches)
+        quantised.append(caches)
     assert row_error(*queries) < BOUND[dtype]
     written = slots >= 0
     at = (slots[written] // block_size, slice(None), slots[written] % block_size)
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*quantised, strict=True):
         got, want = plain(ours)[at], plain(theirs)[at]
         most = want.abs().amax(-1, keepdim=True) * STEP[name] * 1.02
         assert ((got - want).abs() <= most).all()
         assert float((got != want).float().mean()) < 0.07
-        for each in (ours.codes.view(torch.uint8), ours.numbers):  # nothing else was touched
-            each[at] = 0
-            assert not each.any()
+        for tensor in (ours.codes.view(torch.uint8), ours.numbers):  # nothing else was touched
+            tensor[at] = 0
+            assert not tensor.any()
 
 
 def rotated_form(name: str, dim: int, rotary: int) -> KVFormat:

@@ -68,8 +68,8 @@ def test_integers_equal_the_numpy_form(seed: int) -> None:
     index = np.arange(1024)
     words = philox.philox4x32(np.array([seed]), index, 77, 2, 0)
     assert tokens.tolist() == np.concatenate(words).astype(np.int64).tolist()
-    one = np.ones(1, np.int64)
-    minimum, lane = philox.group_noise(np.array([seed]), one * 2, one * 77, 1)
+    ones = np.ones(1, np.int64)
+    minimum, lane = philox.group_noise(np.array([seed]), ones * 2, ones * 77, 1)
     assert groups[64:].tolist() == lane[0].tolist()
     assert torch.allclose(groups[:64].cpu(), torch.from_numpy(minimum[0]), rtol=1e-5)
 
@@ -156,9 +156,9 @@ def test_filters(vocab: int, ties: bool, dtype: torch.dtype) -> None:
     thresholds, cuts = filter_thresholds(logits, rows, words)
     ids = torch.arange(vocab, device=DEVICE)
     x = logits.float()
-    kept = (x > thresholds[:, None]) | ((x == thresholds[:, None]) & (ids <= cuts[:, None]))
+    allowed = (x > thresholds[:, None]) | ((x == thresholds[:, None]) & (ids <= cuts[:, None]))
     for s, item in enumerate(params):
-        got = set((kept[s] & (x[s] > -math.inf)).nonzero()[:, 0].tolist())
+        got = set((allowed[s] & (x[s] > -math.inf)).nonzero()[:, 0].tolist())
         if item.greedy or not FILTERS[s]:
             assert thresholds[s] == -math.inf and cuts[s] == 2**31 - 1
             continue
@@ -186,12 +186,12 @@ def test_filters_of_extreme_logits() -> None:
     x[5, 2:] = -math.inf
     thresholds, cuts = filter_thresholds(x, rows, words)
     ids = torch.arange(vocab, device=DEVICE)
-    kept = (x > thresholds[:, None]) | ((x == thresholds[:, None]) & (ids <= cuts[:, None]))
-    kept &= x > -math.inf
+    allowed = (x > thresholds[:, None]) | ((x == thresholds[:, None]) & (ids <= cuts[:, None]))
+    allowed &= x > -math.inf
     for s in range(6):
         order = sorted(range(vocab), key=lambda i: (-x[s, i].item(), i))[:3]
         finite = [i for i in order if x[s, i] > -math.inf]
-        assert kept[s].nonzero()[:, 0].tolist() == sorted(finite), s
+        assert allowed[s].nonzero()[:, 0].tolist() == sorted(finite), s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if LARGE else [])], ids=str)
@@ -258,8 +258,8 @@ def test_masks(vocab: int, dtype: torch.dtype) -> None:
     before[1, 1] = math.inf  # no mask, so the row is bad
     logits[1, 1] = math.inf
     expected = choose(logits, rows, at, table_of, sampled=True)
-    given = mask_of.to(DEVICE), masks.to(DEVICE)
-    tokens, bad = choose(before, rows, at, table_of, sampled=True, masks=given)
+    mask = mask_of.to(DEVICE), masks.to(DEVICE)
+    tokens, bad = choose(before, rows, at, table_of, sampled=True, masks=mask)
     assert torch.equal(tokens, expected[0]) and torch.equal(bad, expected[1])
     assert bad.tolist() == [False, True, False, False, False]
 

@@ -276,8 +276,8 @@ def latent_expanded(
     """Attention of the entries num_decodes .. of meta over their latents; tokens after the last get
     zeros. The host knows how long they are."""
     num_tokens, heads, head_dim = q.shape
-    rank, kept = up.shape[2], cache.shape[3]
-    nope, rope = head_dim - (kept - rank), kept - rank
+    rank, width = up.shape[2], cache.shape[3]
+    nope, rope = head_dim - (width - rank), width - rank
     value = up.shape[1] - nope
     entries = meta.kv_len.shape[0]
     assert meta.kv_len_host is not None and meta.counts is not None
@@ -287,7 +287,7 @@ def latent_expanded(
     sizes = ExpandedSizes(heads, nope, rope, rank, value, *padded)
     shape = expanded_launch(max(sizes.nopes, sizes.values), q.element_size())
     blocks = num_tokens // shape.rows + entries - meta.num_decodes + 1
-    gathered = cache.new_empty(size, kept)
+    gathered = cache.new_empty(size, width)
     carried = q.new_empty(num_tokens, heads, value, dtype=torch.float32)
     carried_top = q.new_empty(2, num_tokens, heads, dtype=torch.float32)
     products = up.reshape(-1, rank)
@@ -305,16 +305,16 @@ def latent_expanded(
             meta.block_table.stride(0),
             piece,
             here,
-            KEPT=kept,
-            WIDTH=triton.next_power_of_2(kept),
+            KEPT=width,
+            WIDTH=triton.next_power_of_2(width),
             BLOCK_SIZE=cache.shape[2],
             ROWS=_GATHER,
             num_warps=8,
         )
-        made = linear(gathered[:here, :rank], products)
+        expanded = linear(gathered[:here, :rank], products)
         _latent_expanded_kernel[(heads, blocks)](
             q,
-            made,
+            expanded,
             gathered,
             out,
             carried,

@@ -28,8 +28,8 @@ def attend_latent_decodes(
     absorbed = torch.einsum("nhd,hdr->nhr", q[..., :nope], up[:, :nope])
     score = torch.cat((absorbed, q[..., nope:]), -1) @ latents.transpose(1, 2)
     weight = (score.float() * scale + part.mask[:, 0].float()).softmax(-1).to(q.dtype)
-    found = weight @ latents[..., :rank]
-    return torch.einsum("nhr,hvr->nhv", found, up[:, nope:])
+    attended = weight @ latents[..., :rank]
+    return torch.einsum("nhr,hvr->nhv", attended, up[:, nope:])
 
 
 def attend_latent_chunk(
@@ -48,21 +48,21 @@ def attend_latent_chunk(
     shared = latents[:, rank:].expand(1, -1, -1)
     mask = None if chunk.mask is None else chunk.mask.to(q.dtype)
     causal = mask is None and chunk.end - chunk.begin > 1
-    found = []
+    pieces = []
     count = max(1, _KEYS_BYTES // (len(latents) * (both + 2 * width) * q.element_size()))
     for some in range(0, heads, count):
-        made = latents[:, :rank] @ up[some : some + count].transpose(1, 2)
-        key = torch.cat((made[..., :nope], shared.expand(len(made), -1, -1)), -1)
+        expanded = latents[:, :rank] @ up[some : some + count].transpose(1, 2)
+        key = torch.cat((expanded[..., :nope], shared.expand(len(expanded), -1, -1)), -1)
         attended = scaled_dot_product_attention(
             queries[None, some : some + count],
             _widened(key, width)[None],
-            _widened(made[..., nope:], width)[None],
+            _widened(expanded[..., nope:], width)[None],
             attn_mask=mask,
             is_causal=causal,
             scale=scale,
         )
-        found.append(attended[0, ..., :value])
-    return torch.cat(found).transpose(0, 1)
+        pieces.append(attended[0, ..., :value])
+    return torch.cat(pieces).transpose(0, 1)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

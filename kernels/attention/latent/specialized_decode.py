@@ -179,8 +179,8 @@ def _without(tile, count, ROWS: gl.constexpr):
     """Zeros from row `count` on: times a weight of zero a NaN would be one."""
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
-    found = tile.load(WHOLE)
-    tile.store(gl.where((row < count)[:, None], found, gl.zeros_like(found)))
+    latents = tile.load(WHOLE)
+    tile.store(gl.where((row < count)[:, None], latents, gl.zeros_like(latents)))
 
 
 @gluon.jit
@@ -213,9 +213,9 @@ def _score_rest(score, q_second, q_shared, second, shared):
 def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
     """The last tile of an entry: nothing that lies behind its `count` latents."""
     PIECES: gl.constexpr = 4
-    for each in range(PIECES):
-        _without(pieces_first.index(place * PIECES + each), count, KEYS)
-        _without(pieces_second.index(place * PIECES + each), count, KEYS)
+    for piece in range(PIECES):
+        _without(pieces_first.index(place * PIECES + piece), count, KEYS)
+        _without(pieces_second.index(place * PIECES + piece), count, KEYS)
     _without(shared.index(place), count, KEYS)
     fence_async_shared()
     barrier()
@@ -286,11 +286,11 @@ def _scores(
         score = _score_rest(score, q_second, q_shared, second.index(place), shared.index(place))
         for start in range(begin, end, KEYS):
             place = step % PLACES
-            found = warpgroup_mma_wait(0, deps=[score])
+            scores = warpgroup_mma_wait(0, deps=[score])
             if start + KEYS > end:
-                found = gl.where((start + keys < end)[None, :], found, float("-inf"))
-            new_top = gl.maximum(top, gl.max(found, axis=1) * scale_log2)
-            weight = gl.exp2(found * scale_log2 - new_top[:, None])
+                scores = gl.where((start + keys < end)[None, :], scores, float("-inf"))
+            new_top = gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
+            weight = gl.exp2(scores * scale_log2 - new_top[:, None])
             shrink = gl.exp2(top - new_top)
             top = new_top
             taking = weight.to(q.dtype.element_ty)
@@ -453,10 +453,10 @@ def _latent_specialized_kernel(
 def specialized_fits(absorbed: Tensor, q: Tensor, cache: Tensor, group: int) -> bool:
     """Whether `specialized_decode` takes these: 33 to 64 heads a part, latents of 512 + 64 in 16
     bits, pages that tiles of 64 consist of or that consist of them; on Hopper alone."""
-    _, _, block_size, kept = cache.shape
+    _, _, block_size, width = cache.shape
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
-    sizes = (absorbed.shape[2], kept) == (RANK, RANK + ROPE) and ROWS // 2 < group <= ROWS
+    sizes = (absorbed.shape[2], width) == (RANK, RANK + ROPE) and ROWS // 2 < group <= ROWS
     pages = block_size % 16 == 0 and (KEYS % block_size == 0 or block_size % KEYS == 0)
     return sizes and pages and q.element_size() == 2 and absorbed.stride(0) % 16 == 0
 

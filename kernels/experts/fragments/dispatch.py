@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.experts.fragments.down import few_fragments_down, fragments_down
-from kernels.experts.fragments.tiles import FEW, FIXED, MOST, Tiles, tiles_for
+from kernels.experts.fragments.tiles import FEW, FIXED, MOST, FragmentTiles, tiles_for
 from kernels.experts.fragments.up import few_fragments_up, fragments_up
 from kernels.experts.grouped import by_expert
 from kernels.experts.reference import PackedExperts
@@ -18,11 +18,11 @@ def fragments_fit(stack: PackedExperts, dtype: torch.dtype) -> bool:
     """Whether the kernels are made for these: MXFP4 whose scales bfloat16 has, whole tiles, and x
     of this dtype."""
     size, hidden = stack.down.shape[1], stack.gate_up.shape[1]
-    each = stack.gate_up.shape[0] // stack.count
+    rows = stack.gate_up.shape[0] // stack.count
     return (
         dtype == torch.bfloat16
         and all(map(_form_fits, (stack.gate_up, stack.down)))
-        and each % ROWS == size % ROWS == hidden % ROWS == 0
+        and rows % ROWS == size % ROWS == hidden % ROWS == 0
         and size % INPUTS == hidden % INPUTS == 0
     )
 
@@ -51,7 +51,7 @@ def few_fragments_fit(x: Tensor, stack: PackedExperts) -> bool:
 
 def few_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
     least."""
@@ -62,7 +62,7 @@ def few_fragments(
 
 def grouped_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kernels.reference.Kernels.packed_experts`; of any number of tokens."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)

@@ -16,7 +16,7 @@ from kernels.experts.fragments.products import (
     start_loads,
     summed_indices,
 )
-from kernels.experts.fragments.tiles import Tile, launch_options
+from kernels.experts.fragments.tiles import FragmentTile, launch_options
 from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
 from kernels.experts.sorting import Sorted
@@ -36,7 +36,7 @@ def _fragments_down_kernel(
     given,  # [pairs, WIDTH]
     MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
-    TILE: gl.constexpr,  # `tiles.Tile`
+    TILE: gl.constexpr,  # `FragmentTile`
     PDL: gl.constexpr,
 ):
     TILES: gl.constexpr = TILE.tiles
@@ -113,7 +113,7 @@ def _fragments_few_down_kernel(
     OTHERS: gl.constexpr,  # pairs of expert EXPERTS are another rank's
     MIXTURE: gl.constexpr,  # `Mixture`
     ADD: gl.constexpr,
-    TILE: gl.constexpr,  # `tiles.Tile`
+    TILE: gl.constexpr,  # `FragmentTile`
     PDL: gl.constexpr,
 ):
     TILES: gl.constexpr = TILE.tiles
@@ -182,7 +182,7 @@ def few_fragments_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: Tile,  # rows: a warp for each of a token's experts, whatever it says
+    tile: FragmentTile,  # rows: a warp for each of a token's experts, whatever it says
 ) -> Tensor:
     """[tokens, hidden]: the weighted sum of each token's experts."""
     weight = stack.down
@@ -215,13 +215,18 @@ def few_fragments_down(
 
 
 def fragments_down(
-    inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+    inner: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    stack: PackedExperts,
+    pairs: Sorted,
+    tile: FragmentTile,
 ) -> Tensor:
     """inner of `fragments_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
     order of ids."""
     weight = stack.down
     count, experts, width = ids.numel(), stack.count, stack.gate_up.shape[1]
-    given = inner.new_empty((count, width))
+    pair_outputs = inner.new_empty((count, width))
     blocks = min(count, experts) + count // tile.pairs
     _fragments_down_kernel[(blocks * triton.cdiv(width, ROWS * tile.rows * tile.tiles),)](
         inner.view(torch.int32),
@@ -231,7 +236,7 @@ def fragments_down(
         weight.codes,
         weight.scale.view(torch.int16),
         stack.down_bias,
-        given,
+        pair_outputs,
         MIXTURE=Mixture(
             experts=experts,
             size=weight.shape[1],
@@ -242,4 +247,4 @@ def fragments_down(
         BLOCK=triton.next_power_of_2(experts),
         **launch_options(tile, inner),
     )
-    return given
+    return pair_outputs

@@ -214,8 +214,8 @@ def find(starts, block, EXPERTS: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.co
     blocks = (behind - first + PAIRS - 1) // PAIRS
     ends = gl.associative_scan(blocks, 0, _add)
     before = (ends <= block) & exists
-    found = gl.sum(before.to(gl.int32), axis=0)
+    index = gl.sum(before.to(gl.int32), axis=0)
     skipped = gl.sum(gl.where(before, blocks, 0), axis=0)
-    here = expert == found
+    here = expert == index
     place = gl.sum(gl.where(here, first, 0), axis=0) + (block - skipped) * PAIRS
-    return found, place, gl.sum(gl.where(here, behind, 0), axis=0)
+    return index, place, gl.sum(gl.where(here, behind, 0), axis=0)

@@ -14,7 +14,7 @@ from kernels.experts.fragments.products import (
     start_loads,
     summed_indices,
 )
-from kernels.experts.fragments.tiles import Tile, launch_options
+from kernels.experts.fragments.tiles import FragmentTile, launch_options
 from kernels.experts.gate import code, gated
 from kernels.experts.mixture import Mixture
 from kernels.experts.reference import PackedExperts
@@ -38,7 +38,7 @@ def _fragments_up_kernel(
     OTHERS: gl.constexpr,  # LONE: pairs of expert EXPERTS are another rank's
     MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
-    TILE: gl.constexpr,  # `tiles.Tile`
+    TILE: gl.constexpr,  # `FragmentTile`
     PDL: gl.constexpr,
 ):
     TILES: gl.constexpr = TILE.tiles
@@ -128,7 +128,12 @@ def _fragments_up_kernel(
 
 
 def _up(
-    x: Tensor, weights: Tensor, ids: Tensor, order: Sorted | None, stack: PackedExperts, tile: Tile
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    order: Sorted | None,
+    stack: PackedExperts,
+    tile: FragmentTile,
 ) -> Tensor:
     """act(gate) * up of each pair: [pairs, size], in the order of ids if there is no other."""
     weight = stack.gate_up
@@ -163,14 +168,14 @@ def _up(
 
 
 def few_fragments_up(
-    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, tile: Tile
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, tile: FragmentTile
 ) -> Tensor:
     """act(gate) * up of each pair: [tokens * chosen, size]."""
     return _up(x, weights, ids, None, stack, tile)
 
 
 def fragments_up(
-    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: FragmentTile
 ) -> Tensor:
     """act(gate) * up of each pair: [pairs, size], in sorted order."""
     return _up(x, weights, ids, pairs, stack, tile)

@@ -47,9 +47,9 @@ def _block_dot_kernel(
     column = tl.arange(0, GROUP)
     row_mask, token_mask = row < rows, token < tokens
     groups = columns // GROUP
-    each = tl.cdiv(groups, tl.num_programs(1))
-    begin = split * each
-    end = tl.minimum(begin + each, groups)
+    share = tl.cdiv(groups, tl.num_programs(1))
+    begin = split * share
+    end = tl.minimum(begin + share, groups)
     at = codes + row.to(tl.int64)[:, None] * columns + column[None, :]
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
     scales = scale + (first // GROUP).to(tl.int64) * groups
@@ -114,10 +114,10 @@ def splits(size: int, programs: int, groups: int, sms: int) -> int:
     this size. Each program has at least eight groups.
     """
     most = 2 if size > 4096 else 3 if size > 1024 else 4
-    found = 1
-    while found < 8 and 2 * found * programs <= most * sms and 16 * found <= groups:
-        found *= 2
-    return found
+    count = 1
+    while count < 8 and 2 * count * programs <= most * sms and 16 * count <= groups:
+        count *= 2
+    return count
 
 
 def block_linear(

@@ -231,9 +231,9 @@ def _packed_dot_kernel(
     at = codes + row.to(tl.int64)[:, None] * pitch + element[None, :]
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
     groups = (row // FORMAT.band).to(tl.int64) * (columns // FORMAT.group)
-    each = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
-    begin = split * each
-    end = tl.minimum(begin + each, columns)
+    share = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
+    begin = split * share
+    end = tl.minimum(begin + share, columns)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     if PDL:
         gdc_wait()
@@ -412,10 +412,10 @@ def splits(size: int, programs: int, steps: int, sms: int) -> int:
     this size. Each program has at least two steps.
     """
     most = 1 if size > 8192 else 2 if size > 4096 else 3
-    found = 1
-    while found < 4 and 2 * found * programs <= most * sms and 4 * found <= steps:
-        found *= 2
-    return found
+    count = 1
+    while count < 4 and 2 * count * programs <= most * sms and 4 * count <= steps:
+        count *= 2
+    return count
 
 
 def packed_dot(

@@ -107,15 +107,15 @@ def _packed_few_kernel(
 
     first = gl.program_id(0) * ROWS
     pitch = columns // FIELDS
-    each = pitch // WORDS // SHARES  # steps of a share, an even number
-    at = codes + (first + row_l).to(gl.int64) * pitch + (share_l * each * WORDS + word_l)
+    steps = pitch // WORDS // SHARES  # steps of a share, an even number
+    at = codes + (first + row_l).to(gl.int64) * pitch + (share_l * steps * WORDS + word_l)
     exists = (token_r < tokens) & (word_r >= 0)
     if FIELDS == 4:  # a span of four runs, one for each field
-        x_at = x + token_r * columns + (share_r * each * (4 * WORDS) + word_r)
+        x_at = x + token_r * columns + (share_r * steps * (4 * WORDS) + word_r)
     else:  # two neighbours in a word
         x_at = x.to(gl.pointer_type(gl.int32), bitcast=True)
-        x_at = x_at + token_r * pitch + (share_r * each * WORDS + word_r)
-    pairs = (first + row_s).to(gl.int64) * (pitch // WORDS // 2) + share_s * (each // 2)
+        x_at = x_at + token_r * pitch + (share_r * steps * WORDS + word_r)
+    pairs = (first + row_s).to(gl.int64) * (pitch // WORDS // 2) + share_s * (steps // 2)
 
     # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
     first_w = gl.load(at, eviction_policy="evict_first")
@@ -128,13 +128,13 @@ def _packed_few_kernel(
         gdc_wait()
         gdc_launch_dependents()
     zero = gl.zeros([SHARES, ROWS, TOKENS], gl.float32, layout=SUMS)
-    one = gl.full([SHARES, ROWS, WORDS], 1.0, gl.bfloat16, layout=LEFT)
+    ones = gl.full([SHARES, ROWS, WORDS], 1.0, gl.bfloat16, layout=LEFT)
     acc = zero
     other = zero
-    for step in range(0, each, 2):
+    for step in range(0, steps, 2):
         at += 2 * WORDS
         pairs += 1
-        goes_on = step + 2 < each
+        goes_on = step + 2 < steps
         more = gl.full([SHARES, ROWS, WORDS], goes_on, gl.int1, layout=LEFT)
         next_first = gl.load(at, mask=more, other=0, eviction_policy="evict_first")
         next_second = gl.load(at + WORDS, mask=more, other=0, eviction_policy="evict_first")
@@ -158,10 +158,10 @@ def _packed_few_kernel(
                 acc += (even + odd) * s
                 if OFFSET:
                     # The sum of x, in every row: what a code's 128 and the offset are times.
-                    even = mma_v2(one, xs[4 * half], zero)
-                    odd = mma_v2(one, xs[4 * half + 1], zero)
-                    even = mma_v2(one, xs[4 * half + 2], even)
-                    odd = mma_v2(one, xs[4 * half + 3], odd)
+                    even = mma_v2(ones, xs[4 * half], zero)
+                    odd = mma_v2(ones, xs[4 * half + 1], zero)
+                    even = mma_v2(ones, xs[4 * half + 2], even)
+                    odd = mma_v2(ones, xs[4 * half + 3], odd)
                     o = _part(o_pair, half, gl.float16).to(gl.float32)
                     if OFFSET == 1:
                         acc += (even + odd) * (o - 128.0 * s)

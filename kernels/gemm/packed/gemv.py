@@ -93,7 +93,7 @@ def _packed_gemv_kernel(
         sums = tl.zeros([UNITS], tl.float32)
         if FORMAT.bits == 4:
             part = tl.zeros([ROWS, UNITS, UNIT], tl.float32)
-            kept = tl.zeros([UNITS, UNIT], tl.float32)
+            x_sums = tl.zeros([UNITS, UNIT], tl.float32)
             for field in tl.static_range(4):
                 here = start + column + field * RUN
                 value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -101,10 +101,10 @@ def _packed_gemv_kernel(
                     squares += tl.sum(value * value, axis=1)
                     value *= tl.load(norm + here, mask=inside[:, None], other=0.0).to(tl.float32)
                 part += nibble(w, table, field, FORMAT.code) * value[None, :, :]
-                kept += value
+                x_sums += value
             total = tl.sum(part, axis=2)
             if FORMAT.base != 0 or FORMAT.offset != 0:
-                sums = tl.sum(kept, axis=1)
+                sums = tl.sum(x_sums, axis=1)
         else:
             here = start + column
             value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)

@@ -54,7 +54,7 @@ def _code(words, AT: tl.constexpr, PLACE: tl.constexpr):
 @triton.jit
 def _decoded(w, HOW: tl.constexpr):
     if HOW != "":
-        found = tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             HOW,
             "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,l",
             [w],
@@ -68,13 +68,13 @@ def _decoded(w, HOW: tl.constexpr):
             pack=1,
         )  # fmt: skip
     else:
-        found = (
+        numbers = (
             _code(w, 0, 0), _code(w, 1, 0), _code(w, 2, 0), _code(w, 3, 0),
             _code(w, 0, 1), _code(w, 1, 1), _code(w, 2, 1), _code(w, 3, 1),
             _code(w, 0, 2), _code(w, 1, 2), _code(w, 2, 2), _code(w, 3, 2),
             _code(w, 0, 3), _code(w, 1, 3), _code(w, 2, 3), _code(w, 3, 3),
         )  # fmt: skip
-    return found
+    return numbers
 
 
 class Nibbles(NamedTuple):

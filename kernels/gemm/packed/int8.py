@@ -46,9 +46,9 @@ def _int8_dot_kernel(
     token_mask, row_mask = token < tokens, row < rows
     x_at = x + token.to(tl.int64)[:, None] * columns + column[None, :]
     at = codes + row.to(tl.int64)[None, :] * columns + column[:, None]
-    each = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
-    begin = split * each
-    end = tl.minimum(begin + each, columns)
+    share = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
+    begin = split * share
+    end = tl.minimum(begin + share, columns)
     total = tl.zeros([TOKENS, ROWS], tl.int32)
     if PDL:
         gdc_wait()
@@ -132,10 +132,10 @@ def _splits(programs: int, steps: int, sms: int) -> int:
 
     A program has at least four steps.
     """
-    found = 1
-    while found < 8 and 2 * found * programs <= sms and 8 * found <= steps:
-        found *= 2
-    return found
+    count = 1
+    while count < 8 and 2 * count * programs <= sms and 8 * count <= steps:
+        count *= 2
+    return count
 
 
 def int8_linear(

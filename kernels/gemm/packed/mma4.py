@@ -114,7 +114,7 @@ PRODUCT = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
 SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
 
 
-class Tile(NamedTuple):
+class MmaTile(NamedTuple):
     warps: int  # of a program: shares of the inputs
     tiles: int  # of 16 outputs of a program
     ahead: int  # spans of a warp that are on their way
@@ -134,14 +134,14 @@ _ANY = float("inf")
 # Tokens, outputs and inputs up to which a launch is taken, the first that fits: what a sweep over
 # llama-8b's matrices found on an H200. None: `gemv4` takes less time, whose norm is no launch of
 # its own.
-TILES: tuple[tuple[int, float, float, Tile | None], ...] = (
+TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 4096, 4096, None),
-    (8, 4096, 4096, Tile(8, 1, 4)),
-    (8, 4096, _ANY, Tile(16, 1, 1)),
+    (8, 4096, 4096, MmaTile(8, 1, 4)),
+    (8, 4096, _ANY, MmaTile(16, 1, 1)),
     (1, 16384, _ANY, None),
-    (8, _ANY, _ANY, Tile(4, 1, 1)),
+    (8, _ANY, _ANY, MmaTile(4, 1, 1)),
 )
-LONE = Tile(8, 1, 1)  # where the table has none and the kernel is asked for all the same
+LONE = MmaTile(8, 1, 1)  # where the table has none and the kernel is asked for all the same
 
 
 @gluon.constexpr_function
@@ -235,7 +235,7 @@ def _mma4_kernel(
     ADD: gl.constexpr,
     BIAS: gl.constexpr,
     WIDTH: gl.constexpr,
-    TILE: gl.constexpr,  # `Tile`
+    TILE: gl.constexpr,  # `MmaTile`
     PDL: gl.constexpr,
 ):
     AHEAD: gl.constexpr = TILE.ahead
@@ -346,14 +346,14 @@ def _mma4_kernel(
         _store(y, first, bias, residual, out, tokens, rows, GATED, ACT, ADD, BIAS)
 
 
-def tile(tokens: int, outputs: int, width: int) -> Tile | None:
+def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
     """Return the tile of `TILES` for a launch; None: `gemv4` takes less time.
 
     outputs: rows of the matrix, gates included. tokens: up to TOKENS.
     """
     return next(
-        found
-        for most, rows, columns, found in TILES
+        shape
+        for most, rows, columns, shape in TILES
         if tokens <= most and outputs <= rows and width <= columns
     )
 
@@ -391,7 +391,7 @@ def mma4(
     *,
     gate: str | None = None,  # of GATES
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
-    config: Tile | None = None,
+    config: MmaTile | None = None,
 ) -> Tensor:
     """One pass over the codes. Returns [tokens, out] in x's dtype, accumulated in float32. Only
     what `form_fits` says, on CUDA."""
@@ -399,11 +399,11 @@ def mma4(
     form, (rows, width), tokens = weight.form, weight.shape, x.shape[0]
     chosen = config or tile(tokens, rows, width) or LONE
     outs = rows // 2 if gate else rows
-    each = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
+    outputs = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
     out = x.new_empty((tokens, outs)) if residual is None else residual
     kind = _SHORT[x.dtype]
     more = kind == "bf16"  # codes come with 128 more, else less their zero
-    _mma4_kernel[(triton.cdiv(outs, each),)](
+    _mma4_kernel[(triton.cdiv(outs, outputs),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
         weight.scale,

@@ -53,8 +53,8 @@ def experts(model: str) -> None:
         x, scale, ids = bf16(tokens, hidden), torch.empty(tokens, chosen), int32(tokens, chosen)
         few(x, scale, ids, weights, x)
         few(x, scale, ids, weights, None)
-    for each in (count, 4 * count):
-        sort_by_blocks(int32(8192, chosen), each)
+    for rows in (count, 4 * count):
+        sort_by_blocks(int32(8192, chosen), rows)
     x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
     for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
         moe.grouped(x, scale, ids, weights, x, tiles)
@@ -144,11 +144,11 @@ def experts_in_fragments(model: str) -> None:
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
 
     def weight(rows: int, width: int) -> PackedWeight:
-        made = PackedWeight(form, rows, width, None, torch.device("cpu"))
-        made.codes = torch.empty(rows // 16, width // 64, 32, 4, dtype=torch.int32)
-        made.scale = torch.empty(rows // 16, width // 64, 8, 4, dtype=torch.bfloat16)
-        made.in_fragments = True
-        return made
+        weight = PackedWeight(form, rows, width, None, torch.device("cpu"))
+        weight.codes = torch.empty(rows // 16, width // 64, 32, 4, dtype=torch.int32)
+        weight.scale = torch.empty(rows // 16, width // 64, 8, 4, dtype=torch.bfloat16)
+        weight.in_fragments = True
+        return weight
 
     stack = PackedExperts(
         weight(count * 2 * size, hidden),

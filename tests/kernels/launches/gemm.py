@@ -85,9 +85,9 @@ def packed(model: str) -> None:
         gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
         square = PackedWeight(form, d.hidden, d.hidden, bf16(d.hidden), device)
         for tokens in (1, 5):
-            given = bf16(tokens, d.hidden)
-            mma4(given, gated, gate="silu")
-            mma4(given, square, residual=given)
+            residual = bf16(tokens, d.hidden)
+            mma4(residual, gated, gate="silu")
+            mma4(residual, square, residual=residual)
     floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
     gemv8(x, floats, norm=norm, eps=EPS)
     gemv8(x, floats, residual=bf16(1, qkv))
@@ -101,16 +101,16 @@ def packed(model: str) -> None:
         square = PackedWeight(blocks, d.hidden, d.hidden, bf16(d.hidden), device)
         for tokens in (2, 32, 64, 256):
             rows, scales = round_rows(bf16(tokens, d.hidden), group=128)
-            given = bf16(tokens, d.hidden)
-            block_linear(rows, scales, square, tokens, torch.bfloat16, given)
+            residual = bf16(tokens, d.hidden)
+            block_linear(rows, scales, square, tokens, torch.bfloat16, residual)
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
     round_rows(bf16(64, 2 * d.intermediate), to=torch.int8, gate="silu")
     whole = PackedWeight(forms[-3], qkv, d.hidden, bf16(qkv), device)
     rows, scales = round_rows(bf16(2048, d.hidden), norm, EPS, torch.int8)
     for tokens, config in ((32, None), (256, None), (2048, None), (2048, FIXED)):
-        given = bf16(tokens, qkv) if tokens < 2048 else None
-        int8_linear(rows[:tokens], scales[:tokens], whole, torch.bfloat16, given, config)
+        residual = bf16(tokens, qkv) if tokens < 2048 else None
+        int8_linear(rows[:tokens], scales[:tokens], whole, torch.bfloat16, residual, config)
     for tokens in (32, 64, 256):
         packed_dot(bf16(tokens, d.hidden), PackedWeight(forms[0], qkv, d.hidden, bf16(qkv), device))
 
