@@ -32,7 +32,7 @@ from kernels.launch.assembler import choose_assembler
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba1_cuda, mamba2_cuda
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
@@ -275,39 +275,13 @@ class Cuda(Kernels):
             out[:count] = values.transpose(0, 1)
         return out.flatten(1)
 
-    def gated_delta(
-        self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-        late: Tensor | None = None,
-    ) -> Tensor:
+    def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
         _count(meta)
-        return delta_rule_cuda.gated_delta(
-            x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC, late
-        )
+        return delta_rule_cuda.gated_delta(inputs, meta, self.DETERMINISTIC)
 
-    def kimi_delta(
-        self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-        late: Tensor | None = None,
-    ) -> Tensor:
+    def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
         _count(meta)
-        return delta_rule_cuda.kimi_delta(
-            x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC, late
-        )
+        return delta_rule_cuda.kimi_delta(inputs, meta, self.DETERMINISTIC)
 
     def causal_conv(
         self,

@@ -42,7 +42,7 @@ from kernels.kv.quantized import Cache, QuantizedKV, by_hadamard
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
-from kernels.recurrent.delta_rule import DeltaHeads, delta_rule
+from kernels.recurrent.delta_rule import DeltaInputs, delta_rule
 from kernels.recurrent.mamba1 import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads, mamba2
 
@@ -415,19 +415,7 @@ class Kernels:
             out[chunk.begin : chunk.end] = attend_latent_chunk(q, cache, up, scale, chunk)
         return out.flatten(1)
 
-    def gated_delta(
-        self,
-        x: Tensor,  # [num_tokens, channels]: queries, keys, values before their convolution
-        z: Tensor,  # [num_tokens, value_heads * value_size]: results are multiplied by its silu
-        a: Tensor,  # [num_tokens, value_heads]: decay is exp(-exp(A_log) softplus(a + dt_bias))
-        b: Tensor,  # [num_tokens, value_heads]: corrections are multiplied by beta, which is
-        # DeltaHeads.most times its sigmoid
-        heads: DeltaHeads,
-        tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
-        state: Tensor,  # [rows, value_heads, key_size, value_size] float32, likewise
-        meta: AttentionMeta,
-        late: Tensor | None = None,  # [rows, value_heads, n, elements] float32, likewise
-    ) -> Tensor:
+    def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
         """The gated delta rule over each entry's tokens, from the state that its row has.
 
         silu(convolution of x) are queries, keys and values; queries and keys are divided by their
@@ -435,34 +423,26 @@ class Kernels:
         result is rms_norm(q^T state / sqrt(key_size)) silu(z), head by head: [num_tokens,
         value_heads * value_size] of x's dtype.
 
-        late: what up to n decodes have changed since a row's state was written, which its next
-        tokens add up (`kernels.recurrent.delta_rule_cuda` says how). On CUDA without deterministic
-        mode alone; None = state is written with each token.
+        pending_updates: a row's next tokens add them up (`kernels.recurrent.delta_rule_cuda` says
+        how). On CUDA without deterministic mode alone.
         """
-        assert late is None
-        outputs = delta_rule(x, a, b, heads, tail, state, meta)
-        normed = self.rms_norm(outputs, heads.norm, heads.eps).flatten(1)
-        return normed.mul_(silu(z.float())).to(x.dtype)
+        return self._gated(inputs, meta, silu)
 
-    def kimi_delta(
-        self,
-        x: Tensor,
-        z: Tensor,  # [num_tokens, value_heads * value_size]: results are multiplied by its sigmoid
-        a: Tensor,  # [num_tokens, value_heads * key_size]: decay is exp(-exp(A_log)
-        # softplus(a + dt_bias)), of each element of a key
-        b: Tensor,
-        heads: DeltaHeads,  # by_key
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-        late: Tensor | None = None,
+    def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+        """Compute Kimi Delta Attention (arXiv 2510.26692).
+
+        It is gated_delta whose states decay row by row, and whose results are multiplied by
+        sigmoids.
+        """
+        return self._gated(inputs, meta, torch.sigmoid)
+
+    def _gated(
+        self, inputs: DeltaInputs, meta: AttentionMeta, gate: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Kimi Delta Attention (arXiv 2510.26692): gated_delta whose states decay row by row, and
-        whose results are multiplied by sigmoids. What is not said is as there."""
-        assert late is None
-        outputs = delta_rule(x, a, b, heads, tail, state, meta)
-        normed = self.rms_norm(outputs, heads.norm, heads.eps).flatten(1)
-        return normed.mul_(z.float().sigmoid()).to(x.dtype)
+        assert inputs.pending_updates is None
+        heads = inputs.heads
+        normed = self.rms_norm(delta_rule(inputs, meta), heads.norm, heads.eps).flatten(1)
+        return normed.mul_(gate(inputs.z.float())).to(inputs.x.dtype)
 
     def causal_conv(
         self,

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from bench.report.result_file import RawLines, versions
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 Call = Callable[[], object]
@@ -82,10 +82,15 @@ def qwen3_next() -> Layer:
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
         projected, gates = given
-        return ours.gated_delta(
-            projected[:, :channels], projected[:, channels:], gates[:, :values], gates[:, values:],
-            how, *kept, meta,
-        )  # fmt: skip
+        inputs = DeltaInputs(
+            projected[:, :channels],
+            projected[:, channels:],
+            gates[:, :values],
+            gates[:, values:],
+            how,
+            *kept,
+        )
+        return ours.gated_delta(inputs, meta)
 
     states = ((taps - 1, channels), (values, size, size))
     return Layer(2048, (wide, 2 * values), make, states, run)
@@ -118,7 +123,7 @@ def kimi_linear() -> Layer:
         if not mixed:
             mixed.append(torch.cat(given[:3], 1))
         a, z, b = given[3:]
-        return ours.kimi_delta(mixed[0], z, a, b, how, *kept, meta)
+        return ours.kimi_delta(DeltaInputs(mixed[0], z, a, b, how, *kept), meta)
 
     states = ((taps - 1, 3 * inner), (heads, size, size))
     return Layer(2304, (inner,) * 5 + (heads,), make, states, run)

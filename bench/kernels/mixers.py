@@ -12,7 +12,7 @@ from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
 from bench.kernels.sizes import Sizes, meta_of
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import gated_delta
 from kernels.recurrent.mamba2 import Mamba2Heads
 
@@ -186,12 +186,9 @@ def delta(
     tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
     late = torch.zeros(count, VALUE_HEADS, LATE, 2 * SIZE + 4, device=s.device)
-    inputs, then = (
-        (x, z, a, b, heads, tail, state),
-        (deterministic, None if deterministic else late),
-    )
+    inputs = DeltaInputs(x, z, a, b, heads, tail, state, None if deterministic else late)
     calls = [
-        partial(gated_delta, *inputs, positions, *then)
+        partial(gated_delta, inputs, positions, deterministic)
         for positions in _positions(meta, tokens == count)
     ]
     moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
@@ -224,9 +221,9 @@ def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     tail = torch.zeros(count, TAPS - 1, 3 * inner, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
     late = torch.zeros(count, VALUE_HEADS, LATE, 3 * SIZE, device=s.device)
-    inputs = (x, z, a, b, heads, tail, state)
+    inputs = DeltaInputs(x, z, a, b, heads, tail, state, late)
     calls = [
-        partial(cuda.kimi_delta, *inputs, positions, late)
+        partial(cuda.kimi_delta, inputs, positions)
         for positions in _positions(meta, tokens == count)
     ]
     moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes

@@ -35,6 +35,7 @@ from kernels.kv.quantized import QuantizedKV
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 
+# 20 parameters or more: 17 are tensors and numbers of the launch, and constants are in structs.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_table", "counted", "items", "arrived"],

@@ -62,6 +62,7 @@ def _numbers(k_word, v_word, KIND: tl.constexpr):
     return key_scale, key_least, value_scale, value_least
 
 
+# 20 parameters or more: 19 are what the loop reads and carries, and constants are in structs.
 @triton.jit
 def _walk(
     query,
@@ -186,6 +187,7 @@ def _walk(
     return top, denominator, middle, acc
 
 
+# 20 parameters or more: 16 are tensors and numbers of the launch, and constants are in structs.
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],

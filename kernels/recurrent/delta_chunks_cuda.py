@@ -50,7 +50,7 @@ from kernels.recurrent.chunks_cuda import (
     unit_lower_inverse,
 )
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.sizes import delta_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -461,14 +461,7 @@ def late_sizes(late: Tensor | None) -> dict[str, int]:
 
 
 def delta_chunks(
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    late: Tensor | None,
+    inputs: DeltaInputs,
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
@@ -476,6 +469,7 @@ def delta_chunks(
 
     The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
     """
+    x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and meta.counts is not None
     num_tokens = x.shape[0]
     key_heads, value_heads = heads.key_heads, heads.value_heads
@@ -487,7 +481,7 @@ def delta_chunks(
     values = x.new_empty(slots, value_heads, CHUNK, sizes["VALUES"])
     totals = state.new_empty(slots, value_heads, CHUNK)
     overlaps = x.new_empty(slots, value_heads, CHUNK, CHUNK)
-    convolve(x, heads, tail, state, late, queries, keys, values, meta)
+    convolve(inputs, queries, keys, values, meta)
     _delta_solve_kernel[(value_heads, slots)](
         a,
         b,
@@ -510,15 +504,11 @@ def delta_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+    pass_and_norm(inputs, out, meta, handed)
 
 
 def convolve(
-    x: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    late: Tensor | None,
+    inputs: DeltaInputs,
     queries: Tensor,  # [slots, key_heads, CHUNK, KEYS], as keys
     keys: Tensor,
     values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
@@ -526,6 +516,7 @@ def convolve(
 ) -> None:
     """The first launch of a step's chunks: queries, keys and values, of the first two normed; and
     states made whole."""
+    x, _, _, _, heads, tail, state, late = inputs
     slots, key_heads, _, padded = keys.shape
     value_heads = values.shape[1]
     _delta_convolve_kernel[(2 * key_heads + value_heads, slots, CHUNK // CONVOLVE.rows)](
@@ -553,17 +544,14 @@ def convolve(
 
 
 def pass_and_norm(
-    x: Tensor,
-    z: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
+    inputs: DeltaInputs,
     out: Tensor,
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
     """The last two launches of a step's chunks: tokens' results into out, the state of each entry
     after its last token into state, the last inputs of its convolution into tail."""
+    x, z, _, _, heads, tail, state, _ = inputs
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels = heads.conv.shape[0]

@@ -9,6 +9,7 @@ it by a triangular system, whose solution needs no loop over tokens.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +45,37 @@ class DeltaHeads:
     by_key: bool = False
 
 
-def delta_rule(
-    x: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
-    meta: AttentionMeta,
-) -> Tensor:  # fmt: skip
-    """`Kernels.gated_delta`, or kimi_delta, before its norm: [num_tokens, value_heads, value_size]
-    float32."""
+class DeltaInputs(NamedTuple):
+    """The inputs of a layer of the delta rule in one step; activations may have any row stride.
+
+    x [num_tokens, channels]: queries, keys and values before their convolution.
+    z [num_tokens, value_heads * value_size]: gates of the results.
+    a [num_tokens, value_heads], or with a decay for each element of a key
+        [num_tokens, value_heads * key_size]: decay is exp(-exp(A_log) softplus(a + dt_bias)).
+    b [num_tokens, value_heads]: corrections are multiplied by DeltaHeads.most times its sigmoid.
+    heads: sizes and parameters of the layer.
+    tail [rows, taps - 1, channels] float32: last inputs of the convolution, written at meta.rows.
+    state [rows, value_heads, key_size, value_size] float32: states, written at meta.rows.
+    pending_updates [rows, value_heads, n, elements] float32: changes of up to n decodes since a
+        state was written, or None where each token writes its state.
+    """
+
+    x: Tensor
+    z: Tensor
+    a: Tensor
+    b: Tensor
+    heads: DeltaHeads
+    tail: Tensor
+    state: Tensor
+    pending_updates: Tensor | None = None
+
+
+def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+    """Compute `Kernels.gated_delta`, or `Kernels.kimi_delta`, before the norm of its results.
+
+    Returns [num_tokens, value_heads, value_size] float32.
+    """
+    x, _, a, b, heads, tail, state, _ = inputs
     mixed = silu(causal_conv(x, heads.conv, None, tail, meta))
     q, k, v = _heads(mixed, heads)
     out = torch.zeros_like(v)

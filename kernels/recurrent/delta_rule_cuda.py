@@ -37,7 +37,7 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks, late_sizes
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
 from kernels.recurrent.sizes import delta_sizes
 
@@ -202,6 +202,7 @@ def _read(
     return of_k, of_q
 
 
+# 20 parameters or more: 23 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
@@ -392,6 +393,7 @@ def _delta_decode_kernel(
             tl.store(into, every.to(out.dtype.element_ty), mask=there)
 
 
+# 20 parameters or more: 21 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
@@ -529,65 +531,40 @@ def _delta_walk_kernel(
         keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, SIZES.channels, SIZES.taps)
 
 
-def gated_delta(
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    meta: AttentionMeta,
-    deterministic: bool = False,
-    late: Tensor | None = None,
-) -> Tensor:
+def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
     """See `kernels.reference.Kernels.gated_delta`; x, z, a and b may have rows of any stride, a and
     b of the same. Tokens after the last entry's get zeros.
 
-    deterministic: a token's result is the same bit by bit however its prompt is cut; late is None.
+    deterministic: a token's result is the same bit by bit however its prompt is cut; there are no
+    pending updates.
     """
-    assert a.stride(0) == b.stride(0)
+    x, heads = inputs.x, inputs.heads
+    assert inputs.a.stride(0) == inputs.b.stride(0)
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(x, z, a, b, heads, tail, state, late, out, meta, deterministic)
+    _by_token(inputs, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
-        delta_chunks(x, z, a, b, heads, tail, state, late, out, meta)
+        delta_chunks(inputs, out, meta)
     return out
 
 
-def kimi_delta(
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    meta: AttentionMeta,
-    deterministic: bool = False,
-    late: Tensor | None = None,
-) -> Tensor:
+def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
     """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
     after the last entry's get zeros. deterministic: as in gated_delta."""
+    x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(x, z, a, b, heads, tail, state, late, out, meta, deterministic)
+    _by_token(inputs, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
-        kimi_chunks(x, z, a, b, heads, tail, state, late, out, meta)
+        kimi_chunks(inputs, out, meta)
     return out
 
 
 def _by_token(
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    late: Tensor | None,
+    inputs: DeltaInputs,
     out: Tensor,
     meta: AttentionMeta,
     prompts: bool,  # too, token by token; padding gets zeros then
 ) -> None:
+    x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
     # A walk knows no state but that in memory, which its decodes write with each token.
     assert late is None or not prompts

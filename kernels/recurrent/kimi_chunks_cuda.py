@@ -31,7 +31,7 @@ from kernels.recurrent.chunks_cuda import (
     unit_lower_inverse,
 )
 from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm, tile_sizes
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaInputs
 
 PART = 16  # tokens of a chunk whose pairs are summed element by element
 DECAYS = Launch(4, 1)
@@ -191,14 +191,7 @@ def _kimi_solve_kernel(
 
 
 def kimi_chunks(
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    heads: DeltaHeads,
-    tail: Tensor,
-    state: Tensor,
-    late: Tensor | None,
+    inputs: DeltaInputs,
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
@@ -206,6 +199,7 @@ def kimi_chunks(
 
     The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
     """
+    x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and heads.key_heads == heads.value_heads
     num_tokens, slots = x.shape[0], num_slots(x.shape[0], meta)
     sizes = tile_sizes(heads, x.element_size())
@@ -216,7 +210,7 @@ def kimi_chunks(
     overlaps = x.new_empty(lower.shape)
     values = x.new_empty(slots, heads.key_heads, CHUNK, sizes["VALUES"])
     common = {"HEADS": heads.key_heads, "KEYS": sizes["KEYS"], "CHUNK": CHUNK}
-    convolve(x, heads, tail, state, late, queries, keys, values, meta)
+    convolve(inputs, queries, keys, values, meta)
     _kimi_decays_kernel[(heads.key_heads, slots)](
         a,
         heads.decay,
@@ -265,4 +259,4 @@ def kimi_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+    pass_and_norm(inputs, out, meta, handed)

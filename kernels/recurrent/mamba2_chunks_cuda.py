@@ -37,6 +37,7 @@ READ = Launch(4, 1)
 
 
 # Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
+# 20 parameters or more: 19 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["dt_stride", "num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "dt"],

@@ -12,7 +12,7 @@ from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.architectures.recurrent.mixer import CHUNK, Mixer
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 chunks_cuda = pytest.importorskip("kernels.recurrent.chunks_cuda")
@@ -67,12 +67,12 @@ def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> No
         if isinstance(mixer, DeltaNet):
             sizes = (mixer.key_heads, mixer.value_heads, mixer.key_size, mixer.value_size)
             how = DeltaHeads(*sizes, torch.ones(mixer.channels, 4), *ones[:3], 1e-5)
-            delta_chunks_cuda.delta_chunks(x, x, x, x, how, state, state, None, x, meta)
+            delta_chunks_cuda.delta_chunks(DeltaInputs(x, x, x, x, how, state, state), x, meta)
         elif isinstance(mixer, Kimi):
             sizes = (mixer.heads, mixer.heads, mixer.size, mixer.size)
             conv = torch.ones(3 * mixer.heads * mixer.size, 4)
             how = DeltaHeads(*sizes, conv, *ones[:3], 1e-5, by_key=True)
-            kimi_chunks_cuda.kimi_chunks(x, x, x, x, how, state, state, None, x, meta)
+            kimi_chunks_cuda.kimi_chunks(DeltaInputs(x, x, x, x, how, state, state), x, meta)
         else:
             assert isinstance(mixer, Mamba2)
             own = (mixer.heads, mixer.head_size, mixer.groups, mixer.state_size)

@@ -8,7 +8,7 @@ from engine.architectures.recurrent.delta import DeltaNet
 from engine.layers.build import Builder
 from engine.layers.recurrent.delta import DeltaLayer
 from kernels.metadata import AttentionMeta, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 
 
 class GatedDelta(DeltaLayer):
@@ -60,6 +60,5 @@ class GatedDelta(DeltaLayer):
         meta: AttentionMeta, pending_updates: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixed, gate, b, a = parts
-        return self.kernels.gated_delta(
-            mixed, gate, a, b, self.heads, tail, state, meta, pending_updates
-        )
+        inputs = DeltaInputs(mixed, gate, a, b, self.heads, tail, state, pending_updates)
+        return self.kernels.gated_delta(inputs, meta)

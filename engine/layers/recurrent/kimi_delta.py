@@ -8,7 +8,7 @@ from engine.architectures.recurrent.kimi import Kimi
 from engine.layers.build import Builder
 from engine.layers.recurrent.delta import DeltaLayer
 from kernels.metadata import AttentionMeta, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 
 
 class KimiDelta(DeltaLayer):
@@ -60,6 +60,5 @@ class KimiDelta(DeltaLayer):
         mixed, b, narrow_a, narrow_z = parts
         a = self.decays.forward(narrow_a.contiguous(), lora)
         z = self.gates.forward(narrow_z.contiguous(), lora)
-        return self.kernels.kimi_delta(
-            mixed, z, a, b, self.heads, tail, state, meta, pending_updates
-        )
+        inputs = DeltaInputs(mixed, z, a, b, self.heads, tail, state, pending_updates)
+        return self.kernels.kimi_delta(inputs, meta)

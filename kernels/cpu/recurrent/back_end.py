@@ -9,7 +9,7 @@ from kernels.cpu import norm
 from kernels.cpu.codegen import elements
 from kernels.cpu.recurrent import convolution, delta_rule, mamba1, mamba2
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
@@ -84,47 +84,25 @@ class Recurrent(Kernels):
             return super().gated_norm(x, gate, weight, groups, eps, gate_last)
         return normed
 
-    def gated_delta(
-        self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-        late: Tensor | None = None,
-    ) -> Tensor:
-        assert late is None
-        mixed = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
-        if mixed is None:
-            plain = super().gated_delta
-            return self._without(
-                meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
-            )
-        return mixed
+    def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+        return self._delta(inputs, meta, super().gated_delta)
 
-    def kimi_delta(
+    def kimi_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
+        return self._delta(inputs, meta, super().kimi_delta)
+
+    def _delta(
         self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
+        inputs: DeltaInputs,
         meta: AttentionMeta,
-        late: Tensor | None = None,
+        plain: Callable[[DeltaInputs, AttentionMeta], Tensor],
     ) -> Tensor:
-        assert late is None
-        mixed = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
-        if mixed is None:
-            plain = super().kimi_delta
-            return self._without(
-                meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
-            )
-        return mixed
+        assert inputs.pending_updates is None
+        outputs = delta_rule.delta_rule(inputs, meta)
+        if outputs is not None:
+            return outputs
+        return self._without(
+            meta, list(inputs[:4]), lambda own, part: plain(DeltaInputs(*own, *inputs[4:]), part)
+        )
 
     def causal_conv(
         self,

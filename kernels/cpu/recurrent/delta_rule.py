@@ -39,7 +39,7 @@ from kernels.cpu.recurrent.entries import (
     threads_for,
 )
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import EPS, DeltaHeads
+from kernels.recurrent.delta_rule import EPS, DeltaInputs
 
 # Words of args; those of `walk` come first where both read them.
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
@@ -430,12 +430,10 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
     return functions and (functions["mix"], functions["walk"])
 
 
-def delta_rule(
-    x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
-    meta: AttentionMeta,
-) -> Tensor | None:  # fmt: skip
+def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
     """See `Kernels.gated_delta`, and `Kernels.kimi_delta` of heads by key. None: nothing is
     generated here."""
+    x, z, a, b, heads, tail, state, _ = inputs
     shape = DeltaShape(
         heads.key_heads,
         heads.value_heads,

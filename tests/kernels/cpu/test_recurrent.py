@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 from tests.kernels import rules
@@ -45,7 +45,7 @@ def delta(keys: int, values: int, key_size: int, value_size: int, taps: int) -> 
     return Layer(
         (channels, values * value_size, values, values),
         ((taps - 1, channels), (values, key_size, value_size)),
-        lambda kernels, rows, kept, meta: kernels.gated_delta(*rows, how, *kept, meta),
+        lambda kernels, rows, kept, meta: kernels.gated_delta(DeltaInputs(*rows, how, *kept), meta),
         lambda rows, kept: rules.delta(*rows, how, *kept),
     )
 
@@ -59,7 +59,7 @@ def kimi(heads: int, key_size: int, value_size: int, taps: int) -> Layer:
     return Layer(
         (channels, heads * value_size, heads * key_size, heads),
         ((taps - 1, channels), (heads, key_size, value_size)),
-        lambda kernels, rows, kept, meta: kernels.kimi_delta(*rows, how, *kept, meta),
+        lambda kernels, rows, kept, meta: kernels.kimi_delta(DeltaInputs(*rows, how, *kept), meta),
         lambda rows, kept: rules.delta(*rows, how, *kept),
     )
 

@@ -8,7 +8,7 @@ from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
 from kernels.recurrent.chunks_cuda import ENTRIES
 from kernels.recurrent.convolution_cuda import causal_conv
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
 from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
@@ -49,10 +49,10 @@ def delta(model: str) -> None:
     late = torch.empty(5, values, 3, key + value + 4)
     for decodes in (1, 19):  # programs that share a head, and that have it in several pieces
         some = replace(_meta(20), num_decodes=decodes)
-        gated_delta(x, z, a, b, heads, tail, state, some, late=late)
+        gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), some)
     for prompts in range(1, ENTRIES + 1):
-        gated_delta(x, z, a, b, heads, tail, state, _meta(prompts), late=late)
-    gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
+        gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), _meta(prompts))
+    gated_delta(DeltaInputs(x, z, a, b, heads, tail, state), _meta(), deterministic=True)
 
 
 def kimi(model: str) -> None:
@@ -69,10 +69,10 @@ def kimi(model: str) -> None:
     late = torch.empty(5, heads, 3, 2 * key + value)
     for decodes in (1, 20):  # with prompts, and without
         some = replace(_meta(20), num_decodes=decodes)
-        kimi_delta(x, z, a, b, how, tail, state, some, late=late)
+        kimi_delta(DeltaInputs(x, z, a, b, how, tail, state, late), some)
     for prompts in range(1, ENTRIES + 1):
-        kimi_delta(x, z, a, b, how, tail, state, _meta(prompts), late=late)
-    kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
+        kimi_delta(DeltaInputs(x, z, a, b, how, tail, state, late), _meta(prompts))
+    kimi_delta(DeltaInputs(x, z, a, b, how, tail, state), _meta(), deterministic=True)
 
 
 def mamba(model: str) -> None:
