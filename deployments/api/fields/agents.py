@@ -107,13 +107,13 @@ class ItemChat(Sampling, kw_only=True):
     structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS)] = None
 
 
-class TextOptions(Struct, kw_only=True):
+class TextOptions(Struct, kw_only=True, gc=False):
     """The field `text`."""
 
     format: dict[str, Any] | None = None
 
 
-class ReasoningOptions(Struct, kw_only=True):
+class ReasoningOptions(Struct, kw_only=True, gc=False):
     """The field `reasoning`."""
 
     effort: ReasoningEffort | None = None
@@ -215,7 +215,7 @@ _TOOL_CHOICE = record(
 _STOP = COMPLETION.taken["stop"]
 
 
-class OutputConfig(Struct, kw_only=True):
+class OutputConfig(Struct, kw_only=True, gc=False):
     """The field `output_config`."""
 
     effort: ReasoningEffort | None = None

@@ -12,7 +12,7 @@ Side = Literal["left", "right"]  # of a text that is cut
 TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"const": 0}})]
 
 
-class Queued(Struct, kw_only=True):
+class Queued(Struct, kw_only=True, gc=False):
     """What every request for a model has."""
 
     model: str | None = None

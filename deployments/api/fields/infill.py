@@ -12,7 +12,7 @@ MAX_FILES = 256
 _NO_ZERO = {"not": {"const": 0}}
 
 
-class InfillFile(Struct, kw_only=True):
+class InfillFile(Struct, kw_only=True, gc=False):
     """A file that the gap's file goes with."""
 
     text: str

@@ -17,7 +17,7 @@ _RequestId = Annotated[str, Meta(max_length=MAX_REQUEST_ID, extra_json_schema=_I
 _Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
-class GenKwargs(Struct, kw_only=True):
+class GenKwargs(Struct, kw_only=True, gc=False):
     """How the answer is generated."""
 
     temperature: Annotated[float, sampled("temperature")] | None = None
@@ -59,7 +59,7 @@ class LiteqwenChat(Queued, kw_only=True):
     gen_kwargs: GenKwargs | None = None
 
 
-class Stop(Struct, kw_only=True):
+class Stop(Struct, kw_only=True, gc=False):
     """The body of /stop_generate."""
 
     request_id: _RequestId

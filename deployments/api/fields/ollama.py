@@ -53,7 +53,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 }
 
 
-class Options(Struct, kw_only=True):
+class Options(Struct, kw_only=True, gc=False):
     """How a model answers. num_predict below 0: as far as the context reaches."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=UINT31)] | None = None
@@ -104,7 +104,7 @@ GENERATE = struct_body(
 )
 
 
-class Show(Struct, kw_only=True):
+class Show(Struct, kw_only=True, gc=False):
     """The body of /api/show: a model by its name, or by that of older clients."""
 
     model: str | None = None

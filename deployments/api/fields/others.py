@@ -31,7 +31,7 @@ MAX_ADAPTER_NAME = 256  # bytes; what is a name is checked further down
 MAX_ADAPTER_PATH = 4096
 
 
-class Tokenize(Struct, kw_only=True):
+class Tokenize(Struct, kw_only=True, gc=False):
     """The body of /tokenize: a text, or a chat."""
 
     model: str | None = None
@@ -46,7 +46,7 @@ class Tokenize(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(Struct, kw_only=True):
+class Detokenize(Struct, kw_only=True, gc=False):
     """The body of /detokenize."""
 
     tokens: Annotated[
@@ -68,7 +68,7 @@ _LoraName = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_NAME, extra
 _LoraPath = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_PATH, extra={"needed": True})]
 
 
-class Adapter(Struct, kw_only=True):
+class Adapter(Struct, kw_only=True, gc=False):
     """The body of POST /v1/adapters."""
 
     name: _AdapterName
@@ -76,7 +76,7 @@ class Adapter(Struct, kw_only=True):
     model: _AdapterName | None = None
 
 
-class LoadLora(Struct, kw_only=True):
+class LoadLora(Struct, kw_only=True, gc=False):
     """The body of /v1/load_lora_adapter."""
 
     lora_name: _LoraName
@@ -85,7 +85,7 @@ class LoadLora(Struct, kw_only=True):
     load_inplace: bool | None = None
 
 
-class UnloadLora(Struct, kw_only=True):
+class UnloadLora(Struct, kw_only=True, gc=False):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: _LoraName

@@ -49,7 +49,7 @@ class ToolCall:
     arguments: Any
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     """A checked message of a chat.
 
     place: the client's name of the message, e.g. ``messages[2]`` or ``instructions``
@@ -123,7 +123,7 @@ class PromptCut:
     keeps_end: bool
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What chats and completions have in common.
 
     model: the name that the client gave; None: the only model
