@@ -13,6 +13,7 @@ from bench.kernels import lora as bench_lora
 from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from bench.kernels.mixers import mixer_cases
 from bench.kernels.sizes import LLAMA, Sizes, meta_of
+from kernels.attention.prefill import attention_prefill
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
@@ -64,7 +65,14 @@ PREFILLS = {
     "64 x 128": ([128] * 64, [128] * 64),
 }
 FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-PREFILL_TARGET = 0.7  # of FA3's rate
+PREFILL_TARGET = 0.95  # of FlashAttention 3's rate
+# Prompts whose attention libraries compute, too: keys, and heads if others than the model's.
+PROMPTS = {
+    "1 x 2048": (2048, {}),
+    "1 x 32768": (32768, {}),
+    "1 x 8192/16 and 8 heads of 256": (8192, {"heads": 16, "kv_heads": 8, "dim": 256}),
+    "1 x 8192": (8192, {}),
+}
 # Outputs and inputs of a weight: rows of x.
 LINEARS = {
     "8b qkv": ((6144, 4096), (1, 2, 64, 128, 256, 512)),
@@ -158,6 +166,14 @@ def torch_attention(backend: SDPBackend) -> Library:
         return call
 
     return make
+
+
+def any_gpus_attention(
+    q: Tensor, k_cache: Cache, v_cache: Cache, meta: AttentionMeta
+) -> Callable[[], object]:
+    """Make a call of the kernel that is not Hopper's own."""
+    out = torch.empty_like(q)
+    return partial(attention_prefill, q, k_cache, v_cache, out, q.shape[2] ** -0.5, meta)
 
 
 def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
@@ -555,8 +571,11 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         for part, name in enumerate(("qkv", "o", "gate_up", "down")):
             cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
     cases |= mixer_cases(s)
-    # The last case, because it is not known how a library fails.
+    # The last cases, because it is not known how a library fails.
     others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
-    make = partial(prefill, s, [8192], [8192], PREFILL_TARGET, others)
-    cases["prefill/1 x 8192"] = make
+    others["any GPU's"] = any_gpus_attention
+    for name, (keys, other) in PROMPTS.items():
+        target = PREFILL_TARGET if name == "1 x 8192" else None
+        make = partial(prefill, s._replace(**other), [keys], [keys], target, others)
+        cases[f"prefill/{name}"] = make
     return cases

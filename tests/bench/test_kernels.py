@@ -65,8 +65,8 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
-# Of one kind of GPU, where the cases of latents launch it.
-_HOPPER = {"_latent_specialized_kernel"}
+# Of one kind of GPU, where the cases of latents and of prompts launch them.
+_HOPPER = {"_latent_specialized_kernel", "_prefill_specialized_kernel"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -36,25 +35,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.decode_plan import DecodePlan
 from kernels.attention.shapes import LatentHeads
+from kernels.launch.hopper import PIECE, SWIZZLED, barrier, load_box, load_rows, reinterpret
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-
-# Later than Triton 3.6 they have other names.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
-    gl.shared_memory_descriptor._reinterpret
-)
 
 ROWS, KEYS = 64, 64  # heads of a program, latents of a tile
 RANK, ROPE = 512, 64
 HALF = RANK // 2
-WIDE = 64  # elements that the accelerator copies of a row
+WIDE = PIECE  # elements that the accelerator copies of a row
 PLACES = 2  # of tiles
 REGISTERS = 208  # of a thread of `_half`
 COPIES = 56  # registers of a thread of those that copy
-
-SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
@@ -409,13 +399,13 @@ def _latent_specialized_kernel(
     queries = (q_first, q_second, q_shared)
     tiles = (first, second, shared)
     pieces = (
-        seen_as(first, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
-        seen_as(second, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
+        reinterpret(first, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
+        reinterpret(second, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
     )
     boxes = (
-        seen_as(first, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
-        seen_as(second, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
-        seen_as(shared, dtype, [PLACES * BOXES, BOX, 64], SWIZZLED),
+        reinterpret(first, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
+        reinterpret(second, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
+        reinterpret(shared, dtype, [PLACES * BOXES, BOX, 64], SWIZZLED),
     )
     handed = (weights, shrinks)
     barriers = (full_first, full_second, free_first, free_second, weighed, taken)

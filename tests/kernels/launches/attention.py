@@ -15,6 +15,7 @@ from kernels.attention.latent.specialized_decode import specialized_decode
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.attention.prefill import attention_prefill
+from kernels.attention.specialized_prefill import TILES, specialized_prefill
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import QuantizedKV
 from kernels.kv.write import rope_kv_write
@@ -56,6 +57,9 @@ def attention(model: str) -> None:
             meta,
             deterministic,
         )
+    specialized = dim in TILES and driver.active.get_current_target().arch == 90
+    if specialized:
+        specialized_prefill(q, k_cache, v_cache, torch.empty_like(q), dim**-0.5, meta)
     for entries in (1, 20, 64, 512):
         splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
         q = bf16(entries, d.num_heads, dim)
@@ -76,6 +80,8 @@ def attention(model: str) -> None:
         meta.window, meta.chunk = window, chunk
         for deterministic in (False, True):
             attention_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic, *how)
+        if specialized:
+            specialized_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, how[1])
 
 
 def quantized_attention(model: str) -> None:

@@ -1,0 +1,531 @@
+"""Warp-specialised attention of chunks over paged keys and values on Hopper: prefill.py's result.
+
+A program takes 128 rows: queries of one entry, times the query heads that share a key head. Two
+warpgroups compute 64 rows each. One warp, the producer, only has keys, values and queries copied to
+shared memory, page by page, by the tensor memory accelerator. A warpgroup issues the GEMM of the
+next tile's scores, then that of this tile's values, and computes exponentials while the second one
+runs. So the tensor cores wait for neither memory nor exponentials (FlashAttention 3,
+arXiv:2407.08608, section 3). Tiles are walked from the diagonal down.
+
+A program per multiprocessor takes such work from one queue, longest first. The producer is a work
+ahead: it looks an entry up, writes what the warpgroups need to know to shared memory, and has the
+queries copied while they compute. Triton's own compiler gives all warps the same to do; this is
+Gluon, which no interpreter runs.
+
+TFLOP/s on an H100 with Triton 3.6, random normal data, all in turns (bench/notes/attention.md):
+
+    heads, size     prompt     here   prefill.py   cuDNN
+    32 / 8 of 128    8,192      620          483     605
+    32 / 8 of 128   32,768      624          469     609
+    16 / 8 of 256    8,192      695          385     624
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention.shapes import Heads, Scores
+from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.launch.hopper import PIECE, SWIZZLED, barrier, load_box, reinterpret
+from kernels.launch.pdl import num_sms
+from kernels.metadata import AttentionMeta
+
+ROWS = 128  # of a program
+LOG2E = 1.4426950408889634
+MAX_REGISTERS = 168  # of a thread, on average of three warpgroups
+
+
+class PrefillTile(NamedTuple):
+    """What a program has in shared memory and registers, as one `tl.constexpr`.
+
+    keys: keys of a tile.
+    places: tiles of keys, and of values, in shared memory.
+    slots: tiles of queries there.
+    box: keys that the accelerator copies at once.
+    registers: registers of a thread of the second warpgroup; the first has what is left, as many.
+    producer_registers: registers of a thread of the producer.
+    """
+
+    keys: int
+    places: int
+    slots: int
+    box: int = 16
+    registers: int = 240
+    producer_registers: int = 24
+
+
+# Head size -> its tile. With heads of 64 a tile's exponentials take longer than its GEMMs:
+# prefill.py, with twice as many warps a multiprocessor, is as fast (0.84 to 1.04 of it).
+TILES = {128: PrefillTile(128, 2, 2), 256: PrefillTile(64, 2, 1)}
+
+
+@gluon.jit
+def _entry_of(query_start, first_entry, num_entries, index, QUERIES: gl.constexpr):
+    """`kernels.launch.entries.entry_of`, in Gluon."""
+    origin = gl.load(query_start + first_entry)
+    low = first_entry
+    high = num_entries
+    while low < high:
+        middle = (low + high + 1) // 2
+        blocks_before = (gl.load(query_start + middle) - origin) // QUERIES + middle - first_entry
+        if blocks_before <= index:
+            low = middle
+        else:
+            high = middle - 1
+    begin = gl.load(query_start + low)
+    first = (index - ((begin - origin) // QUERIES + low - first_entry)) * QUERIES
+    return low, begin, first
+
+
+@gluon.jit
+def _first_key(position, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
+    """The first key that the query at a position sees; may be below zero."""
+    if CHUNK:
+        return position // CHUNK * CHUNK
+    return position - (WINDOW - 1)
+
+
+@gluon.jit
+def _produce(
+    q, k_cache, v_cache, block_table, table_stride, query_start, kv_len, counts, queue, num_tokens,
+    blocks, boxes, handed, barriers,
+    LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Hand work to the warpgroups, and copy its queries, keys and values into free places."""
+    HEADS: gl.constexpr = LAYER.num_kv_heads
+    GROUP: gl.constexpr = LAYER.group
+    DIM: gl.constexpr = LAYER.head_dim
+    BLOCK_SIZE: gl.constexpr = LAYER.block_size
+    BOX: gl.constexpr = TILE.box
+    KEYS: gl.constexpr = TILE.keys
+    PLACES: gl.constexpr = TILE.places
+    SLOTS: gl.constexpr = TILE.slots
+    WINDOW: gl.constexpr = SCORES.window
+    CHUNK: gl.constexpr = SCORES.chunk
+    QUERIES: gl.constexpr = 128 // GROUP
+    q_boxes, k_boxes, v_boxes = boxes
+    full_q, free_q, full_k, free_k, full_v, free_v = barriers
+    BOXES: gl.constexpr = KEYS // BOX
+    PIECES: gl.constexpr = DIM // 64
+    TILE_BYTES: gl.constexpr = KEYS * DIM * 2
+    FIELDS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    field = gl.arange(0, 8, layout=FIELDS)
+    first_entry = gl.load(counts)
+    num_entries = gl.load(counts + 1)
+    total = blocks * HEADS
+    step = 0  # tiles
+    work = 0
+    at = gl.atomic_add(queue, 1)
+    while at < total:
+        head = at % HEADS
+        index = blocks - 1 - at // HEADS
+        entry, begin, first = _entry_of(query_start, first_entry, num_entries, index, QUERIES)
+        query_len = num_tokens - begin  # of the padding behind the last entry, which gets zeros
+        length = 0
+        if entry < num_entries:
+            query_len = gl.load(query_start + entry + 1) - begin
+            length = gl.load(kv_len + entry)
+        if first < query_len:
+            first_position = length - query_len + first
+            end = gl.minimum(first_position + QUERIES, length)
+            high = gl.cdiv(end, KEYS)
+            lowest = 0
+            if WINDOW or CHUNK:
+                lowest = gl.maximum(_first_key(first_position, WINDOW, CHUNK), 0)
+            low = lowest // KEYS
+            if entry >= num_entries:
+                low = high
+            slot = work % SLOTS
+            mbarrier.wait(free_q.index(slot), (work // SLOTS & 1) ^ 1)
+            fields = gl.where(field == 0, high - low, high)
+            fields = gl.where(field == 2, end, fields)
+            fields = gl.where(field == 3, first_position, fields)
+            fields = gl.where(field == 4, begin + first, fields)
+            fields = gl.where(field == 5, query_len - first, fields)
+            fields = gl.where(field == 6, head, fields)
+            handed.index(slot).store(fields)
+            barrier()
+            ready = full_q.index(slot)
+            mbarrier.expect(ready, 128 * DIM * 2)
+            for half in gl.static_range(2):
+                token = begin + first + half * (QUERIES // 2)
+                for piece in gl.static_range(PIECES):
+                    for of_group in gl.static_range(GROUP):
+                        column = (head * GROUP + of_group) * DIM + piece * 64
+                        q_box = ((slot * 2 + half) * PIECES + piece) * GROUP + of_group
+                        load_box(q, [token, column], ready, q_boxes.index(q_box))
+            work += 1
+            table = block_table + entry.to(gl.int64) * table_stride
+            for tile in range(high - low):
+                start = (high - 1 - tile) * KEYS
+                rows = ()
+                for box in gl.static_range(BOXES):
+                    position = start + box * BOX
+                    seen = (position < end) & (position + BOX > lowest)
+                    page = gl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
+                    row = (page * HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+                    row = gl.where(seen, row, -BOX)  # outside: the accelerator writes zeros
+                    rows = rows + (row,)  # noqa: RUF005
+                place = step % PLACES
+                phase = (step // PLACES & 1) ^ 1
+                mbarrier.wait(free_k.index(place), phase)
+                ready = full_k.index(place)
+                mbarrier.expect(ready, TILE_BYTES)
+                for box in gl.static_range(BOXES):
+                    for piece in gl.static_range(PIECES):
+                        to = k_boxes.index((place * PIECES + piece) * BOXES + box)
+                        load_box(k_cache, [rows[box], piece * 64], ready, to)
+                mbarrier.wait(free_v.index(place), phase)
+                ready = full_v.index(place)
+                mbarrier.expect(ready, TILE_BYTES)
+                for box in gl.static_range(BOXES):
+                    for piece in gl.static_range(PIECES):
+                        to = v_boxes.index((place * PIECES + piece) * BOXES + box)
+                        load_box(v_cache, [rows[box], piece * 64], ready, to)
+                step += 1
+        at = gl.atomic_add(queue, 1)
+    if gl.atomic_add(queue + 1, 1) == gl.num_programs(0) - 1:  # the last: ready for the next launch
+        gl.store(queue, 0)
+        gl.store(queue + 1, 0)
+    slot = work % SLOTS
+    mbarrier.wait(free_q.index(slot), (work // SLOTS & 1) ^ 1)
+    handed.index(slot).store(gl.where(field == 0, -1, 0))  # no more work
+    barrier()
+    mbarrier.arrive(full_q.index(slot), count=1)
+
+
+@gluon.jit
+def _field(fields, which: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(fields.slice(which, 1).load(ONE), axis=0)
+
+
+@gluon.jit
+def _clear_from(piece, count, KEYS: gl.constexpr):
+    """Write zeros to a piece's rows from `count` on: a weight of zero times a NaN is a NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    values = piece.load(LAYOUT)
+    piece.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _masked(
+    score, start, row_position, KEYS: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Scores of the keys from `start` on, -inf where a row does not see a key."""
+    position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
+    score = gl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
+    if WINDOW or CHUNK:
+        first = _first_key(row_position, WINDOW, CHUNK)
+        score = gl.where(position[None, :] >= first[:, None], score, float("-inf"))
+    return score
+
+
+@gluon.jit
+def _weigh(score, top, denominator, scale_log2):
+    """Return the weights of a tile, the rows' new maxima and sums, and what shrinks older sums."""
+    new_top = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
+    weight = gl.exp2(score * scale_log2 - new_top[:, None])
+    shrink = gl.exp2(top - new_top)
+    return weight, new_top, denominator * shrink + gl.sum(weight, axis=1), shrink
+
+
+@gluon.jit
+def _attend(
+    out, sinks, scale_log2, queries, tiles, handed, barriers,
+    HALF: gl.constexpr, LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Compute one half of the rows of each work: row r is query r % (QUERIES / 2) of the half, and
+    head r // (QUERIES / 2) of the group."""
+    HEADS: gl.constexpr = LAYER.num_kv_heads
+    GROUP: gl.constexpr = LAYER.group
+    DIM: gl.constexpr = LAYER.head_dim
+    KEYS: gl.constexpr = TILE.keys
+    PLACES: gl.constexpr = TILE.places
+    SLOTS: gl.constexpr = TILE.slots
+    WINDOW: gl.constexpr = SCORES.window
+    CHUNK: gl.constexpr = SCORES.chunk
+    QUERIES: gl.constexpr = 128 // GROUP
+    keys, values, value_pieces = tiles
+    full_q, free_q, full_k, free_k, full_v, free_v = barriers
+    LOG2E: gl.constexpr = 1.4426950408889634
+    LOWEST: gl.constexpr = -1.0e30  # below all scores, and finite: no inf - inf
+    PIECES: gl.constexpr = DIM // 64
+    OWN: gl.constexpr = QUERIES // 2
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    dtype: gl.constexpr = out.dtype.element_ty
+    score_row = gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
+    out_row = gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE))
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, WHOLE))
+    zero = gl.zeros([64, KEYS], gl.float32, layout=PRODUCT)
+    step = 0  # tiles
+    work = 0
+    count = 0
+    while count >= 0:
+        slot = work % SLOTS
+        mbarrier.wait(full_q.index(slot), work // SLOTS & 1)
+        fields = handed.index(slot)
+        count = _field(fields, 0)
+        if count >= 0:
+            high = _field(fields, 1)
+            end = _field(fields, 2)
+            first_position = _field(fields, 3)
+            first_token = _field(fields, 4)
+            num_queries = _field(fields, 5)
+            head = _field(fields, 6)
+            query = queries.index(slot * 2 + HALF)
+            # Rows behind the last query look at what the last one sees.
+            own = gl.minimum(HALF * OWN + score_row % OWN, num_queries - 1)
+            row_position = first_position + own
+            lowest_position = first_position + HALF * OWN
+            acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
+            top = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+            denominator = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+            if SCORES.sinks:  # as a key without a value
+                top = gl.load(sinks + head * GROUP + score_row // OWN) * LOG2E
+                denominator += 1.0
+            if count > 0:
+                start = (high - 1) * KEYS
+                place = step % PLACES
+                mbarrier.wait(full_k.index(place), step // PLACES & 1)
+                key = keys.index(place).permute((1, 0))
+                score = warpgroup_mma(query, key, zero, use_acc=False, is_async=True)
+                if start + KEYS > end:  # the last block's places behind the entry's last key
+                    mbarrier.wait(full_v.index(place), step // PLACES & 1)
+                    for piece in gl.static_range(PIECES):
+                        _clear_from(value_pieces.index(place * PIECES + piece), end - start, KEYS)
+                    fence_async_shared()
+                    barrier()
+                score = warpgroup_mma_wait(0, deps=[score])
+                barrier()
+                mbarrier.arrive(free_k.index(place), count=1)
+                score = _masked(score, start, row_position, KEYS, WINDOW, CHUNK, PRODUCT)
+                weight, top, denominator, _ = _weigh(score, top, denominator, scale_log2)
+                weights = gl.convert_layout(weight.to(dtype), WEIGHTS)
+                for tile in range(1, count):
+                    start = (high - 1 - tile) * KEYS
+                    after = (step + 1) % PLACES
+                    mbarrier.wait(full_k.index(after), (step + 1) // PLACES & 1)
+                    key = keys.index(after).permute((1, 0))
+                    score = warpgroup_mma(query, key, zero, use_acc=False, is_async=True)
+                    mbarrier.wait(full_v.index(place), step // PLACES & 1)
+                    acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
+                    score = warpgroup_mma_wait(1, deps=[score])
+                    barrier()
+                    mbarrier.arrive(free_k.index(after), count=1)
+                    hidden = start + KEYS > lowest_position + 1
+                    if WINDOW or CHUNK:
+                        highest_position = lowest_position + (OWN - 1)
+                        hidden = hidden | (start < _first_key(highest_position, WINDOW, CHUNK))
+                    if hidden:
+                        score = _masked(score, start, row_position, KEYS, WINDOW, CHUNK, PRODUCT)
+                    weight, top, denominator, shrink = _weigh(score, top, denominator, scale_log2)
+                    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+                    barrier()
+                    mbarrier.arrive(free_v.index(place), count=1)
+                    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+                    weights = gl.convert_layout(weight.to(dtype), WEIGHTS)
+                    step += 1
+                    place = after
+                mbarrier.wait(full_v.index(place), step // PLACES & 1)
+                acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                barrier()
+                mbarrier.arrive(free_v.index(place), count=1)
+                step += 1
+            denominator = gl.where(denominator > 0.0, denominator, 1.0)  # of padding: 0 / 1
+            acc = acc / gl.convert_layout(denominator, gl.SliceLayout(1, OUT))[:, None]
+            # By way of the queries' place, which nobody reads any more: stores of 16 bytes.
+            query.store(acc.to(dtype))
+            barrier()
+            result = query.load(WHOLE)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(free_q.index(slot), count=1)
+            index = HALF * OWN + out_row % OWN
+            token = (first_token + index).to(gl.int64)
+            at = (token * (HEADS * GROUP) + head * GROUP + out_row // OWN) * DIM
+            gl.store(out + at[:, None] + dims[None, :], result, mask=(index < num_queries)[:, None])
+            work += 1
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_tokens", "blocks"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
+)
+def _prefill_specialized_kernel(
+    q,  # a descriptor of [num_tokens, num_heads * DIM]
+    k_cache,  # a descriptor of [num_blocks * HEADS * BLOCK_SIZE, DIM]
+    v_cache,  # likewise
+    out,  # [num_tokens, num_heads, DIM]
+    block_table,
+    query_start,
+    kv_len,
+    counts,
+    queue,  # two counters, zero between launches: work that was taken, programs that are done
+    sinks,  # [num_heads] float32, if SINKS
+    scale_log2,
+    table_stride,
+    num_tokens,
+    blocks,  # of QUERIES queries, at most
+    LAYER: gl.constexpr,  # `Heads`
+    TILE: gl.constexpr,  # `PrefillTile`
+    SCORES: gl.constexpr,  # `Scores`
+):
+    GROUP: gl.constexpr = LAYER.group
+    DIM: gl.constexpr = LAYER.head_dim
+    BOX: gl.constexpr = TILE.box
+    KEYS: gl.constexpr = TILE.keys
+    PLACES: gl.constexpr = TILE.places
+    SLOTS: gl.constexpr = TILE.slots
+    PIECES: gl.constexpr = DIM // 64
+    BOXES: gl.constexpr = KEYS // BOX
+    SWIZZLED: gl.constexpr = k_cache.layout
+    dtype: gl.constexpr = out.dtype.element_ty
+    queries = gl.allocate_shared_memory(dtype, [SLOTS * 2, 64, DIM], SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [PLACES, KEYS, DIM], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [PLACES, KEYS, DIM], SWIZZLED)
+    handed = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    full_q = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free_q = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full_k = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free_k = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free_v = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full_q.index(slot), count=1)
+        mbarrier.init(free_q.index(slot), count=2)
+    for place in gl.static_range(PLACES):
+        mbarrier.init(full_k.index(place), count=1)
+        mbarrier.init(full_v.index(place), count=1)
+        mbarrier.init(free_k.index(place), count=2)
+        mbarrier.init(free_v.index(place), count=2)
+    fence_async_shared()
+    barrier()
+    # A tile's elements lie 64 by 64, each 64 of all its rows behind the 64 before.
+    boxes = (
+        reinterpret(queries, dtype, [SLOTS * 2 * PIECES * GROUP, 64 // GROUP, 64], SWIZZLED),
+        reinterpret(keys, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),
+        reinterpret(values, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),
+    )
+    value_pieces = reinterpret(values, dtype, [PLACES * PIECES, KEYS, 64], SWIZZLED)
+    tiles = (keys, values, value_pieces)
+    barriers = (full_q, free_q, full_k, free_k, full_v, free_v)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    out, sinks, scale_log2, queries, tiles, handed, barriers,
+                    0, LAYER, TILE, SCORES,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    out, sinks, scale_log2, queries, tiles, handed, barriers,
+                    1, LAYER, TILE, SCORES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q, k_cache, v_cache, block_table, table_stride, query_start, kv_len, counts,
+                    queue, num_tokens, blocks, boxes, handed, barriers, LAYER, TILE, SCORES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [TILE.registers, TILE.producer_registers],
+    )  # fmt: skip
+
+
+def specialized_prefill_fits(
+    q: Tensor,
+    k_cache: Cache,
+    deterministic: bool = False,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> bool:
+    """Whether `specialized_prefill` takes these tensors.
+
+    It takes 16-bit keys and values in heads of 128 or 256, groups of 1, 2, 4 or 8 query heads,
+    and blocks that tiles of keys consist of or that consist of them; on Hopper alone. Soft caps,
+    slopes and deterministic mode are prefill.py's.
+    """
+    if isinstance(k_cache, QuantizedKV) or deterministic or softcap or slopes is not None:
+        return False
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    _, heads, block_size, dim = k_cache.shape
+    if dim not in TILES or q.element_size() != 2 or q.dtype != k_cache.dtype:
+        return False
+    keys = TILES[dim].keys
+    pages = block_size % 16 == 0 and (keys % block_size == 0 or block_size % keys == 0)
+    return pages and q.shape[1] // heads in (1, 2, 4, 8) and k_cache.is_contiguous()
+
+
+@lru_cache
+def _queue(device: torch.device) -> Tensor:
+    """Counters of the launches on a device, which run one after another."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def specialized_prefill(
+    q: Tensor,  # [num_tokens, num_heads, head_dim], contiguous
+    k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: Tensor,
+    out: Tensor,  # like q
+    scale: float,
+    meta: AttentionMeta,
+    sinks: Tensor | None = None,
+) -> None:
+    """Compute what `attention_prefill` does: the entries counts[0] .. counts[1] - 1 of meta."""
+    num_tokens, num_heads, dim = q.shape
+    _, heads, block_size, _ = k_cache.shape
+    group = num_heads // heads
+    tile = TILES[dim]
+    tile = tile._replace(box=min(tile.keys, block_size))
+    # Each entry, and the padding after the last, may leave its last block part empty.
+    blocks = num_tokens // (ROWS // group) + meta.kv_len.shape[0] + 1
+    _prefill_specialized_kernel[(min(num_sms(q.device), blocks * heads),)](
+        TensorDescriptor.from_tensor(
+            q.view(num_tokens, num_heads * dim), [ROWS // 2 // group, PIECE], SWIZZLED
+        ),
+        TensorDescriptor.from_tensor(k_cache.view(-1, dim), [tile.box, PIECE], SWIZZLED),
+        TensorDescriptor.from_tensor(v_cache.view(-1, dim), [tile.box, PIECE], SWIZZLED),
+        out,
+        meta.block_table,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        _queue(q.device),
+        q if sinks is None else sinks,
+        scale * LOG2E,
+        meta.block_table.stride(0),
+        num_tokens,
+        blocks,
+        LAYER=Heads(heads, group, dim, block_size),
+        TILE=tile,
+        SCORES=Scores(False, sinks is not None, False, meta.window, meta.chunk),
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )

@@ -1,0 +1,17 @@
+"""Names of Gluon's operations for Hopper that differ between Triton 3.6 and later releases."""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# A box of a tensor by the tensor memory accelerator, and rows by the threads' own copies.
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret
+)
+
+# Tiles of 16-bit numbers whose rows lie in pieces of 128 bytes, as the matrix units read them.
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+PIECE = 64  # elements of such a piece
