@@ -67,26 +67,25 @@ class Api:
         self.context = replace(self.context, options=options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._http(scope, receive, send)
-        elif scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "websocket":
             await _refuse_websocket(scope, send)
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
         began = time.monotonic()
         context = self.context
         options = context.options
         exchange = HttpExchange(scope, receive, send, tell_id=options.tell_request_id)
         named, status = "other", 499
         origins = options.cors_origins
-        tell_origin(exchange, origins)
+        if origins:
+            tell_origin(exchange, origins)
         try:
             try:
                 exchange.check_envelope()
                 path = exchange.path = versioned(exchange.path)
-                if path.startswith(anthropic.PATH) or exchange.values(VERSION_HEADER):
+                if path.startswith(anthropic.PATH) or VERSION_HEADER in exchange.headers:
                     exchange.error_body = anthropic.error_body
                 elif path.startswith(ollama.PREFIX):
                     exchange.error_body = ollama_error

@@ -23,9 +23,9 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
     """
     if not options.api_keys and not (admin and options.admin_keys):
         return ANYONE
-    credentials = exchange.values(b"authorization")
+    credentials = exchange.headers.get(b"authorization", [])
     if not credentials:
-        credentials = [b"bearer " + key for key in exchange.values(b"x-api-key")]
+        credentials = [b"bearer " + key for key in exchange.headers.get(b"x-api-key", [])]
     scheme, _, key = credentials[0].partition(b" ") if len(credentials) == 1 else (b"", b"", b"")
     digest = hashlib.sha256(key.strip()).digest()
     user, operator = _among(digest, options.api_keys), _among(digest, options.admin_keys)

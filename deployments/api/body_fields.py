@@ -117,7 +117,7 @@ def check_names(
                 "unknown_field",
             )
         ignored.append(name)
-    return name_fields(ignored)
+    return name_fields(ignored) if ignored else []
 
 
 def name_fields(names: Iterable[str], inside: str = "") -> list[str]:

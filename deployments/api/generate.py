@@ -114,7 +114,7 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         common.key, common.deadline, common.trace = key, deadline, exchange.trace
         common.cache_salt = salt_of(exchange, queue.cache_salt, options)
         common.priority = priority
-        call.timing = exchange.values(b"x-return-timing") == [b"1"]
+        call.timing = exchange.headers.get(b"x-return-timing") == [b"1"]
         await _answer(context, exchange, call, ids if call.stream else None, dialect)
     except (ApiError, MantaError) as error:
         raise request.own_error(error) from None

@@ -57,6 +57,7 @@ class Route:
 
     path: the URL's path; {id} stands for one part without a slash, {name} for anything not empty
     open: whether the route needs no key
+    operations: the operations by method
     """
 
     path: str
@@ -65,9 +66,9 @@ class Route:
     post: Operation | None = None
     delete: Operation | None = None
     open: bool = False
+    operations: Mapping[str, Operation] = field(init=False)
 
-    @property
-    def operations(self) -> dict[str, Operation]:
-        """The operations of the route, by method."""
+    def __post_init__(self) -> None:
         named = {"GET": self.get, "HEAD": self.get, "POST": self.post, "DELETE": self.delete}
-        return {method: operation for method, operation in named.items() if operation is not None}
+        served = {name: operation for name, operation in named.items() if operation is not None}
+        object.__setattr__(self, "operations", served)

@@ -87,7 +87,7 @@ class LiteqwenRequest(DialectRequest):
             return
         request_name = exchange.request_id = _checked_id(self._body.request_id)
         explain = self._context.options.explain
-        if explain is None or exchange.values(LAST):  # a stream that goes on is the same request
+        if explain is None or LAST in exchange.headers:  # a stream that goes on is the same request
             return
         prompts = await explain(request_name, exchange.caller.id)
         if any(part["state"] in _LIVE for part in prompts):

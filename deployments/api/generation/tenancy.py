@@ -52,7 +52,7 @@ def key_of(exchange: HttpExchange, user: str | None, options: ApiOptions) -> str
     if options.share_by == "user":
         names = [] if user is None else [user.encode()[:_MAX_KEY]]
     else:
-        names = exchange.values(options.share_by.encode())
+        names = exchange.headers.get(options.share_by.encode(), [])
     return hashlib.sha256(names[0].strip()).hexdigest()[:32] if names else ""
 
 
@@ -96,7 +96,7 @@ def deadline_after(
     Raises ApiError 400 invalid_type, invalid_value.
     """
     seconds = options.deadline_s if asked is None else asked
-    headers = exchange.values(DEADLINE_HEADER.encode())
+    headers = exchange.headers.get(DEADLINE_HEADER.encode(), [])
     if headers:
         name = DEADLINE_HEADER
         try:

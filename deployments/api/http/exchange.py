@@ -50,6 +50,8 @@ class HttpExchange:
 
     Every answer carries x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
     not empty. After `start` the status is out, so a failure can only be told inside the stream.
+
+    headers: the values of each header of the request, by its name in lower case
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
@@ -67,15 +69,18 @@ class HttpExchange:
         self.error_body: Callable[[ApiError], bytes] = ApiError.body  # of an answer that is not 2xx
         self._send = send
         self._tell_id = tell_id
-        self._headers: dict[bytes, list[bytes]] = {}
+        self.headers: dict[bytes, list[bytes]] = {}
+        self._header_bytes = 0
         for name, value in scope["headers"]:
-            self._headers.setdefault(name.lower(), []).append(value)
-        self.path = _path(scope)
-        self.root: str = scope.get("root_path", "")
-        self.query: bytes = scope.get("query_string", b"")
-        self.request_id = request_id(self.values(b"x-request-id"))
-        self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])
+            self._header_bytes += len(name) + len(value)
+            self.headers.setdefault(name.lower(), []).append(value)
         self._header_count = len(scope["headers"])
+        self.root: str = scope.get("root_path", "")
+        self.path: str = scope["path"]
+        if self.root and self.path.startswith(self.root):
+            self.path = self.path[len(self.root) :] or "/"
+        self.query: bytes = scope.get("query_string", b"")
+        self.request_id = request_id(self.headers.get(b"x-request-id", []))
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
 
     def parameters(self) -> dict[str, str]:
@@ -85,17 +90,13 @@ class HttpExchange:
         except ValueError:
             raise ApiError(400, "invalid_value", "the query has more than 16 fields") from None
 
-    def values(self, name: bytes) -> list[bytes]:
-        """All values of a header; name in lower case."""
-        return self._headers.get(name, [])
-
     @property
     def trace(self) -> tuple[str, str]:
         """W3C's traceparent and tracestate, not checked; "" without one."""
-        parents = self.values(b"traceparent")
+        parents = self.headers.get(b"traceparent", [])
         if len(parents) != 1:
             return "", ""
-        state = b",".join(self.values(b"tracestate"))
+        state = b",".join(self.headers.get(b"tracestate", []))
         return parents[0].decode("latin-1"), state.decode("latin-1")
 
     def check_envelope(self) -> None:
@@ -111,15 +112,15 @@ class HttpExchange:
                 f"at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes in total",
                 headers=_CLOSE,
             )
-        hosts = self.values(b"host")
+        hosts = self.headers.get(b"host", [])
         if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
             raise ApiError(400, "invalid_host", "the Host header is not valid", headers=_CLOSE)
-        lengths = set(self.values(b"content-length"))
-        if len(lengths) > 1 or any(not length.isdigit() for length in lengths):
+        lengths = set(self.headers.get(b"content-length", []))
+        if len(lengths) > 1 or not all(map(bytes.isdigit, lengths)):
             raise ApiError(
                 400, "invalid_content_length", "Content-Length is not valid", headers=_CLOSE
             )
-        if lengths and self.values(b"transfer-encoding"):
+        if lengths and b"transfer-encoding" in self.headers:
             raise ApiError(
                 400,
                 "invalid_framing",
@@ -134,13 +135,10 @@ class HttpExchange:
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
         """
         self._check_media_type()
-        lengths = self.values(b"content-length")
-        too_large = ApiError(
-            413, "body_too_large", f"the body is larger than {limit} bytes", headers=_CLOSE
-        )
+        lengths = self.headers.get(b"content-length", [])
         # As many digits as a limit could have; a longer number must not become an int first.
         if lengths and (len(lengths[0].lstrip(b"0")) > 18 or int(lengths[0]) > limit):
-            raise too_large
+            raise _too_large(limit)
         parts: list[bytes] = []
         size = 0
         try:
@@ -152,7 +150,7 @@ class HttpExchange:
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size > limit:
-                        raise too_large
+                        raise _too_large(limit)
                     if part:
                         parts.append(part)
                     if not message.get("more_body", False):
@@ -174,18 +172,19 @@ class HttpExchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check_media_type(self) -> None:
-        named = b",".join(self.values(b"content-encoding")).lower().split(b",")
-        encodings = [name.strip() for name in named if name.strip() not in (b"", b"identity")]
-        if len(encodings) > 1 or not ENCODINGS.keys() >= set(encodings):
-            raise ApiError(
-                415,
-                "unsupported_media_type",
-                f"content-encoding must be one of {b', '.join(ENCODINGS).decode()}, or none",
-                param="content-encoding",
-                headers=_CLOSE,
-            )
-        self.encoding = encodings[0] if encodings else b""
-        types = self.values(b"content-type")
+        if b"content-encoding" in self.headers:
+            named = b",".join(self.headers[b"content-encoding"]).lower().split(b",")
+            encodings = [name.strip() for name in named if name.strip() not in (b"", b"identity")]
+            if len(encodings) > 1 or not ENCODINGS.keys() >= set(encodings):
+                raise ApiError(
+                    415,
+                    "unsupported_media_type",
+                    f"content-encoding must be one of {b', '.join(ENCODINGS).decode()}, or none",
+                    param="content-encoding",
+                    headers=_CLOSE,
+                )
+            self.encoding = encodings[0] if encodings else b""
+        types = self.headers.get(b"content-type", [])
         if len(types) == 1:
             kind, _, parameters = types[0].lower().partition(b";")
             charset = parameters.strip().replace(b'"', b"").replace(b" ", b"")
@@ -306,12 +305,9 @@ class UntilDisconnect:
                 raise ClientDisconnected from None
 
 
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    if root and path.startswith(root):
-        return path[len(root) :] or "/"
-    return path
-
-
 _CLOSE: Headers = (("connection", "close"),)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes"
+    return ApiError(413, "body_too_large", message, headers=_CLOSE)

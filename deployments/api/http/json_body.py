@@ -83,10 +83,12 @@ def parse_inner(text: str) -> Any:
 
 def _count(body: bytes) -> None:
     """Refuse more values than a decoder may hold the lock for. Raises ApiError json_too_large."""
-    slices = range(0, len(body), _SLICE)
-    commas = sum(body.count(b",", at, at + _SLICE) for at in slices)
-    quotes = sum(body.count(b'"', at, at + _SLICE) for at in slices)
-    containers = sum(body.count(b, at, at + _SLICE) for b in (b"[", b"{") for at in slices)
+    commas = quotes = containers = 0
+    for at in range(0, len(body), _SLICE):
+        end = at + _SLICE
+        commas += body.count(b",", at, end)
+        quotes += body.count(b'"', at, end)
+        containers += body.count(b"[", at, end) + body.count(b"{", at, end)
     if commas < MAX_NODES and quotes <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS:
         return
     # Some of these may stand in texts: look again at what is outside of strings.

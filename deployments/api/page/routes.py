@@ -21,7 +21,7 @@ async def page(context: ApiContext, exchange: HttpExchange) -> None:
     if file is None:
         message = f"the page has no file {shown(name)}; it is at {PAGE}"
         raise ApiError(404, "not_found", message, kind=NOT_FOUND)
-    same = exchange.values(b"if-none-match") == [file.tag.encode()]
+    same = exchange.headers.get(b"if-none-match") == [file.tag.encode()]
     body = b"" if same else file.content
     await exchange.answer(304 if same else 200, body, file.content_type, file.headers)
 

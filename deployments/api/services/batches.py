@@ -231,9 +231,9 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
 
 async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFolder) -> Entry:
     """Write an upload to the disk as it arrives: multipart/form-data with `file` and `purpose`."""
-    if exchange.values(b"content-encoding"):
+    if b"content-encoding" in exchange.headers:
         raise _unsupported("an upload must not have a content-encoding", "content-encoding")
-    kinds = exchange.values(b"content-type")
+    kinds = exchange.headers.get(b"content-type", [])
     boundary = _BOUNDARY.match(kinds[0]) if len(kinds) == 1 else None
     if boundary is None:
         raise _unsupported(

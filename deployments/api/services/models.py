@@ -38,7 +38,7 @@ async def models(context: ApiContext, exchange: HttpExchange) -> None:
     await context.backend.adapters.refresh()
     may_use = exchange.caller.may_use
     served = [card for card in context.backend.models().values() if may_use(card.id)]
-    if exchange.values(VERSION_HEADER):
+    if VERSION_HEADER in exchange.headers:
         await exchange.answer(200, msgspec.json.encode(_page(served, exchange.query)))
         return
     cards = [_shown(context, card) for card in served]
@@ -54,7 +54,7 @@ async def one_model(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, msgspec.json.encode(gone))
         return
     card = await find_model(name, context.backend, exchange.caller)
-    if exchange.values(VERSION_HEADER):
+    if VERSION_HEADER in exchange.headers:
         await exchange.answer(200, msgspec.json.encode(_for_anthropic(card)))
         return
     shown = _shown(context, card)

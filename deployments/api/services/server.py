@@ -16,7 +16,9 @@ async def root(context: ApiContext, exchange: HttpExchange) -> None:
 
     A browser is sent to the page.
     """
-    if context.options.page and any(b"text/html" in kind for kind in exchange.values(b"accept")):
+    if context.options.page and any(
+        b"text/html" in kind for kind in exchange.headers.get(b"accept", [])
+    ):
         place = (("location", exchange.root + PAGE),)
         await exchange.answer(307, b"", b"text/plain; charset=utf-8", place)
         return

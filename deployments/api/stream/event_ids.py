@@ -179,8 +179,8 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
 
     caller: the id of the request's caller
     """
-    last = b"".join(exchange.values(LAST)[:1])
-    if not last and exchange.values(WANTED) != [b"1"]:
+    last = b"".join(exchange.headers.get(LAST, [])[:1])
+    if not last and exchange.headers.get(WANTED) != [b"1"]:
         return None
     bound = (exchange.path.encode(), exchange.digest, caller.encode())
     binding = b"".join(len(part).to_bytes(2, "big") + part for part in bound)
