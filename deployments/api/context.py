@@ -10,6 +10,7 @@ from typing import Any
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.body_fields import take_object
+from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
 from deployments.api.http.encodings import decoded
 from deployments.api.http.errors import OVERLOADED, ApiError
@@ -18,8 +19,9 @@ from deployments.api.http.json_body import parse_json
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.response_store import ResponseStore
+from deployments.api.served_model import allowed, find_model, known_model
 from deployments.api.stream.background import BackgroundRuns
-from deployments.backend import Backend
+from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 
 
@@ -81,6 +83,20 @@ class ApiContext:
                 kind=OVERLOADED,
                 headers=(("retry-after", "1"),),
             )
+
+    async def admit(self, key: str, name: Any, caller: Caller) -> ModelCard:
+        """Return the model of a request that may be queued.
+
+        key: the request's tenant
+        name: the model's name as the client gave it
+
+        A full queue goes before an unknown name. Raises as `Backend.admit` and `find_model`.
+        """
+        card = known_model(name, self.backend)
+        self.backend.admit(key, "" if card is None else card.id)
+        if card is None:
+            return await find_model(name, self.backend, caller)
+        return allowed(card, caller)
 
     def count_request(self, exchange: HttpExchange) -> None:
         """Count a request against the limits of its key. Raises ApiError 429."""

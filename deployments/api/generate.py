@@ -18,7 +18,7 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.output.grammars import grammar_of, output_grammar_of
-from deployments.api.served_model import find_model, known_model
+from deployments.api.served_model import find_model
 from deployments.api.stream.event_ids import EventIds, event_ids
 from deployments.api.stream.merge import start
 from deployments.api.stream.replay import recall
@@ -93,8 +93,8 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
     priority = allowed_priority(exchange, queue.priority)
     context.counter.in_flight += 1
     try:
-        backend.admit(key, known_model(request.model, backend))
-        call = await prepare(request, exchange.body_size, backend, options, exchange.caller)
+        card = await context.admit(key, request.model, exchange.caller)
+        call = await prepare(request, exchange.body_size, card, backend, options)
         exchange.ignored += call.ignored
         if call.card.parent is not None:
             call.common.adapter = await context.pin(call.card.id, deadline)
@@ -154,7 +154,8 @@ async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: Dia
     exchange.ignored += request.ignored
     backend, options = context.backend, context.options
     try:
-        call = await prepare(request, exchange.body_size, backend, options, exchange.caller)
+        card = await find_model(request.model, backend, exchange.caller)
+        call = await prepare(request, exchange.body_size, card, backend, options)
     except (ApiError, MantaError) as error:
         raise request.own_error(error) from None
     return len(call.prompts[0])

@@ -35,7 +35,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
     """
     if name is not None and not isinstance(name, str):
         raise wrong_type("model", "a string")
-    if (card := _known(name, backend)) is not None:
+    if (card := known_model(name, backend)) is not None:
         return allowed(card, caller)
     if not name:
         names = [base.id for base in _bases(backend) if caller.may_use(base.id)]
@@ -46,7 +46,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
     if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
     await backend.adapters.refresh()  # another router may have added it a moment ago
-    if (card := _known(name, backend)) is not None:
+    if (card := known_model(name, backend)) is not None:
         return allowed(card, caller)
     models = [name for name in backend.models() if caller.may_use(name)]
     raise ApiError(
@@ -66,12 +66,6 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
     raise ApiError(403, "model_not_found", message, param="model", kind=INVALID)
 
 
-def known_model(name: Any, backend: Backend) -> str:
-    """Return the id of the model that a request names, as far as it is known at once; else ""."""
-    card = _known(name, backend) if name is None or isinstance(name, str) else None
-    return "" if card is None else card.id
-
-
 def _served(names: Collection[str]) -> str:
     """A few names for a message, and where to find the others."""
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
@@ -84,9 +78,14 @@ def _bases(backend: Backend) -> list[ModelCard]:
     return [card for card in backend.models().values() if card.parent is None]
 
 
-def _known(name: str | None, backend: Backend) -> ModelCard | None:
-    """A served name goes before an adapter's, that before an alias, and the most specific alias
-    before others, whichever model it belongs to."""
+def known_model(name: Any, backend: Backend) -> ModelCard | None:
+    """Return the model that a request names; None if it is not known at once.
+
+    A served name goes before an adapter's, that before an alias, and the most specific alias before
+    others, whichever model it belongs to.
+    """
+    if name is not None and not isinstance(name, str):
+        return None
     if not name:
         bases = _bases(backend)
         return bases[0] if len(bases) == 1 else None

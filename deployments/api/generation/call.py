@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import kept_tokens, take_token_ids
-from deployments.api.caller import ANYONE, Caller
 from deployments.api.generation.request import (
     ChatMessage,
     ChatRequest,
@@ -25,10 +24,8 @@ from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.plan import OutputPlan, plan_output
 from deployments.api.output.prompt import render_options
 from deployments.api.output.request import RequestedTools
-from deployments.api.served_model import find_model
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
-from engine.sampling_params import SamplingParams
 from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
@@ -77,33 +74,28 @@ class GenerationCall:
     output: OutputPlan | None = None
     ignored: list[str] = field(default_factory=list)
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.common.params
-
     def change_params(self, **fields: Any) -> None:
         self.common.params = msgspec.structs.replace(self.common.params, **fields)
 
-    def _seed_for(self, prompt: list[int]) -> int:
-        seed = self.params.seed_for(prompt, self.card.seed)
-        return self.common.seed if seed is None else seed
-
     def requests(self) -> list[GenerationRequest]:
         """Return the requests for the backend, one for each prompt."""
-        params = self.params
+        params = self.common.params
         if self.score_only:  # an engine always makes a token; it is dropped here
             params = msgspec.structs.replace(params, max_tokens=1)
-        return [
-            dataclasses.replace(
-                self.common,
-                token_ids=ids,
-                params=params,
-                seed=self._seed_for(ids),
-                stream=self.streams[i] if self.streams else "",
-                emitted=self.emitted[i] if self.emitted else [],
+        requests = []
+        for i, ids in enumerate(self.prompts):
+            seed = params.seed_for(ids, self.card.seed)
+            requests.append(
+                dataclasses.replace(
+                    self.common,
+                    token_ids=ids,
+                    params=params,
+                    seed=self.common.seed if seed is None else seed,
+                    stream=self.streams[i] if self.streams else "",
+                    emitted=self.emitted[i] if self.emitted else [],
+                )
             )
-            for i, ids in enumerate(self.prompts)
-        ]
+        return requests
 
 
 def encode_texts(
@@ -127,17 +119,16 @@ def encode_texts(
 async def prepare(
     request: ChatRequest | TextRequest,
     size: int,
+    card: ModelCard,
     backend: Backend,
     options: ApiOptions,
-    caller: Caller = ANYONE,
 ) -> GenerationCall:
     """Check a request against the model that it names, and encode its prompts.
 
     size: the bytes of the request's body
 
-    Raises ApiError 400, 403, 404; InvalidRequest. These name fields by our names.
+    Raises ApiError 400; InvalidRequest. These name fields by our names.
     """
-    card = await find_model(request.model, backend, caller)
     tokenizer = backend.tokenizer(card.id)
     fill = _fill_chat if isinstance(request, ChatRequest) else _fill_texts
 
@@ -187,7 +178,7 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     request = call.request
     assert isinstance(request, ChatRequest)
     tools, tokenizer, limit = request.tools, call.tokenizer, call.card.max_model_len
-    cut = _kept(request.cut, call)
+    cut = None if request.cut is None else _kept(request.cut, call)
     unread: list[str] = []
     most = limit if cut is None else sys.maxsize
     template = (request.template, request.effort, unread, most)
@@ -276,11 +267,13 @@ def template_options(
     return TemplateOptions(opens, continues, variables)
 
 
-def _kept(cut: PromptCut | None, call: GenerationCall) -> int | None:
+def _kept(cut: PromptCut, call: GenerationCall) -> int | None:
     """Return how many tokens of each prompt are kept; None: all are. Raises ApiError 400."""
     context = call.card.max_model_len
-    tokens = None if cut is None else kept_tokens(cut.tokens, context)
-    return None if tokens is None else min(tokens, max(1, context - (call.params.max_tokens or 1)))
+    tokens = kept_tokens(cut.tokens, context)
+    if tokens is None:
+        return None
+    return min(tokens, max(1, context - (call.common.params.max_tokens or 1)))
 
 
 def _cut(ids: list[int], tokens: int, cut: PromptCut) -> list[int]:
@@ -292,12 +285,13 @@ def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
     request = call.request
     assert isinstance(request, TextRequest)
     call.echo = request.echo
-    if call.params.max_tokens == 0:
+    params = call.common.params
+    if params.max_tokens == 0:
         if not request.echo:
             raise invalid("max_tokens must be at least 1 unless echo is set", "max_tokens")
         call.score_only = True
-    if request.echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
-        call.change_params(prompt_logprobs=call.params.logprobs)
+    if request.echo and params.logprobs is not None and params.prompt_logprobs is None:
+        call.change_params(prompt_logprobs=params.logprobs)
     if request.gaps:
         _fill_gaps(call, request)
     else:
@@ -317,15 +311,16 @@ def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
     tokenizer, limit = call.tokenizer, call.card.max_model_len
     special = request.special
     call.prompts = [marks.ids(tokenizer, gap, limit, special=special) for gap in request.gaps]
-    if not call.params.ignore_eos:
-        ends = dict.fromkeys((*call.params.stop_token_ids, *marks.ends))
+    params = call.common.params
+    if not params.ignore_eos:
+        ends = dict.fromkeys((*params.stop_token_ids, *marks.ends))
         call.change_params(stop_token_ids=list(ends))
 
 
 def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
     tokenizer = call.tokenizer
     prompts: tuple[str | list[int], ...] = request.prompts
-    cut = _kept(request.cut, call)
+    cut = None if request.cut is None else _kept(request.cut, call)
     limit = call.card.max_model_len if cut is None else sys.maxsize
     texts: list[str] = []
     for i, prompt in enumerate(prompts):
@@ -354,10 +349,11 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
 
 def check_choices(call: GenerationCall, options: ApiOptions) -> None:
     """Check how many choices a request has. Raises ApiError 400 too_many_choices."""
-    count, most = len(call.prompts) * call.params.n, options.max_choices
+    n, most = call.common.params.n, options.max_choices
+    count = len(call.prompts) * n
     if count > most:
         raise invalid(
-            f"{len(call.prompts)} prompts with n {call.params.n} are {count} choices; one request "
+            f"{len(call.prompts)} prompts with n {n} are {count} choices; one request "
             f"takes {most} (limits.choices)",
             "n",
             "too_many_choices",
@@ -371,18 +367,19 @@ def check_context(call: GenerationCall) -> None:
     InvalidRequest context_length_exceeded, about the prompt if that alone is too long; ApiError 400
     where the log-probabilities of the prompt are too many.
     """
-    limit, wanted = call.card.max_model_len, call.params.max_tokens
+    params = call.common.params
+    limit, wanted = call.card.max_model_len, params.max_tokens
     where = call.request.prompt_name
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
             fits = len(ids) < limit and wanted is not None
             param = call.request.limit_name if fits else where
             raise context_too_long(limit, len(ids), wanted, param=param, where=where)
-    if call.params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
-        top = call.params.prompt_logprobs
+    if params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
+        top = params.prompt_logprobs
         raise invalid(
             f"log-probabilities of {sum(map(len, call.prompts))} prompt tokens, each with {top} "
-            f"alternatives, for {call.params.n} choices: at most {MAX_SCORED} in one request",
+            f"alternatives, for {params.n} choices: at most {MAX_SCORED} in one request",
             "prompt_logprobs" if call.prompt_logprobs else "logprobs",
         )
 
@@ -392,8 +389,8 @@ def scored_entries(call: GenerationCall) -> int:
 
     Alternatives are included.
     """
-    alternatives = call.params.prompt_logprobs or 0
-    return sum(map(len, call.prompts)) * (1 + alternatives) * call.params.n
+    params = call.common.params
+    return sum(map(len, call.prompts)) * (1 + (params.prompt_logprobs or 0)) * params.n
 
 
 def too_many_tokens(error: TooManyTokens, param: str) -> InvalidRequest:

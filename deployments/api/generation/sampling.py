@@ -89,9 +89,8 @@ def take_sampling(
         values["top_k"] = 0
     if not isinstance(fields, Sampling):
         return RequestedSampling(values)
-    least = agreed("min_tokens", fields.min_tokens, "min_new_tokens", fields.min_new_tokens)
-    if least is not None:
-        values["min_tokens"] = least
+    if (least := fields.min_new_tokens) is not None:
+        values["min_tokens"] = agreed("min_tokens", fields.min_tokens, "min_new_tokens", least)
     if fields.logit_bias is not None:
         values["logit_bias"] = _logit_bias(fields.logit_bias)
     words, single = fields.bad_words, fields.suppress_tokens
@@ -104,11 +103,14 @@ def take_sampling(
     return RequestedSampling(values, words, single)
 
 
-def agreed(name: str, value: int | None, other: str, same: int | None) -> int | None:
-    """Return the value of a field that has two names. Raises ApiError 400 if they differ."""
-    if value is not None and same is not None and value != same:
+def agreed(name: str, value: int | None, other: str, same: int) -> int:
+    """Return the value of a field under its other name.
+
+    Raises ApiError 400 if the field has another value under its first name.
+    """
+    if value is not None and value != same:
         raise invalid(f"{name} and {other} differ; give one of them", other, "conflicting_fields")
-    return same if value is None else value
+    return same
 
 
 def _check_words(words: Any) -> None:

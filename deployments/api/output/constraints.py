@@ -73,16 +73,17 @@ def take_constraint(body: msgspec.Struct) -> RequestedGrammar | None:
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
     conflicting_fields, if there are two.
     """
-    constraints = [
-        take_response_format(getattr(body, "response_format", None)),
-        take_structured_outputs(getattr(body, "structured_outputs", None)),
-    ]
+    constraints: list[RequestedGrammar | None] = []
+    if (response_format := getattr(body, "response_format", None)) is not None:
+        constraints.append(take_response_format(response_format))
+    if (structured_outputs := getattr(body, "structured_outputs", None)) is not None:
+        constraints.append(take_structured_outputs(structured_outputs))
     for name, kind in ALIASES.items():
         value = getattr(body, name, None)
         # llama.cpp's clients send an empty text where they have no grammar.
         if value is not None and not (name == "grammar" and value == ""):
             constraints.append(_checked(name, kind, value))
-    return only_constraint(*constraints)
+    return only_constraint(*constraints) if constraints else None
 
 
 def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar | None:

@@ -64,6 +64,8 @@ def take_tools(tools: Any, choice: Any = None, *, parallel: bool = True) -> Requ
 
     Raises ApiError 400 naming the field: invalid_type, invalid_value, missing_field, not_supported.
     """
+    if tools is None and choice is None:
+        return None
     requested = read_tools(tools)
     return requested_tools(requested, read_choice(choice, requested), parallel=parallel)
 

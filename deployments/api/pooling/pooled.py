@@ -40,7 +40,6 @@ from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
-from deployments.api.served_model import find_model, known_model
 from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
@@ -235,8 +234,7 @@ async def _admitted(
     key = key_of(exchange, queue.user, context.options)
     deadline = deadline_after(exchange, queue.deadline, context.options)
     priority = allowed_priority(exchange, queue.priority)
-    context.backend.admit(key, known_model(model, context.backend))
-    card = await find_model(model, context.backend, exchange.caller)
+    card = await context.admit(key, model, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None

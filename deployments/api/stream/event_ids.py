@@ -88,7 +88,7 @@ class EventIds:
         replaced, or a template that contains the date.
         """
         asked = fingerprint(call)
-        count = len(call.prompts) * call.params.n
+        count = len(call.prompts) * call.common.params.n
         if self.resumed and (asked != self._asked or count != len(self.shown)):
             raise ApiError(
                 409,

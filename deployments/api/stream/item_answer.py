@@ -111,12 +111,12 @@ class _WrittenChoice(ParsedChoice):
     """A parser whose events go to a writer as they are found."""
 
     def __init__(self, plan: OutputPlan, call: GenerationCall, writer: ItemWriter) -> None:
-        super().__init__(plan, call.params, call.prompts[0])
+        super().__init__(plan, call.common.params, call.prompts[0])
         self._writer = writer
         self._call = call
 
     def feed(self, delta: Delta) -> Decoded:
-        if self._call.params.logprobs is None or not delta.logprobs:
+        if self._call.common.params.logprobs is None or not delta.logprobs:
             decoded = super().feed(delta)
             for event in self.new:
                 self._writer.take(event, [])

@@ -99,7 +99,7 @@ def start(call: GenerationCall, backend: Backend) -> Generation:
             generation.abort()
         raise
     only = started[0] if len(started) == 1 else None
-    return MergedGenerations(started, call.params.n) if only is None else only
+    return MergedGenerations(started, call.common.params.n) if only is None else only
 
 
 class ChoiceOutput:
@@ -126,7 +126,7 @@ class ChoiceOutput:
         offsets: bool = False,
         parsed: ParsedChoice | None = None,
     ) -> None:
-        params = call.params
+        params = call.common.params
         prompt = call.prompts[index // params.n]
         self.parsed = parsed
         if parsed is None and call.output is not None:

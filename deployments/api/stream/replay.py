@@ -28,7 +28,7 @@ async def recall(
     None stands for a choice that no replica recalls, or that needs no tokens. All results are of
     the same weights.
     """
-    n = call.params.n
+    n = call.common.params.n
     wanted = {
         (call.streams[i // n], i % n): i
         for i, shown in enumerate(ids.shown)

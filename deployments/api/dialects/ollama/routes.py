@@ -81,8 +81,8 @@ class GenerateDialect(OllamaDialect):
 
     def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
         backend = self._context.backend
-        name = known_model(body.get("model"), backend)
-        template = not name or backend.tokenizer(name).chat_template is not None
+        card = known_model(body.get("model"), backend)
+        template = card is None or backend.tokenizer(card.id).chat_template is not None
         return ollama_generate(body, self._ignored, strict=strict, template=template)
 
     def _writer(self, model: str, naming: Naming) -> OllamaWriter:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.body_fields import take_int
-from deployments.api.fields.generation import CHAT, COMPLETION, Chat, Generation
+from deployments.api.fields.generation import CHAT, COMPLETION, Generation
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
@@ -28,9 +28,12 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         raise invalid("only text can be generated", "modalities", "modality_not_supported")
     limit, limit_name = _limit(fields, None)
     usage, continuous = _stream_options(fields, ignored)
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     return ChatRequest(
         model=fields.model,
-        sampling=take_sampling(fields, max_tokens=limit, logprobs=_chat_logprobs(fields)),
+        sampling=take_sampling(fields, max_tokens=limit, logprobs=logprobs),
         queue=take_queue(fields, take_user(body), fields.cache_salt),
         stream=bool(fields.stream),
         usage=usage,
@@ -110,17 +113,13 @@ def thinking_budget(tokens: int | None) -> int | None:
 
 def _limit(fields: Generation, default: int | None) -> tuple[int | None, str]:
     """Return the limit of output tokens, and the client's name of it. Raises ApiError 400."""
-    limit = agreed("max_tokens", fields.max_tokens, "max_new_tokens", fields.max_new_tokens)
-    newer = fields.max_completion_tokens
-    limit = agreed("max_tokens", limit, "max_completion_tokens", newer)
-    name = "max_tokens" if newer is None else "max_completion_tokens"
-    return default if limit is None else limit, name
-
-
-def _chat_logprobs(fields: Chat) -> int | None:
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    return (fields.top_logprobs or 0) if fields.logprobs else None
+    limit = fields.max_tokens
+    if (same := fields.max_new_tokens) is not None:
+        limit = agreed("max_tokens", limit, "max_new_tokens", same)
+    if (same := fields.max_completion_tokens) is not None:
+        newer = "max_completion_tokens"
+        return agreed("max_tokens", limit, newer, same), newer
+    return default if limit is None else limit, "max_tokens"
 
 
 def _stream_options(fields: Generation, ignored: list[str]) -> tuple[bool, bool]:

@@ -65,8 +65,8 @@ class OpenAIResponse:
         self.call = call
         self.ids = ids
         self.chat = chat
-        self.wants_logprobs = call.params.logprobs is not None
-        count = len(call.prompts) * call.params.n
+        self.wants_logprobs = call.common.params.logprobs is not None
+        count = len(call.prompts) * call.common.params.n
         offsets = self.wants_logprobs and not chat
         self.choices = [ChoiceOutput(call, index, offsets=offsets) for index in range(count)]
         number = secrets.token_bytes(12) if ids is None else ids.number
@@ -83,7 +83,7 @@ class OpenAIResponse:
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
             self._replay = StreamReplay(call, ids, self.choices, past)
-            n = call.params.n
+            n = call.common.params.n
             emitted = self._replay.emitted
             call.emitted = [emitted[i : i + n] for i in range(0, count, n)]
             self._echo_due = {i for i in self._echo_due if not ids.shown[i].phase}
@@ -131,7 +131,7 @@ class OpenAIResponse:
 
         With few of them `in_thread` uses no thread.
         """
-        params = self.call.params
+        params = self.call.common.params
         prompts = 0 if params.prompt_logprobs is None else scored_entries(self.call)
         outputs = sum(len(choice.logprobs) for choice in self.choices)
         return _ENTRY_CHARS * (prompts + outputs * (1 + (params.logprobs or 0)))
@@ -164,7 +164,7 @@ class OpenAIResponse:
         return shaped
 
     def _prompt_of(self, index: int) -> int:
-        return index // self.call.params.n
+        return index // self.call.common.params.n
 
     def _prompt_logprobs(self, index: int) -> list[JsonObject | None]:
         length = len(self.call.prompts[self._prompt_of(index)])
@@ -209,7 +209,7 @@ class OpenAIResponse:
         A prompt counts once, however many choices it has. Its cached tokens are those that all its
         choices found.
         """
-        call, n = self.call, self.call.params.n
+        call, n = self.call, self.call.common.params.n
         prompt = sum(map(len, call.prompts))
         output = 0 if call.score_only else sum(c.decoder.num_tokens for c in self.choices)
         cached = sum(

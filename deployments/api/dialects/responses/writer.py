@@ -39,8 +39,8 @@ class ResponsesWriter:
             "model": call.card.id,
             "output": self._items,
             **request.echo,
-            "temperature": call.params.temperature,
-            "top_p": call.params.top_p,
+            "temperature": call.common.params.temperature,
+            "top_p": call.common.params.top_p,
             "usage": None,
         }
 
