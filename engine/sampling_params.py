@@ -156,7 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Lengths first, so that no long list is walked through."""
         for name, kind, default in _FIELDS:
             value = getattr(self, name)
-            if value is default:
+            if value is default or (name == "logit_bias" and value == {}):
                 continue
             if name in _MOST and isinstance(value, (list, tuple, dict)):
                 most, what = _MOST[name]

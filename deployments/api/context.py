@@ -73,17 +73,6 @@ class ApiContext:
         read = partial(body.read, decoded, exchange.ignored, strict=self.options.strict)
         return await in_thread(read, exchange.body_size)
 
-    def check_room(self) -> None:
-        """Raise ApiError 503 overloaded if too many requests are in flight."""
-        if self.counter.in_flight >= self.options.max_in_flight:
-            raise ApiError(
-                503,
-                "overloaded",
-                "too many requests are in flight",
-                kind=OVERLOADED,
-                headers=(("retry-after", "1"),),
-            )
-
     async def admit(self, key: str, name: Any, caller: Caller) -> ModelCard:
         """Return the model of a request that may be queued.
 
@@ -99,7 +88,19 @@ class ApiContext:
         return allowed(card, caller)
 
     def count_request(self, exchange: HttpExchange) -> None:
-        """Count a request against the limits of its key. Raises ApiError 429."""
+        """Count a request against the limits of its key.
+
+        One that is refused because too many are in flight is not counted. Raises ApiError 503
+        overloaded, 429.
+        """
+        if self.counter.in_flight >= self.options.max_in_flight:
+            raise ApiError(
+                503,
+                "overloaded",
+                "too many requests are in flight",
+                kind=OVERLOADED,
+                headers=(("retry-after", "1"),),
+            )
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:
             limits.take(exchange.caller, time.monotonic(), time.time())

@@ -71,7 +71,6 @@ class DialectRequest(ABC):
 
 async def generate(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> None:
     """Answer a generation request. Raises ApiError, MantaError."""
-    context.check_room()
     context.count_request(exchange)
     # Only now: a body that comes slowly, or never, must not take the place of another request.
     body = await context.read(exchange)

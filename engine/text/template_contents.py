@@ -76,9 +76,11 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
     """A message as the template takes it: without absent fields, its reasoning under all names, its
     content in a form that the template shows. Raises InvalidRequest for parts of no text."""
     out = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((out[key] for key in _REASONING if key in out), None)
-    if reasoning is not None:
-        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+    for key in _REASONING:
+        if key in out:
+            reasoning = out[key]
+            out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+            break
     content = out.get("content")
     form = forms.get(str(out.get("role"))) or forms.get("user", Form())
     if isinstance(content, str):
@@ -108,8 +110,10 @@ def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) 
 
     Raises InvalidRequest.
     """
-    last = next((i for i in reversed(range(len(chat))) if chat[i].get("role") == "user"), None)
-    text = "" if last is None else text_of(chat[last].get("content")).strip()
+    last = len(chat) - 1
+    while last >= 0 and chat[last].get("role") != "user":
+        last -= 1
+    text = text_of(chat[last].get("content")).strip() if last >= 0 else ""
     if not text or (text in rendered and not silent):
         return
     words = _WORD.findall(text[:1024])

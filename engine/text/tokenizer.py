@@ -283,6 +283,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         max_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
@@ -307,18 +308,29 @@ class Tokenizer:
                 return control.text.sub(mark, text)
             return _substitute(control.text, mark, text, control.reach)
 
-        messages, tools = map_strings(messages, neutral), map_strings(tools, neutral)
-        options = {name: map_strings(value, neutral) for name, value in options.items()}
+        messages = map_strings(messages, neutral)
+        if tools is not None:
+            tools = map_strings(tools, neutral)
+        for name, value in options.items():
+            options[name] = map_strings(value, neutral)
         text = self.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **options,
         )
         assert self.chat_template is not None
         self.chat_template.check_shown(text, messages)
+        if not typed:
+            if max_tokens is not None:
+                self.check_length(text, max_tokens)
+            return self.encode(text)
         written = {mark: token for token, mark in typed.items()}
-        marker = re.compile(nonce + r"\d{6}")
         if max_tokens is not None:
+            marker = re.compile(nonce + r"\d{6}")
             self.check_length(marker.sub(lambda m: written[m.group()], text), max_tokens)
-        return self._encode_marked(text, nonce, written) if typed else self.encode(text)
+        return self._encode_marked(text, nonce, written)
 
     def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
         """Encode a text as usual, but plainly where marks stand.

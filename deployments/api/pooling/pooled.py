@@ -215,7 +215,6 @@ async def pooled_call(
 
     Raises ApiError, MantaError.
     """
-    context.check_room()  # a request that is refused for it is not counted
     context.count_request(exchange)
     body = await context.read_as(exchange, fields)
     context.counter.in_flight += 1

@@ -33,7 +33,7 @@ async def first_items(
         return await generation.next()
     loop = asyncio.get_running_loop()
     began = loop.time()
-    first = loop.create_task(_next(generation))
+    first = loop.create_task(generation.next())
     try:
         while not (await asyncio.wait({first}, timeout=seconds))[0]:
             if not exchange.started:
@@ -47,7 +47,3 @@ async def first_items(
         if not first.done():
             first.cancel()
             await asyncio.wait({first})
-
-
-async def _next(generation: Generation) -> list[tuple[int, Delta]]:
-    return await generation.next()

@@ -250,8 +250,11 @@ class OpenAIResponse:
         Raises ApiError or MantaError before the start, ClientDisconnected at any time.
         """
         choices, ids = self.choices, self.ids
-        skipping = {} if self._replay is None else self._replay.skipping
-        left = sum(choice.finish_reason is None for choice in choices)
+        skipping: dict[int, int] = {}
+        left = len(choices)
+        if self._replay is not None:
+            skipping = self._replay.skipping
+            left = sum(choice.finish_reason is None for choice in choices)
         plain = self.call.output is None and not (
             self.wants_logprobs
             or self.call.return_token_ids
