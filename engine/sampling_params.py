@@ -116,10 +116,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         self._check_types()
-        for name, default in _BOUNDED:
+        for name, default, low, high in _BOUNDED:
             value = getattr(self, name)
-            if value is not default and value is not None:
-                _check_range(name, value)
+            if value is default or value is None:
+                continue
+            if isinstance(low, int):
+                _range(name, value, low, high)
+            else:
+                _number(name, value, low, high, open_low=name in ABOVE_LEAST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -218,7 +222,7 @@ _FIELDS = [
     (field.name, without_none(_HINTS[field.name]), field.default)
     for field in msgspec.structs.fields(SamplingParams)
 ]
-_BOUNDED = [(name, default) for name, _, default in _FIELDS if name in RANGES]
+_BOUNDED = [(name, default, *RANGES[name]) for name, _, default in _FIELDS if name in RANGES]
 _MOST = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
@@ -226,14 +230,6 @@ _MOST = {
     "allowed_token_ids": (MAX_ALLOWED_IDS, "ids"),
     "bad_words_ids": (MAX_BAD_WORDS, "sequences"),
 }
-
-
-def _check_range(name: str, value: float) -> None:
-    low, high = RANGES[name]
-    if isinstance(low, int):
-        _range(name, value, low, high)
-    else:
-        _number(name, value, low, high, open_low=name in ABOVE_LEAST)
 
 
 def _range(name: str, value: float, low: float, high: float) -> None:

@@ -75,12 +75,6 @@ _MAX_NAMED = 16  # ignored fields in the header
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
 
-def take_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise invalid("the body must be a JSON object", code="invalid_type")
-    return value
-
-
 def check_names(
     body: Mapping[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
 ) -> list[str]:

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.body_fields import take_object
 from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
 from deployments.api.http.encodings import decoded
-from deployments.api.http.errors import OVERLOADED, ApiError
+from deployments.api.http.errors import OVERLOADED, ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import parse_json
 from deployments.api.http.off_loop import in_thread
@@ -64,8 +63,11 @@ class ApiContext:
             exchange.digest = hashlib.blake2b(data, digest_size=16).digest()
             return parse_json(data)
 
-        exchange.parsed = take_object(await in_thread(parse, len(data)))
-        return exchange.parsed
+        body = await in_thread(parse, len(data))
+        if not isinstance(body, dict):
+            raise invalid("the body must be a JSON object", code="invalid_type")
+        exchange.parsed = body
+        return body
 
     async def read_as(self, exchange: HttpExchange, body: StructBody[T]) -> T:
         """Return the body as a Struct. Raises as `read`, and ApiError 400 naming a field."""

@@ -266,20 +266,18 @@ class ChatTemplate:
         context = self._context(
             chat if opening is None else opening.chat, tools, variables, max_seconds
         )
-        text = self._run(self._compiled[use], context, max_chars)
+        template = self._compiled[use]
+        try:
+            text = _generate(template, context, max_chars)
+        except _TooMuch as error:
+            raise InvalidRequest(str(error), param="messages", code="template_limit") from error
+        except Exception as error:  # what a template can raise on odd messages is open-ended
+            raise self._refusal(error, template, context) from error
         return text if opening is None else opening.cut(text)
 
     def check_shown(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a rendered chat without what the user said last. Raises InvalidRequest."""
         check_shown(text, messages, self.forms("default")["user"].silent)
-
-    def _run(self, template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:
-        try:
-            return _generate(template, context, max_chars)
-        except _TooMuch as error:
-            raise InvalidRequest(str(error), param="messages", code="template_limit") from error
-        except Exception as error:  # what a template can raise on odd messages is open-ended
-            raise self._refusal(error, template, context) from error
 
     def _refusal(
         self, error: Exception, template: jinja2.Template, context: dict[str, Any]
