@@ -1,5 +1,6 @@
-"""Argmax of each row, generated: threads share the rows, where NumPy takes two calls for each
-row."""
+"""Argmax of each row by a generated kernel. Threads share the rows, where NumPy would take two
+calls for each row.
+"""
 
 import ctypes
 import math
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from kernels.cpu.codegen.compiler import NativeFunction, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _X, _STRIDE, _ROWS, _WIDTH, _AT, _BEST, _WORDS = range(2, 9)
 _LOWEST = constant(-math.inf)
-_CHAINS = 4  # comparisons that do not wait for each other
+_CHAINS = 4  # independent chains of comparisons, so that their latencies overlap
 
 
 def _argmax(size: int) -> tuple[IRWriter, str]:
@@ -29,8 +30,9 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
     counted = ", ".join(f"i32 {lane}" for lane in range(size))
 
     def larger(value: Value, place: Value, best: Value, at: Value, lanes: int) -> list[Value]:
-        """The larger number and its place; a NaN above all, for good. Places of a lane ascend; of
-        equals of two lanes the first counts."""
+        """Return the larger of two candidates and its index, lane by lane.
+        A NaN beats every number and stays. Of equal numbers the lower index wins.
+        """
         kind, whole, bit = ("float", "i32", "i1")
         if lanes > 1:
             kind, whole, bit = (f"<{lanes} x {scalar_type}>" for scalar_type in (kind, whole, bit))
@@ -88,9 +90,10 @@ def _function() -> NativeFunction | None:
 
 
 def argmax(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """x [n, width], each row's numbers side by side -> (places [n] of the largest numbers, the
-    first of equals; these numbers [n]). A row with a NaN has NaN as its largest, and a place of no
-    meaning."""
+    """Return the index [n] of each row's first largest number, and these numbers [n].
+
+    x: [n, width] float32, rows contiguous. A row with a NaN gives NaN and a meaningless index.
+    """
     function, (rows, width) = _function(), x.shape
     if function is None:
         places = x.argmax(1)

@@ -1,10 +1,10 @@
-"""Rotation with the write of keys and values, and decode attention over paged keys: generated for
-one shape of heads. Keys are read where they lie: nothing is gathered, padded or masked, and those
-before a window or a chunk are not read at all.
+"""Rotary embeddings, KV cache writes and decode attention over a paged KV cache, as kernels
+generated for one shape of heads. Kernels read keys in place, without gathering, padding or masks.
+Keys before a window or a chunk are not read at all.
 
-Where the processor multiplies pairs of bfloat16, keys and values of that type stay as they are: the
-query and the weights are rounded to it, products are exact, and sums and softmax are float32.
-Elsewhere, and for float16, keys and values are widened to float32.
+With AVX512-BF16, a bfloat16 KV cache is read as it is. Queries and softmax weights are rounded to
+bfloat16; products are exact, sums and softmax are float32. Other processors, and float16, convert
+keys and values to float32.
 """
 
 import ctypes
@@ -30,13 +30,13 @@ from kernels.cpu.scores import Numbers, Places, Scored
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
-_MANY = 64  # tokens from which the rotation is worth all threads
+_MANY = 64  # tokens from which rotary embeddings are worth all threads
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _TOKENS, _Q_NORM, _K_NORM, _EPS = range(2, 13)
 _OUT, _LENGTHS, _BLOCKS, _WIDTH, _SCALE, _SCORES, _ROOM, _WINDOW, _CHUNK = range(13, 22)
-_NUMBERS, _WORDS = 22, 25  # of the scores, see scores.py
-_ALL = 1 << 40  # keys: a window, or a chunk, that is none
+_NUMBERS, _WORDS = 22, 25  # three words of score modifiers, see scores.py
+_ALL = 1 << 40  # stands for no window, or no chunk: more keys than any request has
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class AttentionShape:
     block_size: int
     rotary_dim: int
     qk_norm: bool
-    dtype: str  # of the cache, LLVM's name
-    pairs: bool = False  # of bfloat16 are multiplied in decodes
+    dtype: str  # type of the KV cache, as LLVM names it
+    pairs: bool = False  # whether decodes multiply pairs of bfloat16
 
 
 class _Pairs:
-    """Products of pairs of bfloat16, and what turns numbers into them. Needs AVX512-BF16."""
+    """Instructions that multiply pairs of bfloat16, and conversions into such pairs. Needs
+    AVX512-BF16.
+    """
 
     def __init__(self, writer: IRWriter) -> None:
         self._writer, self._size = writer, writer.lanes
@@ -60,13 +62,13 @@ class _Pairs:
         self._words = f"<{2 * writer.lanes} x i16>"
 
     def dot(self, total: Value, a: Value, b: Value) -> Value:
-        """Return total plus each lane's two products."""
+        """Return total plus, in each lane, the dot product of a pair of a and a pair of b."""
         operands = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return self._writer.call(self._writer.vector, name, operands)
 
     def rounded(self, low: Value, high: Value) -> Value:
-        """Round two vectors of float32 to bfloat16, and put the second behind the first."""
+        """Round two float32 vectors to bfloat16 and concatenate them."""
         narrow, size = f"<{self._size} x bfloat>", self._size
         a, b = (
             self._writer.op(f"fptrunc {self._writer.vector} {half} to {narrow}")
@@ -78,10 +80,12 @@ class _Pairs:
         )
 
     def spread(self, pointer: Value, kind: str) -> Value:
-        """Load a pair into all lanes, the first number last; of i16: 0 and one number.
+        """Load a pair of bfloat16 into all lanes, with its halves swapped.
 
-        The processor adds the last product of a pair first, so that two numbers add up as one by
-        one.
+        kind: i32 for a pair, i16 for one number and 0.
+
+        The processor adds the last product of a pair first. Swapped halves keep the order of adding
+        the numbers one by one.
         """
         word = self._writer.load(pointer, kind)
         if kind == "i16":
@@ -92,9 +96,12 @@ class _Pairs:
         return self._writer.op(f"bitcast {self._writer.integers} {word} to {self.kind}")
 
     def side_by_side(self, first: Value, second: Value | None) -> list[Value]:
-        """Load two rows (None: zeros) as pairs, the first row's number last.
+        """Load two rows and interleave their elements as pairs, the first row's element last.
 
-        The pairs are in the order of `in_order`: unpacking within 128 bits takes one instruction.
+        second: None stands for a row of zeros.
+
+        The pairs are in the order that `in_order` undoes: unpacking within 128 bits takes one
+        instruction.
         """
         writer, size = self._writer, self._size
         rows = [
@@ -113,7 +120,9 @@ class _Pairs:
         return out
 
     def in_order(self, a: Value, b: Value) -> list[Value]:
-        """Return the sums of both parts of `side_by_side` in the order of the numbers in memory."""
+        """Return both vectors of sums over `side_by_side` pairs, reordered as elements lie in
+        memory.
+        """
         kind, size, out = self._writer.vector, self._size, []
         for begin in (0, size):
             places = range(begin, begin + size)
@@ -125,7 +134,9 @@ class _Pairs:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """Write the kernel that rotates each token's heads and caches its keys and values."""
+    """Generate the kernel that applies rotary embeddings to each token's heads and caches its keys
+    and values.
+    """
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)
@@ -136,7 +147,7 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     eps = writer.op(f"load float, ptr {writer.at('%args', _EPS, 'i64')}")
 
     def head(source: Value, norm: Value, rows: Value) -> list[Value]:
-        """One head's vectors, normed and rotated."""
+        """Return one head's vectors after RMS norm (if the shape has it) and rotary embeddings."""
         parts = [writer.load(writer.at(source, at)) for at in range(0, dim, size)]
         if shape.qk_norm:
             squares = "zeroinitializer"
@@ -210,9 +221,9 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
 
 
 def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
-    """Write the decode kernel: scores of visible keys, softmax, weighted sum of the values.
+    """Generate the decode kernel: scores of visible keys, softmax, weighted sum of values.
 
-    A work item is an entry and a key head.
+    A work item is one request and one key head.
     """
     writer = IRWriter(size)
     dim, group, kind = shape.head_dim, shape.num_heads // shape.num_kv_heads, writer.vector
@@ -228,8 +239,8 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
 
     scale = writer.op(f"load float, ptr {writer.at('%args', _SCALE, 'i64')}")
     slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
-    # [group, room] scores of this thread. Whole blocks are scored, so that up to a block stands
-    # before the first key that is seen.
+    # Scores [group, room] of this thread. Whole blocks are scored, so up to a block of scores lies
+    # before the first visible key.
     scores = writer.at(writer.argument(_SCORES, "ptr"), writer.mul(slot, writer.mul(room, group)))
     scores = writer.at(scores, shape.block_size)
     many = shape.block_size % size == 0
@@ -257,16 +268,19 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         last_block = writer.op(f"sdiv i64 {last}, {shape.block_size}")
 
         def base_of(number: Value) -> Value:
-            """Return where the head's part of the request's block number `number` begins."""
+            """Return the offset in the KV cache of this head's part of the request's `number`-th
+            block.
+            """
             block = writer.op(f"load i32, ptr {writer.at(table, number, 'i32')}")
             block = writer.op(f"sext i32 {block} to i64")
             size_of_block = shape.num_kv_heads * shape.block_size * dim
             return writer.add(writer.mul(block, size_of_block), inside)
 
         def ask(cache: Value, number: Value) -> None:
-            """Prefetch the head's part of a block, or of the last block if `number` is beyond.
+            """Prefetch this head's part of the request's `number`-th block, or of its last block if
+            there are fewer.
 
-            The processor does not see where the next block lies.
+            The hardware prefetcher cannot follow the block table.
             """
             operands = [("i64", number), ("i64", last_block)]
             base = base_of(writer.call("i64", "llvm.smin.i64", operands))
@@ -276,13 +290,13 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         def over_keys(  # type: ignore[no-untyped-def]
             cache: Value, carried: list[tuple[str, Value]], each, step: int = 1, two=None
         ) -> list[Value]:
-            """Call each(number, address, *carried) for all keys that are seen, block by block.
+            """Call each(number, address, *carried) for all visible keys, block by block.
 
-            number: 0 for the first key that is seen.
-            address: the key's place in the cache.
-            step: keys of one call, from the beginning of blocks on; some of them may be unseen.
-            two: called for a key and the next key of its block; `each` then gets what is left of a
-                block.
+            number: index of the key, 0 for the first visible one.
+            address: place of the key in the cache.
+            step: keys per call, aligned to the beginning of blocks; some of them may be invisible.
+            two: called for two neighbouring keys of a block; `each` then gets the odd key that is
+            left.
             """
 
             def in_block(start: Value, *held: Value) -> list[Value]:
@@ -335,7 +349,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             ]
 
         def product(key: list[Value], g: int) -> Value:
-            """Multiply a key by a head's query, into a vector whose lanes are yet to be summed."""
+            """Multiply a key by a head's query. The lanes of the result are not summed yet."""
             if shape.pairs:
                 total = "zeroinitializer"
                 for a, b in zip(key, query[g], strict=True):
@@ -382,7 +396,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     return []
 
                 writer.loop(0, seen, [], change, step=size)
-            # Up to a whole vector: scores that add nothing.
+            # Fill up to a whole vector with scores whose weights are 0.
             writer.store(writer.all(-3e38), writer.at(row, seen))
 
             def most(at: Value, best: Value, row: Value = row) -> list[Value]:
@@ -397,7 +411,8 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             def weigh(at: Value, total: Value, row: Value = row, top: Value = top) -> list[Value]:
                 place = writer.at(row, at)
                 weight = writer.exp(writer.binary("fsub", writer.load(place), top))
-                if shape.pairs:  # half as far on, where the scores have been read
+                # in place: a weight is half as long, so it only overwrites scores that were read
+                if shape.pairs:
                     writer.store_pairs(weight, writer.at(row, at, "bfloat"))
                 else:
                     writer.store(weight, place)
@@ -409,7 +424,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 weight = writer.exp(writer.binary("fsub", sink, top))
                 weight = writer.op(f"extractelement {kind} {weight}, i64 0")
                 weights = writer.op(f"fadd float {weights}, {weight}")
-            # An entry without keys is padding, whose result must be finite.
+            # An entry without keys is padding, and its result must still be finite.
             tiny = ("float", "0x3810000000000000")
             below = writer.call("float", "llvm.maxnum.f32", [("float", weights), tiny])
             inverses.append(writer.spread(writer.op(f"fdiv float 1.0, {below}")))
@@ -427,7 +442,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return mixed
 
         def mix_pairs(number: Value, address: Value, sums: Sequence[Value], alone: bool):  # type: ignore[no-untyped-def]
-            """Add the weighted values of a key and the next key, or of one key alone, to sums."""
+            """Add the weighted values of one key, or of two neighbouring keys, to sums."""
             mixed = list(sums)
             weights = [
                 pairs.spread(
@@ -468,7 +483,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
 
 
 class CpuRotation:
-    """The rotary kernel for one shape of heads, and its arguments. Raises CompilerUnavailable."""
+    """The rotary kernel for one shape of heads. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
@@ -487,7 +502,7 @@ class CpuRotation:
         positions: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """See `Kernels.rope_kv_write`. cos_sin: None for a shape that rotates nothing."""
+        """Compute `Kernels.rope_kv_write`. cos_sin: None if the shape has no rotary embeddings."""
         shape, args = self._shape, self._args
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
@@ -504,7 +519,7 @@ class CpuRotation:
 
 
 class CpuAttention(CpuRotation):
-    """A CpuRotation that also computes decode attention. Raises CompilerUnavailable."""
+    """Rotary and decode attention kernels for one shape of heads. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -521,11 +536,14 @@ class CpuAttention(CpuRotation):
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """Write the first meta.num_decodes rows of out [num_tokens, num_heads * head_dim]."""
+        """Compute attention of the step's decodes into the first meta.num_decodes rows of out.
+
+        out: [num_tokens, num_heads * head_dim].
+        """
         shape, args = self._shape, self._args
         threads = torch.get_num_threads()
         window, chunk = 0 if meta.chunk else meta.window, meta.chunk
-        # A row of scores, padded to a vector, behind those of a block.
+        # Room for one row of scores, padded to a vector, after up to a block of invisible keys.
         room = min(meta.max_kv_len, window or chunk or meta.max_kv_len) + 32 + shape.block_size
         group = shape.num_heads // shape.num_kv_heads
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
@@ -553,7 +571,9 @@ def _shape_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> AttentionShape | None:
-    """Return the shape, or None where heads do not fill vectors. Raises CompilerUnavailable."""
+    """Return the shape, or None where head sizes are no multiple of a vector. Raises
+    CompilerUnavailable.
+    """
     size = lanes()
     if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
         return None
@@ -573,10 +593,10 @@ def attention_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> CpuAttention | None:
-    """Return the kernels of a shape, or None where nothing is generated.
+    """Return the attention kernels for a shape, or None where none can be generated.
 
-    Nothing is generated where heads do not fill vectors, for a float32 cache, or without a
-    compiler.
+    None are generated where head sizes are no multiple of a vector, for a float32 cache, or without
+    a compiler.
     """
     try:
         shape = _shape_for(
@@ -596,10 +616,10 @@ def rotation_for(
     rotary_dim: int,
     dtype: torch.dtype,
 ) -> CpuRotation | None:
-    """Return the rotary kernel of a shape, or None where nothing is generated.
+    """Return the rotary kernel for a shape, or None where none can be generated.
 
-    Nothing is generated where heads do not fill vectors, or without a compiler.
-    rotary_dim: 0 rotates nothing.
+    None is generated where head sizes are no multiple of a vector, or without a compiler.
+    rotary_dim: 0 for no rotary embeddings.
     """
     try:
         shape = _shape_for(num_heads, num_kv_heads, head_dim, block_size, rotary_dim, False, dtype)

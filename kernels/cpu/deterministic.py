@@ -1,11 +1,10 @@
-"""The CPU back end where a token's numbers depend on its request alone
-(`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
-into chunks, found in the prefix cache, or computed again after a preemption.
+"""The CPU back end of deterministic mode (`EngineConfig.deterministic`): a token's results depend
+on its request alone. They depend neither on the other requests of a step nor on how the prompt was
+chunked, cached or recomputed after a preemption.
 
-Generated matmuls and recurrent layers treat each token alike as it is. Generated attention is
-asked for every token as if it were a decode, because the other way, torch's over a whole chunk,
-adds in another order. What is left to torch goes row by row: its algorithms differ with the number
-of rows.
+Generated matmuls and recurrent layers already treat each token alike. Attention runs every token as
+a decode, because torch's attention over a chunk adds in another order. The remaining operations run
+in torch row by row, because its algorithms differ with the number of rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,16 +40,16 @@ _FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
-    """Return function(x [n, ...], *rest), called with one row of x at a time."""
-    # Copies, because vector loops begin differently where a row is not aligned.
+    """Return function(x [n, ...], *rest), called for one row of x at a time."""
+    # Clone rows, because torch's vector loops begin differently where a row is not aligned.
     return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
 
 
 class _DeterministicPlan(LayerKernels):
     """The plan that the layers of a step share.
 
-    every: all tokens as decodes.
-    apart: each token as a step of its own, for the reference.
+    every: metadata of the step with all tokens as decodes.
+    apart: metadata of each token as a step of its own, for the reference.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -63,7 +62,7 @@ class _DeterministicPlan(LayerKernels):
         return _apart(self.every)
 
     def writes(self, cache: Cache) -> list[AttentionMeta]:
-        """Return each token as a step of its own, planned for cache writes alone."""
+        """Return each token's metadata as a step of its own, planned for cache writes alone."""
         if not self._writes:
             self._writes = _apart(self.every)
             for part in self._writes:
@@ -75,7 +74,7 @@ class Deterministic(PlannedByFirstLayer):
     DETERMINISTIC = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = norm.rms_norm(x, weight, eps)  # of each row alike
+        normed = norm.rms_norm(x, weight, eps)  # computes each row alike
         return _by_row(super().rms_norm, x, weight, eps) if normed is None else normed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,7 +95,7 @@ class Deterministic(PlannedByFirstLayer):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        normed = norm.layer_norm(x, weight, bias, eps)  # of each row alike
+        normed = norm.layer_norm(x, weight, bias, eps)  # computes each row alike
         return _by_row(super().layer_norm, x, weight, bias, eps) if normed is None else normed
 
     def gated_norm(
@@ -207,7 +206,7 @@ class Deterministic(PlannedByFirstLayer):
         dtype: torch.dtype,
     ) -> Tensor:
         attended = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
-        if attended is not None:  # of each text alike
+        if attended is not None:  # computes each text alike
             return attended
         plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
         for begin, end in pairwise(meta.query_start_host or meta.query_start.tolist()):
@@ -279,7 +278,7 @@ class Deterministic(PlannedByFirstLayer):
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Each token as a step of its own."""
+        """Return step(rows, meta), computed in torch with each token as a step of its own."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
         outputs = []
@@ -290,8 +289,11 @@ class Deterministic(PlannedByFirstLayer):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch's matmuls in one thread: with more, a batch of few matrices is cut within each,
-    and the sums of one token are not those of the same token among others."""
+    """Run torch's matmuls in one thread within the context.
+
+    With more threads torch splits a batch of few matrices within each matrix. A token's sums would
+    then depend on the other tokens.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -303,10 +305,12 @@ def _one_thread() -> Iterator[None]:
 def _attend_by_token(
     q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, meta: AttentionMeta
 ) -> Tensor:
-    """See `Kernels.attention`; what the reference computes for each token as a step of its own. An
-    entry's keys and values are read once for all its tokens, one entry after the other. Tokens
-    whose keys are in the same blocks are one call of torch's, which computes each alike: a call for
-    each would wait for torch's threads as often."""
+    """Compute `Kernels.attention` as the reference does for each token as a step of its own.
+
+    An entry's keys and values are gathered once for all its tokens. Tokens whose keys are in the
+    same blocks share one torch call, which computes each alike: one call per token would wait for
+    torch's threads each time.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]
     grouped = q.contiguous().view(num_tokens, num_kv_heads, -1, head_dim)
@@ -316,22 +320,24 @@ def _attend_by_token(
         begin, end = starts[entry], starts[entry + 1]
         if begin == end:
             continue
-        base = meta.first_key(length - (end - begin)) // size  # blocks before are another's
+        # earlier blocks may belong to another request
+        base = meta.first_key(length - (end - begin)) // size
         table = meta.block_table[entry : entry + 1, base : -(-length // size)]
         gather = Gather(block_rows(table, num_kv_heads), k_cache, (1, num_kv_heads, -1, head_dim))
         both = gather.read(k_cache, v_cache)
         base *= size
-        for half in both:  # an earlier owner may have left a NaN there
+        for half in both:  # a block's earlier owner may have left NaN
             half[:, :, length - base :] = 0
-        # What begins elsewhere in a line of the processor's cache may be summed in another order.
+        # Data at another offset in a cache line may be summed in another order.
         aligned = (size * head_dim * both[0].itemsize) % 64 == 0
         alike = aligned and (num_heads * head_dim * both[0].itemsize) % 64 == 0
-        # Products of few rows in torch depend on how many there are; and a NaN times 0 is one, of
-        # what a mask hides: later tokens of the step, and those before a window.
+        # Torch's matmuls of few rows depend on the number of rows. And masked keys must be finite,
+        # as NaN times 0 is NaN: later tokens of the step, and tokens before a window.
         alike = alike and end - begin > 1 and not how.softcap and how.sinks is None
         fresh = 0 if meta.window or meta.chunk else length - (end - begin) - base
         alike = alike and all(bool(half[:, :, fresh:].isfinite().all()) for half in both)
-        # From the last token on: what a token does not see is zero then, as where it is alone.
+        # Start from the last token: the keys that a token does not see are zeros by then, as in a
+        # step of its own.
         for first, last in reversed(_spans(meta, size, length - (end - begin), length, alike)):
             at = torch.arange(first, last)
             seen = meta.first_key(at)
@@ -360,7 +366,9 @@ def _attend_by_token(
 def _spans(
     meta: AttentionMeta, size: int, begin: int, end: int, alike: bool
 ) -> list[tuple[int, int]]:
-    """Positions [begin, end), cut to those whose keys are in the same blocks, or to single ones."""
+    """Split positions [begin, end) into spans whose keys are in the same blocks; into single
+    positions unless `alike`.
+    """
     spans: list[tuple[int, int]] = []
     before = None
     for at in range(begin, end):
@@ -374,7 +382,7 @@ def _spans(
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
-    """Return meta with each token an entry of one query, which sees the keys up to its own."""
+    """Return meta with each token as an entry of one query that sees the keys up to its own."""
     num_tokens = len(meta.positions)
     lengths = meta.query_start.diff().long()
     entry = torch.arange(len(lengths)).repeat_interleave(lengths)

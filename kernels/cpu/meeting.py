@@ -1,9 +1,9 @@
-"""Meeting: the all-reduce of processes that share memory, as a generated kernel.
+"""Meeting: an all-reduce between processes that share memory, as a generated kernel.
 
-What is in the memory: engine/parallel/shared_memory.py. One thread of each process copies what it
-has into its slot, counts, waits until all have counted as many, and adds up the slots in the order
-of ranks. Being a kernel, it can stand in a `kernels.cpu.codegen.program.Program`: everything that
-changes from one meeting to the next lies in memory.
+engine/parallel/shared_memory.py lays out the memory. One thread of each process copies its input
+into its slot, raises its counter, waits until all counters are as high, and adds the slots in the
+order of ranks. All that changes between two calls lies in memory, so a
+`kernels.cpu.codegen.program.Program` can record the kernel.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
 
-# Words of the memory: a line of so many for each rank, whose first counts its meetings. In rank 0's
-# line are the round, the round of the last failure plus one, and the rank that it was on.
+# Words of each rank's cache line, whose first word counts the rank's all-reduces. Rank 0's line
+# also holds the round, the round of the last failure plus one, and the rank that failed.
 LINE_WORDS = 8
 ROUND, FAILED, FAILED_ON = 2, 3, 4
 
-# Looks at another's count before this thread lets others run, and before it sleeps. Ranks that run
-# differ by less; a thread that looks on takes the core of a neighbour that may be waited for.
+# Polls of another rank's counter before this thread yields, and before it sleeps. Running ranks are
+# apart by less. A thread that polls longer occupies the core of a rank that it may wait for.
 _LOOKS, _YIELDS, _NAPS = 4000, 2000, 5000
 _NAP_US, _LONG_NAP_US = 50, 5000
 
-# Words of args.
+# Indices of the kernel's arguments in args.
 _X, _COUNT, _ONTO, _LINES, _RANK, _SIZE, _SLOTS, _SLOT, _STATE, _YIELD, _SLEEP, _WORDS = range(
     2, 14
 )
-# Words of `Meeting.state`, which belong to this process.
+# Indices in `Meeting._state`, which is private to this process.
 _MY_ROUND, _BROKEN = 0, 1
 
 
@@ -39,10 +39,10 @@ def _word(name: str, index: int, kind: str) -> str:
 
 
 def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> str:
-    """Return LLVM IR of a loop over i = %{name}, by step, while i is below end.
+    """Return LLVM IR of a loop: i = %{name} grows by step while it is below end.
 
-    before: what i starts from, as a phi operand.
-    then: the label behind the loop.
+    before: phi operand with the first i.
+    then: label after the loop.
     """
     return f"""
 {name}.head:
@@ -59,7 +59,7 @@ def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> 
 
 
 def _sum(name: str, kind: str, onto: bool) -> str:
-    """Write out[i] = the sum over ranks of slots[rank][i], or onto[i] plus that sum."""
+    """Return LLVM IR of out[i] = the sum over ranks of slots[rank][i], plus onto[i] if `onto`."""
     out = "%onto" if onto else "%x"
     last = f"%{name}.sum"
     body = f"""
@@ -194,8 +194,11 @@ done:
 
 @lru_cache(maxsize=1)
 def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
-    """(sum in place, sum onto another, the addresses of sched_yield and usleep). Raises
-    CompilerUnavailable."""
+    """Return the kernels (all-reduce in place, all-reduce added to a tensor) and addresses of
+    sched_yield and usleep.
+
+    Raises CompilerUnavailable.
+    """
     width = lanes()
     ir = "declare void @llvm.x86.sse2.pause()\n"
     functions = compile_ir(ir + _function("sum", False, width) + _function("sum_onto", True, width))
@@ -208,7 +211,8 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
 
 
 class Meeting:
-    """A place where processes that share memory all-reduce. Raises CompilerUnavailable.
+    """The all-reduce of one process with the others that share its memory. Raises
+    CompilerUnavailable.
 
     lines, slots: addresses in the shared memory. slot: bytes of one slot.
     """
@@ -223,9 +227,11 @@ class Meeting:
         args[_YIELD], args[_SLEEP] = yields, sleeps
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """All-reduce x over the processes, in place, or onto another tensor of its size.
+        """All-reduce x over the processes in place, or add the result to `onto`, a tensor of the
+        same size.
 
-        x is float32 and contiguous, no larger than a slot. If `broken` afterwards, there is no sum.
+        x: float32, contiguous, no larger than a slot. The result is invalid if `broken` is true
+        afterwards.
         """
         args = self._args
         args[_X], args[_COUNT] = x.data_ptr(), x.numel()
@@ -238,9 +244,9 @@ class Meeting:
 
     @property
     def broken(self) -> bool:
-        """Whether a meeting since the last round was given up.
+        """Whether an all-reduce since `join` was given up.
 
-        A process has failed, or has begun another round.
+        That happens when a process has failed or has begun another round.
         """
         return bool(self._state[_BROKEN])
 

@@ -1,6 +1,7 @@
-"""The CPU back end: the reference, with rotation, attention and recurrent layers by generated
-kernels where machine and shapes allow, latents' among them. Matmuls are
-`engine.quantization`'s, by `kernels.cpu.gemm.linear`."""
+"""The default CPU back end: generated kernels for rotary embeddings, attention (latent attention
+included) and recurrent layers where machine and shapes allow, and the torch reference elsewhere.
+Matmuls are not here: `engine.quantization` runs them with `kernels.cpu.gemm.linear`.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -28,18 +29,17 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerKernels:
-    """The generated kernels of the layer that a step is at; a part of a step's plan."""
+    """The attention kernels for the current layer's shape; a part of a step's plan."""
 
     def __init__(self) -> None:
-        self.kernels: CpuAttention | None = None  # None: the reference
+        self.kernels: CpuAttention | None = None  # None: the reference computes attention
         self._shape_key: tuple[int, bool] | None = None
 
     def choose(
         self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
-        """Return the kernels of a layer that rotates and norms its heads so, or None.
-
-        None: the reference computes the layer.
+        """Return the kernels for a layer's shape of heads, or None if the reference computes the
+        layer.
         """
         shape_key = (cos_sin.shape[1], q_norm is not None)
         if shape_key != self._shape_key:
@@ -54,9 +54,9 @@ class LayerKernels:
 
 
 class PlannedByFirstLayer(Recurrent):
-    """A back end that plans a step when its first layer runs.
+    """A back end that plans a step when the step's first layer runs.
 
-    Only layers know how they rotate their heads.
+    Only layers know their rotary embeddings and head norms.
     """
 
     def prepare(
@@ -82,7 +82,10 @@ class PlannedByFirstLayer(Recurrent):
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk: tokens [begin, end) of the step, whose entry then has this many tokens."""
+    """A prompt chunk: tokens [begin, end) of the step.
+
+    length: the request's tokens at the chunk's end.
+    """
 
     begin: int
     end: int
@@ -98,8 +101,8 @@ class _Chunk:
 class _NativePlan(LayerKernels):
     """The plan that the layers of a step share.
 
-    Generated kernels, chunks for them and for the reference, and the step as the reference plans
-    it, for whatever is not generated.
+    It has the generated kernels, the chunks for generated and reference attention, and the
+    reference's own plan.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -112,7 +115,7 @@ class _NativePlan(LayerKernels):
 
     @property
     def entries(self) -> Entries:
-        """The queries of the chunks, as `kernels.cpu.prefill` takes them."""
+        """The chunks' queries in the form that `kernels.cpu.prefill` takes."""
         if self._entries is None:
             spans = [
                 (chunk.begin, chunk.end, chunk.table.data_ptr(), chunk.length)
@@ -125,7 +128,7 @@ class _NativePlan(LayerKernels):
 
     @property
     def chunks(self) -> list[_Chunk]:
-        """The chunks of the entries that are not decodes."""
+        """The chunks of all entries that are not decodes."""
         if self._chunks is None:
             meta = self._meta
             starts = meta.query_start_host or meta.query_start.tolist()

@@ -1,5 +1,6 @@
-"""RMS norms, with a gate or without, and layer norms, generated for the number of elements that
-share a mean."""
+"""RMS norms, with or without a gate, and layer norms, as kernels generated for the number of
+elements that share a mean.
+"""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
 from kernels.cpu.recurrent.entries import inverse_root, rows_of, threads_for
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _X, _GATE, _GATE_STRIDE, _WEIGHT, _EPS, _ROWS, _OUT, _BIAS, _WORDS = range(2, 11)
 
 
@@ -33,7 +34,9 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
     whole = width - width % size
 
     def over(start: Value, body) -> Value:  # type: ignore[no-untyped-def]
-        """Call body(place, how many, sum so far) for the vectors of a part."""
+        """Call body(offset, count, sum so far) for each vector of a row's group, and return the
+        sum.
+        """
         (total,) = w.loop(
             0, whole, [(w.vector, start)], lambda at, total: [body(at, size, total)], step=size
         )
@@ -85,7 +88,11 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
 def _function(
     size: int, groups: int = 1, normed: bool = True, gated: bool = False, gate_last: bool = False
 ) -> NativeFunction | None:
-    """See `NormShape`; its parts are looked up several times as fast as it is made and hashed."""
+    """Return the compiled kernel of a `NormShape`.
+
+    Arguments are passed singly because hashing them is several times as fast as making and hashing
+    a NormShape.
+    """
     shape = NormShape(size, groups, normed, gated, gate_last)
     functions = compile_or_none(lambda lanes: module([_norm(shape, lanes)]))
     return functions and functions["norm"]
@@ -94,7 +101,7 @@ def _function(
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, gate_last: bool
 ) -> Tensor | None:
-    """See `Kernels.gated_norm`. None: nothing is generated here."""
+    """Compute `Kernels.gated_norm`, or return None where no kernel can be generated."""
     size = x.shape[1] // groups
     normed = weight is not None
     function = _function(size, groups, normed, True, gate_last and normed)
@@ -109,7 +116,9 @@ def gated_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-    """See `Kernels.rms_norm`. None: nothing is generated here, or not for such x."""
+    """Compute `Kernels.rms_norm`, or return None where no kernel can be generated or x does not fit
+    it.
+    """
     both = x.dtype == weight.dtype == torch.float32
     if not (both and x.is_contiguous() and weight.is_contiguous()):
         return None
@@ -133,8 +142,12 @@ def layer_norm_row(
     eps: Value,
     added: Value = "",
 ) -> None:
-    """A row's layer norm into target, which may be source. weight, bias: "" where there is none.
-    added: a row that is added to source first, whose memory source must be for what is written."""
+    """Generate the layer norm of one row.
+
+    source, target: addresses of the row and of the result, which may be the same.
+    weight, bias: "" if the norm has none.
+    added: address of a row to add to source first. The sum is written to source.
+    """
     start = [(w.vector, "zeroinitializer")]
 
     def mean(total: Value) -> Value:
@@ -194,7 +207,9 @@ def _layer_function(width: int, weighted: bool, biased: bool) -> NativeFunction 
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
-    """See `Kernels.layer_norm`. None: nothing is generated here, or not for such x."""
+    """Compute `Kernels.layer_norm`, or return None where no kernel can be generated or x does not
+    fit it.
+    """
     parts = [part for part in (x, weight, bias) if part is not None]
     if not all(part.dtype == torch.float32 and part.is_contiguous() for part in parts):
         return None

@@ -1,11 +1,11 @@
-"""The rest of a post-norm layer (BERT's) behind attention, in one launch:
+"""All of a post-norm layer (BERT's) after attention, in one launch:
 
     x = norm(residual + attended @ out.T)
     x = norm(x + act(x @ up.T) @ down.T)
 
-A thread takes a block of rows through all of it. What stands between two matmuls is read where it
-was written, in the second-level cache, and where the next product takes bfloat16 it is written so.
-No thread waits for another in between. The numbers are those of the same steps apart, to the bit.
+Each thread takes a block of rows through the whole computation and waits for no other thread.
+Intermediate results stay in the second-level cache, in bfloat16 where the next matmul takes it.
+Results equal those of separate steps bit for bit.
 """
 
 import ctypes
@@ -26,17 +26,17 @@ from kernels.cpu.norm import layer_norm_row
 NormParts = tuple[Tensor | None, Tensor | None, float]
 """Of a layer norm: weight, bias, eps."""
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _ATTENDED, _RESIDUAL, _ROWS, _BLOCK, _SCRATCH, _FLOATS = range(2, 8)
 _PRODUCTS, _NORMS, _WORDS = 8, 17, 23  # three words a product, and a norm
-_LEAST = 64  # rows a thread; of fewer, threads share panels of weights and not rows
-_MOST, _BYTES = 256, 1 << 20  # rows of a block, and what they take at most
+_LEAST = 64  # fewest rows per thread; with fewer, threads share panels of weights instead
+_MOST, _BYTES = 256, 1 << 20  # most rows of a block, and most bytes of its scratch
 
 
 class _Shape:
-    """The layout of a thread's rows in its scratch.
+    """The layout of a block of rows in a thread's scratch.
 
-    A row has room for the first matmuls' input, for sums, and for the last matmul's input.
+    Each row has the first matmuls' input, sums, and the last matmul's input.
     """
 
     def __init__(self, kind: str, hidden: int, attended: int, inner: int) -> None:
@@ -48,14 +48,16 @@ class _Shape:
         self.row = self.taken + 4 * hidden + row(inner)
 
     def block(self, rows: int, threads: int) -> int:
-        """Return the rows of a block, so that threads have about as many."""
+        """Return the number of rows in a block, so that threads have about equally many."""
         step = most_rows(self.kind)
         most = max(step, min(_MOST, _BYTES // self.row) // step * step)
         blocks = -(-rows // (most * threads)) * threads
         return -(-rows // (blocks * step)) * step
 
     def floats(self, block: int) -> int:
-        """Return the floats of a thread's scratch; tiles of rows are read whole."""
+        """Return the float32 numbers of scratch for one thread. Spare rows let kernels read whole
+        tiles.
+        """
         return -(-((block + SPARE_ROWS) * self.row + 3 * 64) // 64) * 16
 
 
@@ -72,7 +74,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     row_count = w.add(length, SPARE_ROWS)
 
     def behind(place: Value, row: int) -> Value:
-        """Return the first cache line behind `kept` rows of `row` bytes at place."""
+        """Return the first cache line after all rows of `row` bytes at `place`."""
         count = w.add(w.mul(row_count, row), 63)
         return w.at(place, w.mul(w.op(f"lshr i64 {count}, 6"), 64), "i8")
 
@@ -92,8 +94,12 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         place: Callable[[Value, Value], tuple[Value, int]],
         then: Callable[[Value, Value, Value], None] | None = None,
     ) -> None:  # fmt: skip
-        """Multiply x [count, width] by all panels. place: where a panel's tile from a row on goes,
-        and the floats between rows. then: what follows each, with its rows."""
+        """Multiply x [count, width] by all panels of weights.
+
+        place: returns a tile's output address and the floats between its rows, given the row and
+        panel.
+        then: called after each tile with its first row, row count and panel.
+        """
         first = _PRODUCTS + 3 * number
         weight, bias = w.argument(first, "ptr"), w.argument(first + 1, "ptr")
         bias_step = w.argument(first + 2)
@@ -119,7 +125,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
                     "i64 0",
                     f"i64 {width}",
                 ]
-                if tiled:  # each tile of rows asks for its part of the next panel
+                if tiled:  # each tile of rows prefetches its part of the next panel
                     lines = w.op(f"udiv i64 {w.mul(row, w_bytes)}, {tiled_bf16.ROWS_A_PANEL}")
                     operands.append(f"ptr {w.at(w.at(own_weight, w_bytes, 'i8'), lines, 'i8')}")
                 w.do(f"call void @in{width}_tiles({', '.join(operands)})")
@@ -134,7 +140,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         return w.at(sums, w.add(w.mul(row, hidden), w.mul(panel, 2 * size))), hidden
 
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
-        """Add the sums to x, the residual, and norm the result."""
+        """Add the sums to x, the residual, in place, and norm the result."""
         first = _NORMS + 3 * number
         weight, bias = (
             w.argument(first + part, "ptr") if parts[2 * number + part] else "" for part in (0, 1)
@@ -151,7 +157,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         over(count, one)
 
     def activate(first: Value, count: Value, panel: Value) -> None:
-        """Apply the activation to the buffer's rows, and store them as the last matmul's input."""
+        """Apply the activation to the buffer's rows and store them as the last matmul's input."""
 
         def one(row: Value) -> None:
             place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")
@@ -244,9 +250,13 @@ def rest_of_layer(
     norms: tuple[NormParts, NormParts],
     act: str,
 ) -> Tensor | None:
-    """residual [n, hidden], written over with the layer's result, which follows from attended
-    [n, in of out]: both float32, contiguous. products: out, up, down. None: nothing is generated
-    here, or there are so few rows that threads had better share each matmul."""
+    """Compute the rest of a post-norm layer, and write it to residual.
+
+    attended, residual: [n, in of out], [n, hidden], float32, contiguous.
+    products: out, up, down.
+    Returns None where no kernel can be generated, or with so few rows that threads should rather
+    share each matmul.
+    """
     out, up, _ = products
     (hidden, width), (inner, _) = out.shape, up.shape
     rows, threads = len(residual), get_num_threads()

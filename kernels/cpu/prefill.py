@@ -1,18 +1,17 @@
-"""Prefill attention over paged keys, generated for one shape of heads: one launch for all entries
-of a step.
+"""Prefill attention over a paged KV cache, as kernels generated for one shape of heads: one launch
+for all entries of a step.
 
-Online softmax over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key head
-and a tile of one entry's queries: the keys and values of a tile are read where they lie and laid
-out once for all of the item's rows, keys transposed. Memory is linear in the tile, whatever the
-length. Which keys a query sees is a range of its own, so a text may see both ways.
+Softmax is online over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key
+head and a tile of one entry's queries. It copies a tile's keys, transposed, and values once for all
+its rows, so memory does not grow with length. Each query has its own range of visible keys, so
+attention may be bidirectional.
 
-Where the processor multiplies pairs of bfloat16 (AVX512-BF16) or tiles of it (AMX), keys and values
-of that type stay as they are: queries and weights are rounded to it, products of them are exact,
-and all sums and the softmax are float32. Elsewhere, and for other types, keys and
-values are widened and all is float32.
+With AVX512-BF16 or AMX, a bfloat16 KV cache is multiplied as it is. Queries and softmax weights are
+rounded to bfloat16; products are exact, sums and softmax are float32. Elsewhere, and for other
+types, keys and values are converted to float32.
 
-A row's sums do not depend on the other rows, nor, where it sees all keys before it, on how its
-prompt was cut into chunks: tiles of keys then begin at the prompt's.
+A row's sums do not depend on the other rows. Where a row sees all keys before it, they do not
+depend on how its prompt was chunked either, since tiles of keys begin at the prompt's beginning.
 """
 
 import ctypes
@@ -41,15 +40,16 @@ from kernels.cpu.scores import Numbers, Places, Scored
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _KEYS_A_TILE = 64
-_ROWS_A_TILE = 96  # about: that many share a tile of keys that is laid out
-_ROWS = 6  # of a block: their sums stay in registers
-_LEAST = -1e38  # a score that adds nothing; twice as much is still a float32
+_ROWS_A_TILE = 96  # about so many rows share a copied tile of keys
+_ROWS = 6  # rows that are multiplied together, so that their sums stay in registers
+_LEAST = -1e38  # score whose weight is 0; twice as much is still a finite float32
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST = range(2, 9)
 _COUNT, _SCALE, _SCRATCH = range(9, 12)
-_NUMBERS, _WORDS = 12, 15  # of the scores, see scores.py
-# Words of a tile of queries: its first token, how many, its entry's table, the entry's keys.
+_NUMBERS, _WORDS = 12, 15  # three words of score modifiers, see scores.py
+# Words of a tile of queries: first token, number of tokens, address of the entry's block table, and
+# number of the entry's keys.
 _TILE = 4
 
 
@@ -59,18 +59,18 @@ class PrefillShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str  # of the cache, LLVM's name
-    pairs: bool = False  # of bfloat16 are multiplied
-    tiled: bool = False  # by AMX's tiles
+    dtype: str  # type of the KV cache, as LLVM names it
+    pairs: bool = False  # whether pairs of bfloat16 are multiplied
+    tiled: bool = False  # whether AMX tiles multiply these pairs
 
     @property
     def block(self) -> int:
-        """Rows that are multiplied together."""
+        """The number of rows that are multiplied together."""
         return amx.TILE_ROWS if self.tiled else _ROWS
 
     @property
     def words(self) -> int:
-        """The 32-bit words of a query or a key, each a float32 or a pair of bfloat16."""
+        """The 32-bit words of a query or key: each is a float32 or a pair of bfloat16."""
         return self.head_dim // 2 if self.pairs else self.head_dim
 
     @property
@@ -88,7 +88,7 @@ class PrefillShape:
         return -(-self.queries * self.group // self.block) * self.block
 
     def floats(self, size: int) -> int:
-        """Words of scratch that a thread needs."""
+        """Return the words of scratch for one thread."""
         tiles = 2 * _KEYS_A_TILE * self.words
         row = self.words + self.head_dim + 2 * size
         return tiles + self.block * _KEYS_A_TILE + self.rows * row
@@ -101,17 +101,18 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     dim, words, group, kind, tile = (
         shape.head_dim, shape.words, shape.group, w.vector, _KEYS_A_TILE,
     )  # fmt: skip
-    per_word = dim // words  # numbers of a word
-    width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
+    per_word = dim // words  # elements per word
+    # vectors of columns at once: with _ROWS rows these fill the registers
+    width = 4 if size == 16 else 2
     names = (_Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST)
     q, keys, values, out, tiles, lasts, firsts = (w.argument(name, "ptr") for name in names)
     places = Places(w, scored, _NUMBERS)
     scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, shape.floats(size)))
-    # Words: keys [words, tile], values [tile / each, dim], weights [block, tile], queries
-    # [rows, words]. float32: sums [rows, dim], the largest score [rows, lanes] and the weights'
-    # sums [rows, lanes].
+    # Scratch in words: keys [words, tile], values [tile / per_word, dim], weights [block, tile],
+    # queries [rows, words]. In float32: sums [rows, dim], largest scores [rows, lanes], sums of
+    # weights [rows, lanes].
     columns = own
     mixed = w.at(columns, words * tile)
     weights = w.at(mixed, tile // per_word * dim)
@@ -129,13 +130,13 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         return w.op(f"sext i32 {narrow} to i64")
 
     def lay_out(begin: Value, head: Value, table: Value, length: Value) -> None:
-        """Lay out keys [begin, begin + tile) of one head.
+        """Copy keys [begin, begin + tile) of one head, transposed, and their values to scratch.
 
-        Past the last key the last is read again.
+        Places after the last key repeat the last key.
         """
 
         def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
-            """Store 2 * size numbers of the values of two keys, side by side."""
+            """Store 2 * size elements of the values of two keys, interleaved as pairs."""
             both = f"<{2 * size} x i16>"
             rows = [w.load(w.at(values, w.add(place, d), shape.dtype), both) for place in places]
             line = w.add(w.mul(w.op(f"lshr i64 {at}, 1"), dim), d)
@@ -183,7 +184,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, tile, [], some, step=size)
 
     def round_store(numbers: Value, line: Value, index: Value | int) -> None:
-        """Store a vector as a line's words, rounded, from the index-th number on."""
+        """Store a vector from the line's index-th number on, rounded to bfloat16 where pairs are
+        multiplied.
+        """
         if shape.pairs:
             w.store_pairs(numbers, w.at(line, index, "bfloat"))
         else:
@@ -200,10 +203,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         begin: list[Value] | None,
         at: Value,
     ) -> list[Value]:
-        """Multiply rows by `width` vectors of columns of a matrix [inner, columns_], from `at` on.
+        """Multiply rows by `width` vectors of columns of a matrix [inner, columns_], from column
+        `at` on.
 
-        rows: the address of each row.
-        inner: the length of a row, in words.
+        rows: address of each row.
+        inner: words of a row.
         begin: the sums to add to, zeros if None.
         """
         vectors = min(width, columns_ // size)
@@ -231,9 +235,9 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         head: Value,
         masked: bool,
     ) -> Value:
-        """Turn the scores of a block's r-th row into weights.
+        """Replace the scores of a block's r-th row by their unnormalised softmax weights.
 
-        Returns the factor of the row's sums so far.
+        Returns the factor by which the row's earlier sums must be scaled.
         """
         line, row = w.at(weights, w.mul(r, tile)), w.add(row, r)
         parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
@@ -277,18 +281,19 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block_of_tiles(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Compute `block` with AMX's tiles.
+        """Compute `block` with AMX tiles.
 
-        Sums are tiles 0 to 3, of 16 columns each; rows are tile 4.
+        Tiles 0 to 3 hold sums, of 16 columns each; tile 4 holds rows.
         """
         side = amx.TILE_ROWS
 
         def multiply(
             rows: Value, apart: int, matrix: Value, columns_: int, inner: int, vectors: range
         ) -> None:
-            """Multiply rows of words, `apart` from each other, by vectors of columns of a matrix.
+            """Multiply rows of words by vectors of columns of a matrix.
 
-            matrix: [inner, columns_]. vectors: which of its columns, in steps of 16.
+            apart: words between two rows. matrix: [inner, columns_].
+            vectors: indices of the vectors of 16 columns.
             """
             for step in range(0, inner, side):
                 amx.load(w, 4, w.at(rows, step), 4 * apart)
@@ -327,7 +332,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """Attend a block of rows from `row` on to a tile of keys that begins at `begin`."""
+        """Attend a block of rows from `row` on to the tile of keys that starts at key `begin`."""
         rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
 
@@ -372,7 +377,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         table = w.op(f"inttoptr i64 {place_of_table} to ptr")
         num_rows = w.mul(count, group)
         offset = w.mul(w.add(w.mul(token, shape.num_kv_heads), head), group * dim)
-        apart = (shape.num_kv_heads - 1) * group * dim  # between two tokens' rows of one head
+        # elements between two tokens' rows of one key head
+        apart = (shape.num_kv_heads - 1) * group * dim
 
         def place(row: Value) -> Value:
             """Return the index of a row's first element in q and out."""
@@ -441,13 +447,13 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
 
 class Entries:
-    """The queries of a step, entry by entry, and the keys that each sees.
+    """The queries of a step, entry by entry, and the range of keys that each sees.
 
-    spans: of each entry its first token, the token behind its last, the address of its blocks
-        (int32; what stands before the block of the first key that is seen is not read), its keys.
-    first, last [tokens]: the first and the last key that a token sees, of its entry; within one
-        entry nowhere less than before. Both int32.
-    kept: what must not be freed before the last launch.
+    spans: per entry: first token, token after the last, address of its int32 block table, number of
+    keys. Table elements before the first visible key's block are not read.
+    first, last: [tokens] int32, the first and last visible key of each token; non-decreasing in an
+    entry.
+    kept: object to keep alive until the last launch.
     """
 
     def __init__(
@@ -461,9 +467,9 @@ class Entries:
         self._tiles: dict[int, NDArray[np.int64]] = {}
 
     def tiles(self, queries: int) -> NDArray[np.int64]:
-        """Return [tiles, 4] int64: tiles of at most this many queries.
+        """Return tiles of at most `queries` queries, as [tiles, 4] int64 rows of _TILE words.
 
-        Tiles that see most keys come first, so that threads end together.
+        Tiles with most keys come first, so that threads end together.
         """
         tiles = self._tiles.get(queries)
         if tiles is None:
@@ -483,7 +489,7 @@ class Entries:
 
 
 class CpuPrefill:
-    """The prefill kernel for one shape of heads, and its arguments."""
+    """The prefill kernel for one shape of heads."""
 
     def __init__(self, shape: PrefillShape, function: NativeFunction) -> None:
         self._floats, self._queries = shape.floats(lanes()), shape.queries
@@ -500,9 +506,10 @@ class CpuPrefill:
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """Attend the entries' queries, and write their rows of out; other rows stay.
+        """Attend the entries' queries, and write their rows of out. Other rows stay as they are.
 
-        q [n, num_heads, head_dim] and out [n, num_heads * head_dim] float32: of the whole step.
+        q: [n, num_heads, head_dim] float32 of the whole step.
+        out: [n, num_heads * head_dim] float32 of the whole step.
         """
         args, threads = self._args, torch.get_num_threads()
         tiles = entries.tiles(self._queries)
@@ -525,9 +532,9 @@ def prefill_for(
     dtype: torch.dtype,
     scored: Scored,
 ) -> CpuPrefill | None:
-    """Return the prefill kernel of a shape, or None where nothing is generated.
+    """Return the prefill kernel for a shape, or None where none can be generated.
 
-    Nothing is generated where heads do not fill vectors, or without a compiler.
+    None is generated where head sizes are no multiple of a vector, or without a compiler.
     """
     try:
         size = lanes()

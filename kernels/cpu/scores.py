@@ -1,5 +1,6 @@
-"""Scored: what a kernel does with the scores of queries and keys beyond scaling them, chosen when
-it is generated. `kernels.reference.Kernels.attention` says what it means."""
+"""Scored, Numbers, Places: softcap, attention sinks and ALiBi slopes of attention scores, which
+generated kernels support as needed. `kernels.reference.Kernels.attention` defines them.
+"""
 
 import ctypes
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers by which a layer changes its scores.
+    """The values of a layer's score modifiers.
 
     sinks, slopes: [num_heads] float32, contiguous.
     """
@@ -37,14 +38,14 @@ class Numbers:
         return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
 
     def put(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
-        """Put the numbers into three words from `at` on, where `Places` looks for them."""
+        """Write the modifiers to three words of args from `at` on, where `Places` reads them."""
         args[at] = bits(self.softcap)
         for place, tensor in ((at + 1, self.sinks), (at + 2, self.slopes)):
             args[place] = 0 if tensor is None else tensor.data_ptr()
 
 
 class Places:
-    """The places of a layer's numbers in a kernel: `Scored` says which numbers exist."""
+    """The loads of a layer's score modifiers in a kernel. scored: which modifiers exist."""
 
     def __init__(self, writer: IRWriter, scored: Scored, at: int) -> None:
         self._writer, self._scored = writer, scored
@@ -55,21 +56,21 @@ class Places:
         self._slopes = writer.argument(at + 2, "ptr") if scored.slopes else ""
 
     def slope(self, head: Value) -> Value:
-        """Return a head's slope in all lanes, or "" if the layer has no slopes."""
+        """Return a head's ALiBi slope in all lanes, or "" if the layer has no slopes."""
         writer = self._writer
         if not self._slopes:
             return ""
         return writer.spread(writer.load(writer.at(self._slopes, head), "float"))
 
     def sink(self, head: Value) -> Value:
-        """Return a head's sink in all lanes."""
+        """Return a head's attention sink in all lanes."""
         writer = self._writer
         return writer.spread(writer.load(writer.at(self._sinks, head), "float"))
 
     def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
-        """Change a vector of scores as `Scored` says.
+        """Apply softcap and ALiBi slope to a vector of scores.
 
-        ahead: the position of the first score's key less the query's.
+        ahead: position of the first score's key minus the query's position.
         """
         writer = self._writer
         if self._scored.softcap:

@@ -1,5 +1,6 @@
-"""Attention over whole texts in both directions, generated: a step's texts are laid out as pages of
-keys, which live as long as the step, so that all of them are two launches."""
+"""Bidirectional attention over whole texts, as generated kernels. Keys and values of a step's texts
+are written to temporary pages, so that two launches serve all texts.
+"""
 
 import torch
 from torch import Tensor
@@ -10,12 +11,12 @@ from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.metadata import AttentionMeta
 
-_BLOCK = 16  # keys of a page
+_BLOCK = 16  # keys per page
 _PLAIN = Numbers()
 
 
 class WholeTexts:
-    """The data that the layers of a step share, which is its plan."""
+    """The plan of a step of whole texts, which its layers share."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         starts = torch.tensor(meta.query_start_host or meta.query_start.tolist())
@@ -24,7 +25,7 @@ class WholeTexts:
         first_page = pages.cumsum(0) - pages
         self._pages = int(pages.sum())
         self._table = torch.arange(self._pages, dtype=torch.int32)
-        self._length = lengths.repeat_interleave(lengths).int()  # of each token's text
+        self._length = lengths.repeat_interleave(lengths).int()  # length of each token's text
         begins = starts[:-1].repeat_interleave(lengths)
         self.positions = (torch.arange(len(begins)) - begins).int()
         self.slots = first_page.repeat_interleave(lengths) * _BLOCK + self.positions
@@ -47,7 +48,7 @@ class WholeTexts:
         return entries
 
     def keys(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        """[2, pages, heads, _BLOCK, dim]: keys and values of the layer that runs."""
+        """Return memory for the current layer's keys and values, [2, pages, heads, _BLOCK, dim]."""
         kind = heads, dim, dtype
         keys = self._keys.get(kind)
         if keys is None:
@@ -65,7 +66,7 @@ def whole_texts(
     meta: AttentionMeta,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """See `Kernels.whole_texts`. None: nothing is generated here."""
+    """Compute `Kernels.whole_texts`, or return None where no kernel can be generated."""
     dim = qkv.shape[1] // (3 * num_heads)
     try:
         key_dtype = dtype if dtype == torch.bfloat16 and dot_bf16() else torch.float32

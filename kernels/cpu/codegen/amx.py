@@ -1,11 +1,11 @@
-"""Instructions of AMX, for tiles of 16 rows of 64 bytes."""
+"""AMX instructions, for tiles of 16 rows of 64 bytes."""
 
 import struct
 from collections.abc import Sequence
 
 from kernels.cpu.codegen.ir import IRWriter, Value
 
-TILE_ROWS = 16  # of a tile: rows of x and of sums, pairs of columns of weights
+TILE_ROWS = 16  # rows of a tile
 
 
 def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
@@ -15,7 +15,10 @@ def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
 
 
 def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
-    """Configure the tiles until `release`. shapes: rows, and bytes of a row, of each tile."""
+    """Configure the tiles, which stay configured until `release`.
+
+    shapes: rows, and bytes of a row, of each tile.
+    """
     rows, row_bytes = zip(*shapes, strict=True)
     words = struct.pack("<BB14x8H16x8B8x", 1, 0, *row_bytes, *rows)
     config = writer.op("alloca [64 x i8], align 64")
@@ -33,12 +36,14 @@ def clear(writer: IRWriter, tile: int) -> None:
 
 
 def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """Load a tile. stride: bytes from row to row."""
+    """Load a tile. stride: bytes between the beginnings of two rows."""
     _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
 
 def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """Load a tile whose memory is not read again soon. stride: bytes from row to row."""
+    """Load a tile whose memory is not read again soon. stride: bytes between the beginnings of two
+    rows.
+    """
     _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
 
@@ -47,13 +52,18 @@ def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> Non
 
 
 def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
-    """Add to sums the matmul of rows, of 32 bfloat16, and columns, of as many in pairs."""
+    """Add to `sums` the matmul of two bfloat16 tiles.
+
+    rows: 16 rows of 32 numbers. columns: 32 x 16 numbers, stored as rows of column pairs.
+    """
     _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
 
 
 def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
-    """Add to sums the matmul of rows, of signed bytes, and columns, of as many in fours.
+    """Add to `sums` the matmul of two tiles of 8-bit integers.
 
-    name: tdpbssd, or tdpbsud for columns without a sign.
+    name: tdpbssd, or tdpbsud if columns are unsigned.
+    rows: 16 rows of 64 signed bytes. columns: 64 x 16 bytes, stored as rows of four bytes per
+    column.
     """
     _tile_op(writer, name, f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")

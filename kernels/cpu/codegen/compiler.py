@@ -1,10 +1,10 @@
-"""compile_ir: LLVM IR text -> functions of this process, without a compiler on the machine.
+"""compile_ir: compile LLVM IR text to functions of this process, without a compiler on the machine.
 
-Triton's library holds all of LLVM, the code generator for x86 included, and gives object code for
-the asking. What is left to do here is a linker's work for one object: lay out its sections, apply
-the relocations, make it executable. `CompilerUnavailable` says that this machine cannot (no Triton,
-or one before 3.7, which hides LLVM's names, no libgomp, not x86-64 Linux with AVX2, no executable
-memory); callers then use plain torch.
+Triton's library contains LLVM with its x86 code generator, which returns object code. This module
+links it: it lays out the sections, applies the relocations and makes the memory executable.
+`CompilerUnavailable` says that this machine cannot: Triton is missing or older than 3.7, which
+hides LLVM's symbols; libgomp is missing; it is not x86-64 Linux with AVX2; or executable memory is
+forbidden. Callers then use plain torch.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from kernels.cpu.codegen.object_cache import cached
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 _TRIPLE = "x86_64-unknown-linux-gnu"
-# torch's name of an instruction set -> (LLVM processor, float32 lanes). 512-bit registers are
-# otherwise left alone on that processor.
+# Maps torch's name of an instruction set to (LLVM's processor, float32 lanes). Without the feature
+# below, LLVM avoids 512-bit registers on that processor.
 _PROCESSORS = {"AVX512": ("x86-64-v4", 16), "AVX2": ("x86-64-v3", 8)}
 _FEATURES = {"AVX512": "-prefer-256-bit", "AVX2": ""}
 
@@ -33,25 +33,26 @@ _SHF_ALLOC = 2
 _SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
 _R_64, _R_PC32, _R_PLT32 = 1, 2, 4
 
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process asks once, for all of its threads.
+# Arguments of arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). One call allows AMX for all
+# threads of the process.
 _ASK_FOR_TILES = (158, 0x1023, 18)
 
 _code: list[mmap.mmap] = []  # never freed: functions are used until the process ends
 
-# LLVM's list of targets and its options belong to the process, and weights are packed by several
-# threads: a second one that comes while the first registers its target finds none, and crashes.
+# Threads that pack weights compile concurrently, but LLVM's registry of targets and its options are
+# global. A second thread would crash while the first one still registers its target.
 _compiling = threading.Lock()
 
 
 class CompilerUnavailable(Exception):
-    """Why there is no compiler here, for a log."""
+    """Raised where this machine cannot compile kernels; the message says why."""
 
 
 @lru_cache(maxsize=1)
 def vnni() -> str:
-    """Return LLVM's name of the dot-product instructions of 8-bit integers in registers of lanes().
+    """Return LLVM's name of the 8-bit dot-product instructions for registers of lanes().
 
-    The name is avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable.
+    Either avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable.
     """
     flag, name = ("avx512_vnni", "avx512vnni") if lanes() == 16 else ("avx_vnni", "avxvnni")
     return name if _has(flag) else ""
@@ -66,17 +67,17 @@ def dot_bf16() -> bool:
 
 @lru_cache(maxsize=1)
 def amx_bf16() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 (AMX), and Linux lets this process. Raises
-    CompilerUnavailable."""
+    """Whether the processor multiplies bfloat16 tiles (AMX) and Linux allows this process to.
+    Raises CompilerUnavailable.
+    """
     return dot_bf16() and _has("amx_bf16") and _tiles()
 
 
 @lru_cache(maxsize=1)
 def amx_int8() -> bool:
-    """Whether the processor multiplies tiles of 8-bit integers (AMX), and Linux lets this process.
+    """Whether the processor multiplies 8-bit tiles (AMX) and Linux allows this process to.
 
-    The processor must also multiply such integers in registers of 16 lanes. Raises
-    CompilerUnavailable.
+    AVX512-VNNI is needed, too. Raises CompilerUnavailable.
     """
     return vnni() == "avx512vnni" and _has("amx_int8") and _tiles()
 
@@ -116,8 +117,8 @@ _recording = _Recording()
 def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterator[None]:
     """Record this thread's calls of native functions within the context.
 
-    calls: each call's address and arguments, in the order of calls.
-    kept: the memory that the calls need (`keep`).
+    calls: receives each call's address and arguments, in order.
+    kept: receives the memory that the calls use (`keep`).
     """
     _recording.calls, _recording.kept = calls, kept
     try:
@@ -127,21 +128,21 @@ def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterato
 
 
 def keep(memory: object) -> None:
-    """Keep this memory with the recording of this thread's calls, if one is running."""
+    """Keep this memory alive with the recording of this thread's calls, if there is one."""
     if _recording.kept is not None:
         _recording.kept.append(memory)
 
 
 def bits(number: float) -> int:
-    """Return the bits of a float32 as a word of a native function's arguments."""
+    """Return the bits of a float32 as an integer word of a native function's arguments."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 class NativeFunction:
-    """A generated function void f(i64 *args), which all threads run at once.
+    """A generated function, void f(i64 *args), which all threads run at once.
 
-    The threads share the work by counters, args[0] and args[1], which are 0 when it starts. The
-    other words are the caller's, addresses included.
+    Threads share the work through the counters args[0] and args[1], which a call sets to 0. The
+    caller sets the other words, among them addresses.
     """
 
     def __init__(self, address: int) -> None:
@@ -160,7 +161,7 @@ class NativeFunction:
 
 @lru_cache(maxsize=1)
 def lanes() -> int:
-    """Return how many float32 numbers a vector register has. Raises CompilerUnavailable."""
+    """Return how many float32 lanes a vector register has. Raises CompilerUnavailable."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
     capability = torch.backends.cpu.get_cpu_capability()
@@ -171,7 +172,7 @@ def lanes() -> int:
 
 @lru_cache(maxsize=1)
 def openmp() -> ctypes.CDLL:
-    """The OpenMP that torch uses. Raises CompilerUnavailable."""
+    """Return the OpenMP library that torch has loaded. Raises CompilerUnavailable."""
     with open("/proc/self/maps") as file:
         paths = sorted(set(re.findall(r"/\S*libgomp\S*", file.read())))
     for path in paths:
@@ -181,7 +182,7 @@ def openmp() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _parallel() -> "ctypes._NamedFuncPointer":
-    """GOMP_parallel(f, data, threads, flags) of torch's OpenMP: its threads, not new ones."""
+    """Return GOMP_parallel(f, data, threads, flags), which uses the threads of torch's OpenMP."""
     parallel = openmp().GOMP_parallel
     parallel.restype = None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -190,7 +191,7 @@ def _parallel() -> "ctypes._NamedFuncPointer":
 
 @lru_cache(maxsize=1)
 def _triton() -> str:
-    """The version of Triton, whose LLVM compiles. Raises CompilerUnavailable."""
+    """Return the version of Triton, whose LLVM compiles. Raises CompilerUnavailable."""
     try:
         return version("triton")
     except PackageNotFoundError as error:
@@ -213,12 +214,12 @@ def _llvm() -> object:
 
 
 def check() -> None:
-    """Check that something can be compiled here. Raises CompilerUnavailable."""
+    """Check that this machine can compile kernels. Raises CompilerUnavailable."""
     lanes(), openmp(), _llvm()
 
 
 def _object_code(ir: str) -> bytes:
-    """Compile a module, or take what an earlier process compiled. Raises CompilerUnavailable."""
+    """Compile a module, or load what an earlier process compiled. Raises CompilerUnavailable."""
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
     optional = (
@@ -241,15 +242,15 @@ def _object_code(ir: str) -> bytes:
 
 
 def compile_ir(ir: str) -> dict[str, NativeFunction]:
-    """The external functions of a module, by name. Raises CompilerUnavailable."""
+    """Compile a module and return its external functions by name. Raises CompilerUnavailable."""
     with _compiling:
         return _compiled(ir)
 
 
 def compile_or_none(write: Callable[[int], str]) -> dict[str, NativeFunction] | None:
-    """Return compile_ir(write(lanes())), or None where this machine cannot compile.
+    """Compile the IR that `write` returns for lanes(), or return None where this machine cannot.
 
-    Callers use plain torch then.
+    Callers then use plain torch.
     """
     try:
         return compile_ir(write(lanes()))
@@ -264,7 +265,9 @@ def _compiled(ir: str) -> dict[str, NativeFunction]:
 
 
 def _load(elf: bytes) -> dict[str, int]:
-    """Relocatable object -> addresses of its global functions."""
+    """Load a relocatable ELF object into executable memory, and return the addresses of its global
+    functions.
+    """
     table, count = struct.unpack_from("<Q", elf, 40)[0], struct.unpack_from("<H", elf, 60)[0]
     # (name, type, flags, address, offset, size, link, info, alignment, entry size)
     sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + 64 * i) for i in range(count)]

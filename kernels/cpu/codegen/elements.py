@@ -1,5 +1,6 @@
-"""Elementwise functions, generated for the length of contiguous runs. One of them is a copy, which
-is what torch's copies are in a recorded step (`program`)."""
+"""Elementwise functions, as kernels generated for the length of contiguous runs. The function
+"copy" replaces torch's copies in a recorded step (`kernels.cpu.codegen.program`).
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -11,15 +12,19 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import NativeFunction, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _X, _STRIDE, _INNER_STRIDE, _OTHER, _OTHER_STRIDE, _OUT, _OUT_STRIDE = range(2, 9)
 _ROWS, _INNER, _WORDS = range(9, 12)
-_MANY = 1 << 13  # numbers from which all threads are woken
+_MANY = 1 << 13  # elements from which all threads are used
 
 
 def _gelu_erf(w: IRWriter, x: Value) -> Value:
-    """x (1 + erf(x / sqrt 2)) / 2. The half of erfc is t (a1 + .. + a5 t^4) e^(-x^2 / 2) / 2, with
-    t = 1 / (1 + p |x| / sqrt 2): to 1e-7 (Abramowitz and Stegun, 7.1.26). Of |x| below 1e19."""
+    """Return the exact GELU, x (1 + erf(x / sqrt 2)) / 2, with an error of 1e-7, for |x| below
+    1e19.
+
+    Half of erfc is t (a1 + .. + a5 t^4) e^(-x^2 / 2) / 2 with t = 1 / (1 + p |x| / sqrt 2)
+    (Abramowitz and Stegun, 7.1.26).
+    """
     size = w.call(w.vector, f"llvm.fabs.v{w.lanes}f32", [(w.vector, x)])
     below = w.fma(size, w.all(0.3275911 * 0.7071067811865476), w.all(1.0))
     t = w.inverse(below)
@@ -28,13 +33,13 @@ def _gelu_erf(w: IRWriter, x: Value) -> Value:
         series = w.fma(series, t, w.all(factor / 2))
     square = w.binary("fmul", w.binary("fmul", x, x), w.all(-0.5))
     part = w.binary("fmul", w.binary("fmul", series, t), w.exp_below(square))
-    # |x| times it is what is missing of x where x is positive, and the negative of all elsewhere.
+    # GELU is relu(x) minus |x| times this half of erfc(|x| / sqrt 2).
     part = w.binary("fmul", part, size)
     return w.binary("fsub", _relu(w, x), part)
 
 
 def _gelu(w: IRWriter, x: Value) -> Value:
-    """x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): of the tanh."""
+    """Return the tanh approximation of GELU: x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
     cube = w.binary("fmul", x, w.binary("fmul", x, x))
     inner = w.fma(cube, w.all(0.044715), x)
     inner = w.binary("fmul", inner, w.all(1.5957691216057308))
@@ -42,7 +47,7 @@ def _gelu(w: IRWriter, x: Value) -> Value:
 
 
 def _relu(w: IRWriter, x: Value) -> Value:
-    """A NaN stays one."""
+    """Return max(x, 0); NaN stays NaN."""
     less = w.op(f"fcmp olt {w.vector} {x}, zeroinitializer")
     return w.op(f"select <{w.lanes} x i1> {less}, {w.vector} zeroinitializer, {w.vector} {x}")
 
@@ -100,20 +105,21 @@ def _function(name: str, width: int, multiplied: bool) -> NativeFunction | None:
 
 
 def known(name: str) -> bool:
-    """Whether there is such a function."""
+    """Whether an elementwise function of this name can be generated."""
     return name in FUNCTIONS
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x is a matrix, or some of them, of float32 rows that lie side by side."""
+    """Whether x is float32, two- or three-dimensional, with contiguous rows."""
     return x.dtype == torch.float32 and x.dim() in (2, 3) and x.stride(-1) == 1
 
 
 def apply(name: str, x: Tensor, out: Tensor, other: Tensor | None = None) -> bool:
-    """Write name(x), times other, into out. False: nothing is generated here.
+    """Write name(x), or name(x) * other, to out. Return False where no kernel can be generated.
 
-    x [n, width] or [n, m, width]; out and other [n, width], or [n, m * width]: rows that may be
-    pieces of longer ones, and which each other's memory may be; other may be one row for all.
+    x: [n, width] or [n, m, width].
+    out, other: [n, width] or [n, m * width]; other may also be one row for all.
+    Rows may be slices of longer rows, and the tensors may share memory.
     """
     function = _function(name, x.shape[-1], other is not None) if fits(x) else None
     if function is None:

@@ -1,7 +1,7 @@
-"""Writer: LLVM IR text with loops, for kernels whose shapes are known when they are written.
+"""IRWriter: writes LLVM IR text with loops, for kernels whose shapes are known at compile time.
 
-Values are strings ("%7", "42"); types too ("i64", "<16 x float>"). Floats in vectors have
-``lanes()`` of the machine, and unaligned addresses are fine everywhere.
+Values and types are strings ("%7", "42"; "i64", "<16 x float>"). Vectors have ``lanes`` elements.
+Addresses need no alignment.
 """
 
 import struct
@@ -12,7 +12,10 @@ Value = str
 
 
 class IRWriter:
-    """The text of one function: void name(ptr %args), or with arguments of its own."""
+    """The body of one function, written instruction by instruction.
+
+    Most functions are void name(ptr %args); `text` takes the signature.
+    """
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -64,7 +67,11 @@ class IRWriter:
         body: Callable[..., Sequence[Value]],
         step: int = 1,
     ) -> list[Value]:
-        """Write `for i in range(begin, end, step): carried = body(i, *carried)`. Return carried."""
+        """Write `for i in range(begin, end, step): carried = body(i, *carried)`.
+
+        carried: (type, start value) of each carried value. Returns the carried values after the
+        loop.
+        """
         number = next(self._names)
         head, inside, done = f"head{number}", f"body{number}", f"done{number}"
         before = self._block
@@ -100,7 +107,9 @@ class IRWriter:
     def claim(
         self, counter: Value, chunk: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Call body(item) for items, taken `chunk` at a time from a counter that threads share."""
+        """Call body(item) for all items; threads take `chunk` items at a time from a shared
+        counter.
+        """
         number = next(self._names)
         take, work, done = f"take{number}", f"work{number}", f"left{number}"
         self.do(f"br label %{take}")
@@ -122,10 +131,12 @@ class IRWriter:
     def claim_shares(
         self, counter: Value, threads: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Take a share of the items, at least one, from the counter that all threads share:
-        body(item). The first shares, one a thread, are seven eighths of all, so that a thread
-        streams memory; those of the rest are half of a thread's part of what is left, so that
-        threads end together (guided self-scheduling)."""
+        """Call body(item) for all items; threads take shares of them from a shared counter.
+
+        Each thread's first share makes up its part of seven eighths of all items, so that it
+        streams memory. Later shares are half of the thread's part of the remaining items, at least
+        one item, so that threads end together (guided self-scheduling).
+        """
         number = next(self._names)
         take, some = f"take{number}", f"some{number}"
         work, done = f"work{number}", f"left{number}"
@@ -166,7 +177,7 @@ class IRWriter:
         return self.op(f"mul nsw i64 {a}, {b}")
 
     def at(self, pointer: Value, index: Value | int, kind: str = "float") -> Value:
-        """Return the address of the index-th element."""
+        """Return the address of the index-th element of type `kind`."""
         return self.op(f"getelementptr {kind}, ptr {pointer}, i64 {index}")
 
     def argument(self, index: int, kind: str = "i64") -> Value:
@@ -181,9 +192,9 @@ class IRWriter:
         self.do(f"store {kind or self.vector} {value}, ptr {pointer}, align 1")
 
     def load_some(self, pointer: Value, count: int) -> Value:
-        """Load the first `count` numbers of a vector, zeros behind them.
+        """Load `count` numbers into the first lanes of a vector, and zeros into the others.
 
-        No memory behind the numbers is read.
+        Memory after these numbers is not read.
         """
         if count == self.lanes:
             return self.load(pointer)
@@ -201,7 +212,7 @@ class IRWriter:
         self.store(value, pointer, f"<{count} x float>")
 
     def load_columns(self, pointer: Value, columns: int, count: int) -> list[Value]:
-        """Load a contiguous matrix [count, columns] and return its columns, zeros behind."""
+        """Load a contiguous matrix [count, columns], and return its columns padded with zeros."""
         size = count * columns
         wide = f"<{size} x float>"
         rows = self.load(pointer, wide)
@@ -211,7 +222,7 @@ class IRWriter:
         ]
 
     def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
-        """Return a vector of these lanes of value, which has `size` lanes, zeros behind them."""
+        """Return a vector of the chosen lanes of value, padded with zeros. size: lanes of value."""
         chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
         mask = ", ".join(f"i32 {lane}" for lane in chosen)
         return self.op(
@@ -219,7 +230,7 @@ class IRWriter:
         )
 
     def all(self, number: float) -> Value:
-        """Return a vector constant."""
+        """Return a float32 vector constant with a number in all lanes."""
         return f"splat (float {constant(number)})"
 
     def whole(self, number: int) -> Value:
@@ -233,9 +244,10 @@ class IRWriter:
         return self.op(f"shufflevector {vector} {first_lane}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value, to_write: bool = False) -> None:
-        """Prefetch into the second-level cache, or the first if the memory is written soon.
+        """Prefetch a cache line into the second-level cache, or into the first if it is written
+        soon.
 
-        Memory that is prefetched far ahead would drive out of the first what is read now.
+        Far prefetches into the first level would evict the data that is being read.
         """
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         how = "i32 1, i32 3" if to_write else "i32 0, i32 2"
@@ -249,29 +261,33 @@ class IRWriter:
         return self.call(kind, f"llvm.fma.v{self.lanes}f32", [(kind, a), (kind, b), (kind, c)])
 
     def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
-        """Return c plus each lane's dot product of two pairs of bfloat16, the lanes of a and b.
-        Needs `compiler.dot_bf16`."""
+        """Return c plus, in each lane, the dot product of the bfloat16 pairs in the lanes of a and
+        b.
+
+        Needs `compiler.dot_bf16`.
+        """
         pair = f"<{2 * self.lanes} x bfloat>"
         a, b = (self.op(f"bitcast {self.vector} {value} to {pair}") for value in (a, b))
         operands = [(self.vector, c), (pair, a), (pair, b)]
         return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", operands)
 
     def store_pairs(self, value: Value, pointer: Value) -> None:
-        """Store as bfloat16, for `dot_pairs`, by one instruction instead of nine.
+        """Store a vector as bfloat16, for `dot_pairs`, in one instruction instead of nine.
 
-        Rounds as `store_float` does, but a number below 1e-38 becomes 0. Needs `compiler.dot_bf16`.
+        It rounds as `store_float` does, but numbers below 1e-38 become 0. Needs
+        `compiler.dot_bf16`.
         """
         narrow = f"<{self.lanes} x bfloat>"
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
 
     def sum(self, vector: Value) -> Value:
-        """Return the sum of the lanes, added as a tree: float."""
+        """Return the sum of the lanes as a float, added as a tree."""
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
 
     def sum_of_pairs(self, vector: Value) -> Value:
-        """Return the sum of the lanes: float, the same to the bit as `sums` gives in a lane."""
+        """Return the sum of the lanes as a float, bit for bit as `sums` computes it."""
         stride = 1
         while stride < self.lanes:
             other = self.swapped(vector, stride, self.vector)
@@ -279,11 +295,14 @@ class IRWriter:
         return self.op(f"extractelement {self.vector} {vector}, i64 0")
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """Return a vector whose lane i is the sum of the i-th of lanes() vectors, each as a tree. A
-        few instructions a vector, where `sum` takes a dozen that wait for each other."""
+        """Return a vector with the sum of the lanes of the i-th vector in lane i, added as trees.
+
+        It takes a few instructions per vector, where `sum` takes a dozen that depend on each other.
+        """
         rows, stride = list(vectors), 1
         while len(rows) > 1:
-            # Lanes with the stride's bit are of the second of two vectors, the others of the first.
+            # Lanes whose index has the stride's bit come from the second vector, the others from
+            # the first.
             halves = []
             for a, b in zip(rows[::2], rows[1::2], strict=True):
                 parts = []
@@ -303,7 +322,7 @@ class IRWriter:
         return rows[0]
 
     def largest(self, vector: Value) -> Value:
-        """Return the largest of the lanes, in all lanes; a NaN is handled as `maximum` does."""
+        """Return the largest lane, in all lanes. NaN is handled as in `maximum`."""
         stride = self.lanes // 2
         while stride:
             vector = self.maximum(vector, self.swapped(vector, stride, self.vector))
@@ -311,7 +330,7 @@ class IRWriter:
         return vector
 
     def swapped(self, vector: Value, stride: int, kind: str) -> Value:
-        """Return a vector with each lane from the lane whose number differs in the stride's bit."""
+        """Return a vector with lane j taken from lane j ^ stride."""
         lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
         return self.op(
             f"shufflevector {kind} {vector}, {kind} poison, <{self.lanes} x i32> <{lane}>"
@@ -322,19 +341,19 @@ class IRWriter:
         return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
 
     def larger(self, a: Value, b: Value) -> Value:
-        """Return the larger of two vectors of i32, lane by lane."""
+        """Return the larger of two i32 vectors, lane by lane."""
         operands = [(self.integers, a), (self.integers, b)]
         return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", operands)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Transpose lanes() vectors: the i-th result has the i-th numbers of all."""
+        """Transpose lanes() vectors, taken as the rows of a square matrix."""
         rows, size = list(rows), self.lanes
         stride = 1
         while stride < size:
             for i in (i for i in range(size) if not i & stride):
                 a, b = rows[i], rows[i | stride]
                 for to, keep in ((i, 0), (i | stride, stride)):
-                    # Lane j comes from b where it has the stride's bit, from a elsewhere.
+                    # Lane j comes from b if j has the stride's bit, and from a otherwise.
                     lane = (
                         (j & stride and size) + (j ^ (stride ^ keep if j & stride else keep))
                         for j in range(size)
@@ -348,8 +367,10 @@ class IRWriter:
         return rows
 
     def inverse(self, x: Value) -> Value:
-        """1 / x of numbers that are neither huge nor tiny, to 2 units in the last place: in
-        registers of 512 bits a division takes as long as eight other instructions."""
+        """Return 1 / x to 2 units in the last place, for x neither huge nor tiny.
+
+        With 512-bit registers a division takes as long as eight other instructions.
+        """
         if self.lanes < 16:
             return self.binary("fdiv", self.all(1.0), x)
         kind = self.vector
@@ -359,15 +380,19 @@ class IRWriter:
         return self.fma(near, off, near)
 
     def exp(self, x: Value, small: bool = False) -> Value:
-        """Return e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38.
-        small: x is never above 88."""
+        """Return e^x to 2 units in the last place. NaN stays NaN; below -87 the result is about
+        1e-38.
+
+        small: x is never above 88.
+        """
         kind, lanes = self.vector, self.lanes
         low = self.op(f"fcmp olt {kind} {x}, {self.all(-87.0)}")
         x = self.op(f"select <{lanes} x i1> {low}, {kind} {self.all(-87.0)}, {kind} {x}")
         if not small:
             high = self.op(f"fcmp ogt {kind} {x}, {self.all(88.0)}")
             x = self.op(f"select <{lanes} x i1> {high}, {kind} {self.all(88.0)}, {kind} {x}")
-        # x = n ln 2 + r; adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
+        # x = n ln 2 + r. Adding 1.5 * 2^23 rounds x / ln 2 to the integer n and leaves n in the low
+        # bits.
         shifted = self.fma(x, self.all(1.4426950408889634), self.all(12582912.0))
         n = self.binary("fsub", shifted, self.all(12582912.0))
         r = self.fma(n, self.all(-0.693359375), x)
@@ -383,8 +408,10 @@ class IRWriter:
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
 
     def exp_below(self, x: Value) -> Value:
-        """Return e^x for a finite x of at most 0, to 2e-7 of 1 as a weight in a sum, and 0 where a
-        float32 is too small; half of what `exp` costs with AVX-512. NaN stays NaN."""
+        """Return e^x for finite x <= 0, with an absolute error of 2e-7, and 0 where it underflows.
+
+        With AVX-512 it costs half of `exp`. NaN stays NaN.
+        """
         if self.lanes < 16:
             return self.exp(x)
         return self._power_of_two(
@@ -392,14 +419,19 @@ class IRWriter:
         )
 
     def exp_of_weight(self, x: Value) -> Value:
-        """Return e^x for what is then rounded to bfloat16: to 3e-6 of it, 1 of 0, and 0 where a
-        float32 is too small. NaN stays NaN. Needs AVX-512."""
+        """Return e^x for a softmax weight that is then rounded to bfloat16.
+
+        The relative error is 3e-6; x = 0 gives 1, and an underflow 0. NaN stays NaN. Needs AVX-512.
+        """
         return self._power_of_two(
             x, (9.582853232e-3, 5.590642566e-2, 0.240240986, 0.693124193, 1.0)
         )
 
     def _power_of_two(self, x: Value, series: Sequence[float]) -> Value:
-        """2^(x / ln 2). series: of 2^r for r from -1/2 to 1/2, the highest power first."""
+        """Return 2^(x / ln 2), which is e^x.
+
+        series: polynomial of 2^r for r in [-1/2, 1/2], highest power first.
+        """
         kind = self.vector
         power = self.binary("fmul", x, self.all(1.4426950408889634))
         whole = self.call(kind, f"llvm.roundeven.v{self.lanes}f32", [(kind, power)])
@@ -417,12 +449,12 @@ class IRWriter:
         return self.call(kind, "llvm.x86.avx512.mask.scalef.ps.512", operands)
 
     def tanh(self, x: Value) -> Value:
-        """1 - 2 / (e^2x + 1), to 1e-7 of 1."""
+        """Return tanh(x) = 1 - 2 / (e^2x + 1), with an absolute error of 1e-7."""
         above = self.binary("fadd", self.exp(self.binary("fadd", x, x)), self.all(1.0))
         return self.binary("fsub", self.all(1.0), self.binary("fdiv", self.all(2.0), above))
 
     def counted(self, begin: Value) -> Value:
-        """Return a vector of begin, an i64, and the whole numbers after it, as floats."""
+        """Return a float vector of begin, begin + 1, and so on. begin: i64."""
         numbers = ", ".join(f"float {constant(float(i))}" for i in range(self.lanes))
         first = self.spread(self.op(f"sitofp i64 {begin} to float"))
         return self.binary("fadd", first, f"<{numbers}>")
@@ -436,14 +468,14 @@ class IRWriter:
         return self.binary("fmul", x, self.sigmoid(x))
 
     def softplus(self, x: Value) -> Value:
-        """Return log(1 + e^x), to 3 units in the last place."""
+        """Return log(1 + e^x) to 3 units in the last place."""
         zero = "zeroinitializer"
         negative = self.op(f"fneg {self.vector} {x}")
         over = self.op(f"fcmp ogt {self.vector} {x}, {zero}")
         kinds = f"<{self.lanes} x i1> {over}, {self.vector}"
         below = self.op(f"select {kinds} {negative}, {self.vector} {x}")
         above = self.op(f"select {kinds} {x}, {self.vector} {zero}")
-        # log(1 + y) = 2 artanh(s), s = y / (2 + y), at most 1/3 as y is at most 1.
+        # log(1 + y) = 2 artanh(s) with s = y / (2 + y), which is at most 1/3 because y <= 1.
         y = self.exp(below, small=True)
         s = self.binary("fdiv", y, self.binary("fadd", y, self.all(2.0)))
         square = self.binary("fmul", s, s)
@@ -452,7 +484,7 @@ class IRWriter:
             series = self.fma(series, square, self.all(2 / odd))
         return self.fma(s, series, above)
 
-    # 16-bit numbers in memory: dtype is "bfloat", "half" or "float"
+    # 16-bit numbers in memory; dtype is "bfloat", "half" or "float".
 
     def load_as_float(self, pointer: Value, dtype: str) -> Value:
         if dtype == "float":
@@ -466,7 +498,7 @@ class IRWriter:
         return self.op(f"bitcast {self.integers} {wide} to {self.vector}")
 
     def store_float(self, value: Value, pointer: Value, dtype: str) -> None:
-        """Store rounded to the nearest, ties to even."""
+        """Store a vector as dtype, rounded to nearest, ties to even."""
         if dtype == "float":
             self.store(value, pointer)
             return
@@ -480,7 +512,7 @@ class IRWriter:
         odd = self.op(f"and {kind} {upper}, {self.whole(1)}")
         carry = self.op(f"add {kind} {odd}, {self.whole(0x7FFF)}")
         rounded = self.op(f"lshr {kind} {self.op(f'add {kind} {bits}, {carry}')}, {self.whole(16)}")
-        # Rounding could carry a NaN's bits into another number.
+        # Rounding could turn a NaN's bits into another number.
         is_nan = self.op(f"fcmp uno {self.vector} {value}, {value}")
         rounded = self.op(
             f"select <{self.lanes} x i1> {is_nan}, {kind} {self.whole(0x7FC0)}, {kind} {rounded}"
@@ -490,12 +522,12 @@ class IRWriter:
 
 
 def constant(number: float) -> str:
-    """A float32 as LLVM writes it: the bits of the same number as a double."""
+    """Return a float32 in LLVM's notation: the bits of the equal double."""
     (single,) = struct.unpack("<f", struct.pack("<f", number))
     return "0x" + struct.pack(">d", single).hex().upper()
 
 
 def module(functions: Sequence[tuple[IRWriter, str]]) -> str:
-    """Text of (function, signature)s and what they declare."""
+    """Return the text of a module with these (function, signature) pairs and their declarations."""
     declared = sorted(set().union(*(writer.declarations for writer, _ in functions)))
     return "\n".join([*(writer.text(signature) for writer, signature in functions), *declared])

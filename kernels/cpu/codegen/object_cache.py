@@ -1,8 +1,8 @@
-"""A cache of object code on disk: what LLVM makes of a module depends on nothing but its arguments.
+"""A cache of object code on disk. LLVM's output depends only on its arguments.
 
-Compiling the kernels of a small model takes a CPU replica about a second of each start. The files
-lie beside Triton's own cache, in a folder that only its owner can read or write. A file that is not
-the user's, or whose bytes do not match their digest, is compiled again and replaced.
+Compiling a small model's kernels takes about a second of each start of a CPU replica. The files are
+next to Triton's own cache, in a folder that only its owner can read or write. A file of another
+user, or with a wrong digest, is ignored: the code is compiled again and the file replaced.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from kernels.launch.cache import cache_folder
 
-_DIGEST = 32  # bytes, in front of the code
+_DIGEST = 32  # bytes of the digest at the beginning of a file
 
 
 def cached(inputs: str, compile_code: Callable[[], bytes]) -> bytes:
-    """Return the code that an earlier process compiled from these inputs, or compile and keep it.
+    """Return the code that an earlier process compiled from these inputs, or compile and save it.
 
-    inputs: everything that decides the code, compiler's version included. A cache that cannot be
-    read or written costs the time to compile, and nothing else.
+    inputs: everything that determines the code, the compiler's version included.
+    An unusable cache only costs the time to compile.
     """
     path = (
         cache_folder() / "manta-cpu" / f"{blake2b(inputs.encode(), digest_size=20).hexdigest()}.o"
@@ -37,7 +37,9 @@ def cached(inputs: str, compile_code: Callable[[], bytes]) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """The code in a file of ours that is whole. Raises OSError."""
+    """Return the code in a file, or None if another user owns it or its digest is wrong. Raises
+    OSError.
+    """
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             return None
@@ -46,7 +48,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Put a whole file in its place at once: other processes read meanwhile. Raises OSError."""
+    """Write a file and move it into place, so that readers never see a part of it. Raises
+    OSError.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
     try:

@@ -1,14 +1,13 @@
 """Program: the generated kernels of a step, recorded once and then run by one call.
 
-A step of a small model is some two hundred kernels of some ten microseconds. Python takes as long
-to prepare each of them, and OpenMP wakes its threads for each. A program keeps the arguments of the
-calls that a recorded step made, and one generated function runs them all, with a barrier of our own
-between two. It is to the CPU what a CUDA graph is to a GPU: inputs lie at fixed addresses, and a
-step that was recorded computes the same numbers again, bit by bit, for what lies there now.
+A step of a small model has some two hundred kernels of some ten microseconds. Python takes as long
+to prepare each kernel, and OpenMP wakes its threads for each. A program keeps the arguments of a
+recorded step's calls, and one generated function runs them all with a cheap barrier after each. It
+is the CPU's counterpart of a CUDA graph: inputs are at fixed addresses, and running it on the same
+inputs gives the same results bit for bit.
 
-What torch computes cannot be recorded: a step with an operation of torch that is neither an
-allocation, a view nor a copy of rows raises NotRecordable, and is for the caller to compute as
-usual.
+Torch operations cannot be recorded, except allocations, views and copies of rows. A step with any
+other operation raises NotRecordable, and the caller runs it as usual.
 """
 
 import ctypes
@@ -26,11 +25,12 @@ from kernels.cpu.codegen import compiler, elements
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir
 
 _ALIGN = 64  # bytes
-# Looks at the barrier before a thread lets others run: some 50 us, longer than the longest wait of
-# threads that run. Beyond that a neighbour has the core of the thread that is waited for.
+# Polls at the barrier before a thread yields. They take some 50 us, more than running threads ever
+# wait. A longer wait means that the awaited thread has lost its core.
 _LOOKS = 2000
 
-# Words of args. What threads write lies on a cache line of its own.
+# Indices of the function's arguments in args. The counter that threads write has its own cache
+# line.
 _STEPS, _COUNT, _YIELD, _TEAM, _ARRIVED, _WORDS = 2, 3, 4, 5, 16, 24
 
 _PLAY = f"""
@@ -109,12 +109,16 @@ _COPIES = {_aten.clone.default, _aten.cat.default}
 
 
 class NotRecordable(Exception):
-    """A step needs an operation of torch, which the message names."""
+    """Raised when a step needs a torch operation that cannot be recorded and that the message
+    names.
+    """
 
 
 @lru_cache(maxsize=1)
 def _play() -> tuple[NativeFunction, int, int]:
-    """(the function, the addresses of sched_yield and omp_get_num_threads)"""
+    """Return the function that runs a program, and the addresses of sched_yield and
+    omp_get_num_threads.
+    """
     function = compile_ir(_PLAY)["play"]
     process = ctypes.CDLL(None)
     addresses = []
@@ -124,7 +128,9 @@ def _play() -> tuple[NativeFunction, int, int]:
 
 
 def _copied(func: Any, args: Any) -> list[Tensor] | None:
-    """The parts of which the result of a copy is made, rows beside rows; None: others."""
+    """Return the tensors that a copy concatenates along their last dimension; None for other
+    copies.
+    """
     parts = [args[0]] if func is _aten.clone.default else list(args[0])
     beside = func is _aten.clone.default or (len(args) > 1 and args[1] in (1, -1))
     alike = len(parts) == 1 or all(part.dim() == 2 for part in parts)
@@ -132,10 +138,9 @@ def _copied(func: Any, args: Any) -> list[Tensor] | None:
 
 
 class Buffers:
-    """Memory between the kernels of programs, which run one at a time and share it.
+    """Scratch buffers between kernels, which programs share because they run one at a time.
 
-    rows: of the largest step. Buffers are allocated for as many, so that programs of fewer rows
-    find them large enough.
+    rows: rows of the largest step, which all buffers are sized for.
     """
 
     def __init__(self, rows: int) -> None:
@@ -147,7 +152,7 @@ class Buffers:
         return sum(buffer.nbytes for buffer in self._all)
 
     def unused(self) -> list[Tensor]:
-        """All of them, the smallest first."""
+        """All buffers, smallest first."""
         return sorted(self._all, key=lambda buffer: buffer.nbytes)
 
     def more(self, size: int) -> Tensor:
@@ -156,20 +161,25 @@ class Buffers:
 
 
 class _Memory(TorchDispatchMode):
-    """Takes allocations from buffers, of which one is free again once no tensor is left that lies
-    in it: what eager tensors do, at addresses that last."""
+    """A torch dispatch mode that takes a step's allocations from Buffers.
+
+    A buffer is free again once no tensor uses it, as with eager tensors, but at fixed addresses.
+    """
 
     def __init__(self, buffers: Buffers, rows: int) -> None:
         super().__init__()
         self._buffers, self._rows = buffers, rows
         self._free = buffers.unused()
-        self._users: dict[int, int] = {}  # tensors by the address of their buffer
+        # number of tensors in each buffer, by the buffer's address
+        self._users: dict[int, int] = {}
         self._in_use: dict[int, Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import torch._dynamo at the first dispatch, 1.4 s of a CPU start, only
-        to keep this method from being compiled, which nothing does."""
+        """Return False: with the default, torch's first dispatch imports torch._dynamo.
+
+        That takes 1.4 s of a CPU engine's start, and nothing here is compiled by it.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +193,7 @@ class _Memory(TorchDispatchMode):
         elif func is _aten.to.dtype and args[1] == args[0].dtype:
             return args[0]
         else:
-            with self:  # of several, as those of inference mode come undivided
+            with self:  # Decompose composite operations, which inference mode dispatches whole.
                 out = func.decompose(*args, **kwargs)
             if out is NotImplemented:
                 raise NotRecordable(str(func))
@@ -225,14 +235,18 @@ class _Memory(TorchDispatchMode):
 
 
 class Program:
-    """The kernels that `body` launches. Its tensors must be at addresses that last, but for those
-    that it allocates."""
+    """The recorded kernels that `body` launches.
+
+    Tensors that `body` does not allocate itself must stay at their addresses.
+    """
 
     def __init__(
         self, body: Callable[[], Tensor], buffers: Buffers, rows: int, threads: int
     ) -> None:
-        """Runs the body, for `rows` rows. Raises NotRecordable, when some of it may have run;
-        CompilerUnavailable."""
+        """Run the body for `rows` rows and record its kernels.
+
+        Raises NotRecordable, possibly after some of the body has run, and CompilerUnavailable.
+        """
         self._function, give_way, team = _play()
         calls: list[tuple[int, list[int]]] = []
         self._kept: list[object] = []
@@ -242,7 +256,7 @@ class Program:
             self.out = body()
         if not calls:
             raise NotRecordable("nothing was launched")
-        # Each call's arguments start a cache line, for threads count in the first two words.
+        # Each call's arguments start at a cache line, because threads count in the first two words.
         width = -(-max(len(words) for _, words in calls) * 8 // _ALIGN) * _ALIGN // 8
         memory = torch.zeros(len(calls) * width + 8, dtype=torch.int64)
         skip = -memory.data_ptr() % _ALIGN // 8
@@ -263,7 +277,7 @@ class Program:
         return int(self._args[_COUNT])
 
     def play(self) -> Tensor:
-        """The body's result, for what its inputs are now."""
+        """Run the kernels on the current inputs and return the body's result."""
         self._counters[:] = 0
         self._args[_ARRIVED] = 0
         self._function(self._args, self._threads)
@@ -271,7 +285,7 @@ class Program:
 
 
 def can_record() -> bool:
-    """Whether this machine has generated kernels at all."""
+    """Whether this machine can record and run programs."""
     try:
         _play()
     except (CompilerUnavailable, AttributeError):

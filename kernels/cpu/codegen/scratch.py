@@ -1,4 +1,6 @@
-"""Memory that a generated kernel uses while it runs, one a Python thread: kernels run in turns."""
+"""Scratch memory for generated kernels, one block per Python thread, since a thread's kernels run
+one at a time.
+"""
 
 import threading
 
@@ -8,8 +10,9 @@ from kernels.cpu.codegen.compiler import keep
 
 
 class _Scratch(threading.local):
-    # Not torch's: while a step is recorded torch's allocations come from buffers that later steps
-    # use again (`kernels.cpu.codegen.program.Buffers`), and this memory outlasts the step.
+    # Not a torch tensor: while a step is recorded, torch's allocations come from
+    # `kernels.cpu.codegen.program.Buffers`, which later steps reuse. This memory must outlast the
+    # step.
     floats = np.empty(0, np.float32)
 
 
@@ -17,9 +20,9 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> int:
-    """Return the address of `size` or more float32 numbers of scratch, which start a cache line.
+    """Return the address of at least `size` float32 numbers of scratch, at a cache line.
 
-    The numbers have no meaning, and the memory is valid until the next call.
+    The numbers are uninitialised, and the memory is valid until the next call.
     """
     if len(_scratch.floats) < size + 16:
         _scratch.floats = np.empty(size + 16, np.float32)

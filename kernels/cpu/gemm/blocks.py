@@ -1,9 +1,10 @@
-"""x @ W.T for weights of 4 or 8 bits with a scale for each group of inputs, generated for a format.
+"""x @ W.T for 4- or 8-bit weights with a scale per group of inputs, as kernels generated for a
+format.
 
-W is packed into panels as in `kernels.cpu.gemm.dense`, scales beside the codes that they belong to,
-so a panel is one stream of memory. Each row of x is rounded to 8 bits when it comes, with a scale
-for each 32 numbers; products of a group are summed exactly in integers, and groups in float32, in
-one order: a row of the result is the same whatever other rows stand beside it.
+W is packed into panels as in `kernels.cpu.gemm.dense`, with scales next to their codes, so a panel
+is one stream of memory. Each row of x is quantised to 8 bits at run time, with a scale per 32
+numbers. Products of a group are summed exactly in integers. Groups are summed in float32 in a fixed
+order, so a row of the result does not depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -48,15 +49,15 @@ from kernels.cpu.gemm.panels import (
 )
 from kernels.packed import BLOCK, Format
 
-_ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
-# From so many rows on a panel's 4-bit codes become bytes once, and not in each tile. Six tiles save
-# as much by it as it takes.
+_ROWS = {16: 6, 8: 2}  # rows of a tile, by float32 lanes
+# rows from which a panel's 4-bit codes are unpacked to bytes once, rather than in each tile. Six
+# tiles save as much time as this takes.
 _MANY = 48
-_AHEAD = 4096  # bytes from here that are asked for now
+_AHEAD = 4096  # bytes that prefetches run ahead
 
 
 def fits(form: Format, outputs: int, width: int) -> bool:
-    """Whether there is a kernel for a matrix of this size on this machine."""
+    """Whether this machine has a kernel for a weight [outputs, width] of this format."""
     try:
         compiler.check()
         fitting = outputs % (4 * lanes()) == 0 and width % form.chunk == 0
@@ -75,13 +76,15 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 
 
 def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return total plus each lane's dot product of four u8 codes and s8 x. wide: codes that have
-    more than 7 bits."""
+    """Return total plus, in each lane, the dot product of four unsigned codes and four signed x.
+
+    wide: whether codes have more than 7 bits.
+    """
     size, integers, whole = writer.lanes, writer.integers, bytes_type(writer)
     if compiler.vnni():
         name = f"llvm.x86.avx512.vpdpbusd.{32 * size}"
         return writer.call(integers, name, [(integers, value) for value in (total, codes, x)])
-    # Sums of two products saturate at 16 bits, so codes of 8 bits are taken as two of 4.
+    # Sums of two products saturate at 16 bits, so 8-bit codes are split into two 4-bit halves.
     pairs = f"<{2 * size} x i16>"
     multiply, join = {
         8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
@@ -103,9 +106,9 @@ def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> 
 
 
 def _expanded(form: Format) -> Format | None:
-    """Return the format to which a panel is expanded for many rows; None: nothing is gained.
+    """Return the format to which panels are expanded for many rows, or None if that gains nothing.
 
-    Without VNNI a product with bytes takes twice the instructions.
+    Without VNNI a dot product of 8-bit codes takes twice the instructions.
     """
     if form.bits == 8 or not compiler.vnni():
         return None
@@ -113,7 +116,7 @@ def _expanded(form: Format) -> Format | None:
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks: Value) -> None:
-    """Write the panel as a panel of the format `_expanded(form)`."""
+    """Generate the expansion of a panel to the format `_expanded(form)`."""
     wide, size = _expanded(form), writer.lanes
     assert wide is not None
     table = table_of(writer, form)
@@ -148,12 +151,14 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
 
 
 def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None:
-    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded. ahead:
-    memory is asked for before it is needed."""
+    """Generate out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for quantised x.
+
+    ahead: whether to prefetch the panel.
+    """
     size, integers = writer.lanes, writer.integers
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
-    # Blocks of x that share a weight's scale are added up before it is multiplied.
+    # Sum blocks of x that share a weight's scale before multiplying by this scale.
     scaled_last = blocks > 2 and form.offset == "none"
     x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
     row_bytes = writer.mul(x_blocks, form.x_bytes)
@@ -165,12 +170,14 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
             writer.prefetch(writer.at(begin, _AHEAD + line, "i8"))
 
     def vector(base: Value, index: int) -> Value:
-        """Load a vector of the scales or offsets at the head of a chunk."""
+        """Load a vector of the scales or offsets at the beginning of a chunk."""
         at = writer.at(base, index * size * form.scale.itemsize, "i8")
         return writer.load_as_float(at, NAMES[form.scale])
 
     def words(codes: Value) -> list[tuple[int, int, Value]]:
-        """(which four inputs of the block, half of the panel, their codes as bytes)"""
+        """Return (index of four inputs in the block, half of the panel, codes as bytes) for all
+        codes of a block.
+        """
         columns = []
         for word in range(form.bits):
             for half in (0, 1):
@@ -199,7 +206,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         ask(base, heads * size * form.scale.itemsize)
 
         def block(number: Value | int, *totals: Value) -> list[Value]:
-            """A block of x: 32 inputs."""
+            """Add the dot products of a block, 32 inputs, to totals."""
             place = writer.mul(writer.add(first, number), form.x_bytes)
             x = [writer.at(row, place, "i8") for row in x_rows]
             unit_of = [word * form.units // 8 for word in range(8)]
@@ -295,7 +302,7 @@ def _driver(
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
-    """Write out[i] = the weights of output x[i], x int64."""
+    """Generate out[i] = the dequantised weights of output ids[i], with int64 ids."""
     size = writer.lanes
     ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
     width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
@@ -391,7 +398,7 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
     ]
     wide, expanded = _expanded(form), None
     if wide is not None:
-        # As `panels._all_rows` divides them.
+        # the sizes of tiles that `panels._all_rows` makes
         sizes = {rows // -(-rows // most) for rows in range(_MANY, 4 * _MANY)} | {most}
 
         def expanded_tile(writer: IRWriter, rows: int) -> None:
@@ -401,11 +408,11 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
     return product_functions(most, tile, driver, others, expanded)
 
 
-# ---- What others see -----------------------------------------------------------------------------
+# ---- Public classes ------------------------------------------------------------------------------
 
 
 class PackedBlocks(Panels):
-    """A weight [out, in] of a Format. `fill` gives it its rows."""
+    """A packed weight [out, in] of a quantised Format. `fill` packs its rows."""
 
     def __init__(
         self,
@@ -415,9 +422,10 @@ class PackedBlocks(Panels):
         bias: Tensor | None,
         weight: Tensor | None = None,
     ) -> None:
-        """Lay out the weight and compile its kernels. Raises CompilerUnavailable; `fits` must hold.
+        """Allocate the weight and compile its kernels. Raises CompilerUnavailable; `fits` must
+        hold.
 
-        weight: packed already; else `fill` packs it.
+        weight: an already packed weight; if None, `fill` packs one.
         """
         assert fits(form, outputs, width), (form, outputs, width)
         self.form = form
@@ -433,10 +441,10 @@ class PackedBlocks(Panels):
         super().__init__(functions, weight, bias, outputs, width)
 
     def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
-        """Pack rows from first on, a multiple of 64.
+        """Pack weights of the outputs from `first` on, a multiple of 64.
 
-        codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
-        has input j in its low half, and 16 + j in its high half.
+        codes: uint8, [n, in] for 8 bits, [n, in / 2] for 4 bits. 16 bytes hold 32 4-bit inputs:
+        byte j has input j in its low half, and input 16 + j in its high half.
         scale, offset: [n, in / group], of form.scale.
         """
         form, size, panel = self.form, lanes(), self._panel
@@ -461,14 +469,16 @@ class PackedBlocks(Panels):
     def some(self, first: int, end: int) -> "PackedBlocks":
         """Return a view of the outputs first .. end - 1, multiples of 64, without the bias.
 
-        The codes are shared, not copied.
+        The view shares the codes.
         """
         weight = self._weight[first // self._panel : end // self._panel]
         return PackedBlocks(self.form, end - first, self._width, None, weight)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the weights of the outputs ids int64 [n], float32 [n, in]. Ids must be in
-        range."""
+        """Return the dequantised weights of some outputs, float32 [n, in].
+
+        ids: [n] int64, must be in range.
+        """
         out = torch.empty(ids.shape[0], self._width)
         if ids.shape[0] == 0:
             return out
@@ -493,7 +503,7 @@ class PackedBlocks(Panels):
             self._prepare_tiles(rows, threads, norm)
             return
         expanded, wide = 0, _expanded(self.form)
-        if wide is not None and rows >= _MANY:  # a panel of the gate, and of the up
+        if wide is not None and rows >= _MANY:  # one panel of the gate and one of the up projection
             panel = self._width // wide.chunk * wide.chunk_bytes(self._panel)
             expanded = 2 * threads * panel
         self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes, expanded)

@@ -1,4 +1,6 @@
-"""The common parts of kernels for 4- and 8-bit weights: codes as bytes, and rows of x in 8 bits."""
+"""Helpers for kernels of 4- and 8-bit weights: unpacking codes to bytes, and quantising rows of x
+to 8 bits.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +32,7 @@ def table_of(writer: IRWriter, form: Format) -> Value:
 
 
 def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """The low and the high halves of bytes, as bytes; what they stand for, if there is a table."""
+    """Return the low and the high halves of bytes, as bytes, or the table's entries for them."""
     integers, kind = writer.integers, bytes_type(writer)
     mask = writer.whole(0x0F0F0F0F)
     low = writer.op(f"and {integers} {raw}, {mask}")
@@ -53,10 +55,14 @@ def _across(
     kind: str,
     join: Callable[[Value, Value], Value],
 ) -> Value:
-    """1, 2 or 4 vectors -> one whose lane i has all lanes of the i-th joined."""
+    """Reduce each of 1, 2 or 4 vectors with `join`, and return the results in lanes.
+
+    Lane i, modulo the number of vectors, has the i-th vector's result.
+    """
     rows, stride, lanes = list(vectors), 1, range(writer.lanes)
     while len(rows) > 1:
-        # Lanes with the stride's bit are of the second of two vectors, the others of the first.
+        # Lanes whose index has the stride's bit come from the second vector, the others from the
+        # first.
         halves = []
         for a, b in zip(rows[::2], rows[1::2], strict=True):
             parts = []
@@ -76,7 +82,7 @@ def _across(
     return value
 
 
-_TOGETHER = 4  # blocks of a row that are rounded together: trees and divisions are shared
+_TOGETHER = 4  # blocks of a row that are quantised together, to share reductions and divisions
 
 
 def round_row(
@@ -87,7 +93,11 @@ def round_row(
     width: Value,
     norm: RowNorm | None,
 ) -> None:
-    """A row of x. place: of a block, by its number; norm: its weight, and eps."""
+    """Generate the quantisation of a row of x to 8 bits.
+
+    place: returns the addresses of a block's results, given the block's number.
+    norm: weight and eps of an RMS norm to apply first, or None.
+    """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
     weight, by = "", ""
     if norm is not None:
@@ -108,7 +118,8 @@ def round_row(
 
     def larger_bits(values: list[Value]) -> Value:
         best = reinterpret(writer, writer.all(1e-30), kind, integers)
-        for value in values:  # bits of floats without a sign are in order, a NaN above all
+        # bits of non-negative floats are ordered like the floats, with NaN above all
+        for value in values:
             bits = reinterpret(writer, value, kind, integers)
             bits = writer.op(f"and {integers} {bits}, {writer.whole(0x7FFFFFFF)}")
             best = writer.larger(best, bits)
@@ -120,7 +131,7 @@ def round_row(
         all_values = [read(index) for index in indices]
 
         def each(vector: Value, kind: str) -> Value:
-            """The lanes of the blocks."""
+            """Return the first lane of each block."""
             return writer.op(
                 f"shufflevector {kind} {vector}, {kind} poison, <{count} x i32> <{few}>"
             )
@@ -142,7 +153,7 @@ def round_row(
             inverse = writer.spread(one(inverses, at))
             whole = []
             for part, value in enumerate(values):
-                # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
+                # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
                 shifted = writer.fma(value, inverse, writer.all(12582912.0))
                 whole.append(writer.binary("fsub", shifted, writer.all(12582912.0)))
                 bits = reinterpret(writer, shifted, kind, integers)
@@ -160,7 +171,7 @@ def round_row(
         for unit, words in enumerate(units):
             if not words:
                 continue
-            # Whole numbers below 2^24: their sums are exact in any order.
+            # Integers below 2^24: their float sums are exact in any order.
             sums = each(
                 _across(writer, words, kind, lambda a, b: writer.binary("fadd", a, b)), kind
             )
@@ -168,7 +179,7 @@ def round_row(
             if form.zero:
                 by_zero = f"splat (float {constant(-form.zero)})"
                 sums = writer.op(f"fmul {floats} {sums}, {by_zero}")
-                # A NaN has no integer; that of 0 is as good, its scale is a NaN too.
+                # NaN has no integer; 0 will do, as the block's scale is NaN, too.
                 result, of = f"<{count} x i32>", "i32"
                 name = f"llvm.fptosi.sat.v{count}i32.v{count}f32"
                 sums = writer.call(result, name, [(floats, sums)])

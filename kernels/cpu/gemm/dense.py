@@ -1,12 +1,11 @@
-"""x @ W.T for 16- or 32-bit weights and float32 activations, generated for one width of x.
+"""x @ W.T for 16- or 32-bit weights and float32 x, as kernels generated for the width of x.
 
-W is packed into panels of two vector registers of outputs: a thread takes a panel, streams it once
-for each dozen rows of x and keeps their sums in registers. Matmuls are in float32. For
-bfloat16 weights x is rounded to it where the processor multiplies pairs of bfloat16 (AVX512-BF16)
-or tiles of it (AMX): products are exact then, and sums are float32. Tiles are several times as fast
-from a few rows on, and as fast for one. A row of the result is the same whatever other rows stand
-beside it. What comes before (RMS norm) and after (bias, gate, residual) happens in the same call,
-so a layer starts its threads four times.
+W is packed into panels of two vector registers of outputs. A thread takes a panel, streams it once
+for each dozen rows of x, and keeps their sums in registers. Matmuls are in float32. With bfloat16
+weights and AVX512-BF16 or AMX, x is rounded to bfloat16; products are exact then, and sums are
+float32. AMX is several times as fast from a few rows on, and as fast for one row. A row of the
+result does not depend on the other rows. The preceding RMS norm and the following bias, gate and
+residual are computed in the same call, so a layer starts its threads four times.
 """
 
 from collections.abc import Callable
@@ -45,17 +44,16 @@ from kernels.cpu.gemm.panels import (
     put,
 )
 
-_ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
+_ROWS = {16: 12, 8: 5}  # rows of a tile, by float32 lanes: as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
-_DOT = "bfloat dot"  # bfloat16 weights where the processor multiplies pairs of bfloat16
-AMX = "bfloat amx"  # where it multiplies tiles of them
-_ROW_END = 64  # bytes behind a quantised row of x: its scale
-_AHEAD = 2048  # weights from here that are asked for now
+_DOT = "bfloat dot"  # bfloat16 weights on processors that multiply pairs of bfloat16
+AMX = "bfloat amx"  # bfloat16 weights on processors that multiply tiles of bfloat16
+_ROW_END = 64  # bytes after a quantised row of x, which hold its scale
+_AHEAD = 2048  # weights that prefetches run ahead
 
 
 def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
-    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in
-    floats."""
+    """Generate out[rows, panel] = (out if add) + bias + x[rows, width] @ panel."""
     size = writer.lanes
     kind = writer.vector
     unit, line_weights = ("float", 16) if dtype == "float" else ("i16", 32)
@@ -72,7 +70,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return out
 
     def pair(k: Value, *sums: Value) -> list[Value]:
-        """Two columns of x. bfloat16: a lane holds both weights of an output."""
+        """Add the products of two columns of x to sums. With bfloat16, a lane holds both weights of
+        an output.
+        """
         begin = writer.mul(k, 4 * size)  # weights of two columns: two registers of outputs each
         panel = writer.at("%w", begin, unit)
         for line in range(0, 4 * size, line_weights):
@@ -104,9 +104,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
-    """Write `_tile` for quantised rows (see _quantise) and panels (see PackedInt8).
+    """Generate `_tile` for rows from `_quantise` and panels of `PackedInt8`.
 
-    Sums of 8-bit products are exact; the scales come last.
+    Sums of 8-bit products are exact; scales are multiplied in last.
     """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
 
@@ -130,7 +130,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
         return out
 
     end = writer.at("%w", 2 * size * width, "i8")
-    # Of each output: its scale, and what 128 added to every upper byte adds to the sum.
+    # For each output: its scale, and the excess in its sum from adding 128 to all upper bytes of x.
     scales, excess = ([writer.at(end, at + h * size) for h in (0, 1)] for at in (0, 2 * size))
     zero = (integers, "zeroinitializer")
     start = [(integers, writer.load(half, integers)) for half in excess] + [zero, zero]
@@ -152,7 +152,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 
 
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """Write the RMS norm of all rows into this thread's part of the scratch.
+    """Generate the RMS norm of all rows into this thread's scratch.
 
     Every thread norms all rows, which costs less than waiting for the others.
     """
@@ -181,7 +181,7 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 
 
 def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
-    """Write `_tile` for rows of x in bfloat16, by the processor's dot products of pairs.
+    """Generate `_tile` for bfloat16 rows of x, with dot products of pairs.
 
     A pair's dot product is exact, and summed in float32.
     """
@@ -190,7 +190,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
     def two(k: Value, *sums: Value) -> list[Value]:
-        """Two pairs of columns of x: two times two registers of outputs."""
+        """Add the products of two pairs of columns of x to sums."""
         panel = writer.at("%w", writer.mul(k, 8 * size), "i16")
         out = list(sums)
         for line in range(0, 8 * size, 32):
@@ -215,7 +215,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
 def round_bf16(
     writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
 ) -> None:
-    """Round a row of x to bfloat16, normed first if a norm is given."""
+    """Generate the rounding of a row of x to bfloat16, after an RMS norm if one is given."""
     weight, by = "", ""
     if norm is not None:
         weight, eps = norm
@@ -240,10 +240,10 @@ def _rounded_bf16(writer: IRWriter, width: int, num_bytes: int, norm: bool) -> R
 
 
 def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """Quantise each row to 16 bits in this thread's scratch.
+    """Generate the quantisation of each row of x to 16 bits, into this thread's scratch.
 
-    A row has its upper bytes, 128 added, its lower bytes, and its scale. In 8 bits alone a large
-    value would take the precision of all others.
+    A row has its upper bytes plus 128, its lower bytes, and its scale. With 8 bits alone, an
+    outlier would cost all other values their precision.
     """
     size, kind = writer.lanes, writer.vector
     scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
@@ -266,7 +266,7 @@ def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: V
 
         def write(column: Value) -> list[Value]:
             value = writer.load(writer.at(source, column))
-            # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
+            # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
             value = writer.fma(value, inverse, writer.all(12582912.0 + 32768.0))
             bits = writer.op(f"bitcast {kind} {value} to {writer.integers}")
             upper = writer.op(f"lshr {writer.integers} {bits}, {writer.whole(8)}")
@@ -322,8 +322,8 @@ def _driver(
     products(writer, most, x, x_bytes, w_bytes, add=add, gate=gate, buffer=buffer)
 
 
-# Of a row of x in bfloat16, by the kind of product. Rows of tiles lie so that they do not all fall
-# on the same lines of the first-level cache.
+# Bytes of a bfloat16 row of x, by kind of kernel. AMX rows are padded, so that they do not all map
+# to the same lines of the first-level cache.
 ROW_BYTES: dict[str, Callable[[int], int]] = {
     _DOT: lambda width: 2 * width,
     AMX: lambda width: 2 * width + _ROW_END,
@@ -331,12 +331,12 @@ ROW_BYTES: dict[str, Callable[[int], int]] = {
 
 
 def scratch_bytes(width: int, int8: bool) -> int:
-    """Return the bytes of scratch that a thread needs for each row, normed and quantised."""
+    """Return the bytes of scratch per thread and row, for norms and quantised rows."""
     return 4 * width + (2 * width + _ROW_END if int8 else 0)
 
 
 def most_rows(dtype: str) -> int:
-    """Return the most rows of a tile."""
+    """Return the number of rows in the largest tile."""
     return tiled_bf16.MOST if dtype == AMX else _ROWS[lanes()] // (2 if dtype == "i8" else 1)
 
 
@@ -376,8 +376,10 @@ def _bias_bytes(outputs: int, bias: bool) -> int:
 
 
 class PackedLinear(Panels):
-    """A weight [out, in] of bfloat16, float16 or float32, packed; x is float32, [n, in],
-    contiguous."""
+    """A packed weight [out, in] of bfloat16, float16 or float32.
+
+    Matmuls take x [n, in] float32, contiguous.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Pack a weight and compile its kernels. Raises CompilerUnavailable; `fits` must hold."""
@@ -394,12 +396,12 @@ class PackedLinear(Panels):
 
     @property
     def words(self) -> tuple[int, int, int]:
-        """The addresses of panels and bias, and the bias's floats from panel to panel."""
+        """The addresses of panels and bias, and the floats between two panels' biases."""
         return self._args[W], self._args[BIAS], self._args[BIAS_STEP]
 
     @staticmethod
     def fits(outputs: int, width: int) -> bool:
-        """Whether there are panels of such a shape, and a compiler for this machine."""
+        """Whether a weight [outputs, width] can be packed, and this machine can compile kernels."""
         try:
             check()
         except CompilerUnavailable:
@@ -409,7 +411,7 @@ class PackedLinear(Panels):
 
     @staticmethod
     def num_bytes(outputs: int, width: int, bias: bool, itemsize: int) -> int:
-        """Return the bytes that a packed weight takes. itemsize: of one of its numbers."""
+        """Return the bytes of a packed weight. itemsize: bytes of an element."""
         return itemsize * outputs * width + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
@@ -434,23 +436,27 @@ class PackedLinear(Panels):
 
 
 class PackedInt8(PackedLinear):
-    """A weight rounded to 8 bits with a scale an output; each row of x is rounded to 16 bits when
-    it comes, with a scale of its own, and its two bytes are multiplied apart. Needs
-    `has_int8()`."""
+    """A weight quantised to 8 bits, with a scale per output.
+
+    Each row of x is quantised to 16 bits at run time, with a scale per row, and its two bytes are
+    multiplied separately. Needs `has_int8()`.
+    """
 
     @staticmethod
     def num_bytes(outputs: int, width: int, bias: bool, itemsize: int = 1) -> int:
-        """Return the bytes of a quantised weight: a byte a weight, a scale and a sum an output."""
+        """Return the bytes of a quantised weight: one per element, plus a scale and a sum per
+        output.
+        """
         return outputs * (width + 8) + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
         return "i8"
 
     def _pack(self, weight: Tensor, size: int) -> Tensor:
-        """Return panels of bytes.
+        """Return the packed panels, as int8.
 
-        A panel has [in / 4, 2, size, 4] weights, [2, size] float32 scales, [2, size] int32
-        -128 * sum of weights.
+        A panel has [in / 4, 2, size, 4] weights, [2, size] float32 scales, and [2, size] int32
+        values of -128 * sum of weights.
         """
         weight = weight.float()
         scale = weight.abs().amax(1).clamp_(min=1e-30) / 127

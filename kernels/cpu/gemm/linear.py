@@ -1,9 +1,8 @@
-"""Linear layers on the CPU: packed once, multiplied with float32 activations.
+"""Linear layers on the CPU: weights are packed once, and multiplied with float32 activations.
 
-A library's products re-order the weight on every call. `kernels.cpu.gemm.dense` comes first. Where
-it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too; a
-bfloat16 weight fits float16 exactly unless it is below 6e-5, where it keeps an absolute error of
-3e-8.
+Library matmuls reorder the weight on every call. So `kernels.cpu.gemm.dense` is tried first. Where
+it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too. A
+bfloat16 weight fits float16 exactly unless it is below 6e-5, where the absolute error is 3e-8.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,10 @@ FLOAT16_MAX = 65504.0
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
-    """Pack weight [out, in] into a function float32 [n, in] -> float32 [n, out].
+    """Pack weight [out, in] into a function from float32 [n, in] to float32 [n, out].
 
-    None where this build or machine has nothing better than torch.nn.functional.linear, or where
-    the weight does not fit.
+    Returns None if nothing here is faster than torch.nn.functional.linear, or the weight does not
+    fit.
     """
     if PackedLinear.fits(*weight.shape):
         try:

@@ -1,6 +1,7 @@
-"""Panels: the parts that matmuls of all weight formats share. Threads claim panels of two vector
-registers of outputs, and a tile takes a few rows of x through one; bias, gate and residual are
-added there."""
+"""Panels: the parts that matmuls of all weight formats share. Threads take panels of two vector
+registers of outputs, and a tile multiplies a few rows of x by a panel. Bias, gate and residual are
+added here.
+"""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -24,29 +25,30 @@ CALLS: dict[str, tuple[bool, bool, str | None]] = {
 }
 """The functions of a matmul: whether x is normed and the result added, and the gate."""
 
-# From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
-# which costs less than waiting for the others.
+# rows from which all threads together round the rows once. For fewer rows each thread rounds all
+# rows itself, which costs less than waiting for the others.
 TOGETHER = 8
-SPARE_ROWS = 32  # that the last tile may read behind them
+SPARE_ROWS = 32  # rows that the last tile may read beyond the end
 
-# Words of args, after the two counters.
+# Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
 NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, BLOCK_ROWS = range(11, 18)
-OWN, OWN_BYTES, WORDS = range(18, 21)  # scratch of each thread (`kernels.cpu.gemm.tiled_blocks`)
+OWN, OWN_BYTES, WORDS = range(18, 21)  # each thread's own scratch (`kernels.cpu.gemm.tiled_blocks`)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
-TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats
+TILE = ", ".join(_ARGUMENTS)  # arguments of tile<rows>; stride: floats between two rows of out
 
 
 def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
-    """Write a tile (two values a row), or add it to what stands there."""
+    """Generate the store of a tile, two vectors per row, or its addition to out if %add is set."""
     size, kind = writer.lanes, writer.vector
     adding = writer.op("icmp ne i64 %add, 0")
     for row in range(rows):
         place = writer.at("%out", writer.mul("%stride", row))
         for half in (0, 1):
             address = writer.at(place, half * size)
-            # Branch-free code would read memory that was never written; a NaN there must not count.
+            # A branch, because adding a masked value would still let NaN in uninitialised memory
+            # through.
             value = values[2 * row + half]
             before = writer._block
             number = next(writer._names)
@@ -60,7 +62,7 @@ def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
 
 
 def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
-    """Call the tile function <name><rows>, chosen at run time by %rows."""
+    """Generate a call of the tile function <name><rows>, chosen at run time by %rows."""
     choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in sizes)
     writer.do(f"switch i64 %rows, label %done [{choices}]")
     for rows in sizes:
@@ -71,7 +73,7 @@ def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
 
 
 def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
-    """Return gate(g) * u. gate: of GATES."""
+    """Return gate(g) * u. gate: a key of GATES."""
     scale, cubic = GATES[gate]
     t = g
     if cubic:
@@ -82,19 +84,20 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 
 
 def gate_buffer(writer: IRWriter, most: int) -> Value:
-    """Allocate the buffer that `products` needs for a gate; called in the entry block."""
+    """Allocate the buffer that `products` needs for a gate. Call it in the entry block."""
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A panel's codes as bytes, beside their scales as float32, for matmuls of many rows.
+    """The expansion of a panel's codes to bytes and of its scales to float32, for matmuls of many
+    rows.
 
-    Each tile of many rows would unpack the codes again.
+    Without it each tile would unpack the codes again.
 
-    write(writer, panel, target): the code that expands a panel.
-    num_bytes: the bytes of an expanded panel.
-    memory: of two expanded panels, this thread's; 0: not in this call.
+    write(writer, panel, target): generates the code that expands a panel.
+    num_bytes: bytes of an expanded panel.
+    memory: this thread's memory for two expanded panels; null if this call does not expand.
     """
 
     write: Callable[[IRWriter, Value, Value], None]
@@ -117,9 +120,9 @@ def products(
 ) -> None:
     """Multiply this thread's share of all rows (x_bytes each) by all panels (w_bytes each).
 
-    rows: the rounded rows for tiles of `tiled_bf16.tile`; the caller may have chosen their blocks
-    (`Panels._round`). These tiles are as large as can be but for the last; other tiles are about as
-    large as each other.
+    rows: rounded rows for tiles of `tiled_bf16.tile`; the caller may have chosen their blocks
+    (`Panels._round`). With them all tiles but the last have `most` rows. Otherwise tiles have about
+    equally many rows.
     """
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
@@ -128,10 +131,11 @@ def products(
         writer.argument(word) for word in (NUM_PANELS, THREADS, BIAS_STEP)
     )
 
-    Tile = Callable[[Value, Value, Value, Value | int], None]  # first, rows, target, step
+    # arguments: first row, rows, target, stride
+    Tile = Callable[[Value, Value, Value, Value | int], None]
 
     def of_rows(x: Value, out: Value, num_rows: Value) -> Callable[[Value], None]:
-        """Compute a thread's rows with a panel."""
+        """Return a function that multiplies a thread's rows by a panel."""
         single = writer.op(f"icmp sle i64 {num_rows}, {most}") if tiled else ""
 
         def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
@@ -146,7 +150,7 @@ def products(
                     f"i64 {int(add)}",
                     f"i64 {width}",
                 ]
-                if tiled:  # each tile of rows asks for its part of the next panel
+                if tiled:  # each tile of rows prefetches its part of the next panel
                     read = writer.mul(first, w_bytes)
                     lines = writer.op(f"udiv i64 {read}, {tiled_bf16.ROWS_A_PANEL}")
                     later = writer.at(writer.at(place, w_bytes, "i8"), lines, "i8")
@@ -157,7 +161,7 @@ def products(
             return tile
 
         def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
-            """Call body(a tile of each of these panels); panels are as they are or expanded."""
+            """Call body(tile of each chosen panel), where panels are either packed or expanded."""
             places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
 
             def packed() -> None:
@@ -191,7 +195,9 @@ def products(
             with_tiles([panel], all_rows)
 
         def both(panel: Value) -> None:
-            """Multiply a panel of the gate and a panel of the up, and combine the results."""
+            """Multiply by a panel of the gate and a panel of the up projection, and combine the
+            results.
+            """
             assert gate is not None
             upper = writer.at(buffer, most * 2 * size)
 
@@ -243,7 +249,7 @@ def _all_rows(
 ) -> None:
     """Call body(first row, rows) for tiles of at most `most` rows.
 
-    even: tiles are as even as can be, else as large.
+    even: whether tiles have about equally many rows; otherwise all but the last have `most`.
     """
     if not even:
 
@@ -268,7 +274,7 @@ def _all_rows(
 
 
 def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) -> Value:
-    """Return the factor of RMS norm for a row of x, before its weight; in all lanes."""
+    """Return the RMS norm's factor for a row of x, before the norm's weight, in all lanes."""
 
     def square(column: Value, total: Value) -> list[Value]:
         value = writer.load(writer.at(source, column))
@@ -291,17 +297,17 @@ RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
 
 
 class RoundedRows:
-    """The rows of x, quantised or rounded, in scratch.
+    """The rows of x after rounding or quantisation, in scratch.
 
-    A thread has rounded rows of its own; after `together`, all threads share one copy.
+    Each thread has its own copy, or all share the copy that `together` made.
     """
 
     def __init__(
         self, writer: IRWriter, num_bytes: Value | int, round_row: RoundRow, norm: bool
     ) -> None:
-        """Read the arguments of rounding. num_bytes: of a rounded row."""
+        """Load the arguments for rounding. num_bytes: bytes of a rounded row."""
         self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
-        self.slot = ""  # this thread's number, once `all` is written
+        self.slot = ""  # this thread's number, set by `all`
         self._block_rows = writer.argument(BLOCK_ROWS)
         self.in_blocks = writer.op(f"icmp ne i64 {self._block_rows}, 0")
         self._count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
@@ -312,14 +318,14 @@ class RoundedRows:
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
     def _round(self, row: Value, target: Value, place: Value) -> None:
-        """Round a row into the target. place: of the row, among the target's rows."""
+        """Round a row into target, a matrix of rounded rows. place: the row's index in target."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
         place = writer.at(target, writer.mul(place, self.bytes), "i8")
         self._round_row(writer, source, place, self._norm)
 
     def all(self) -> Value:
-        """Return the address of the rounded rows. Rows that are not ready are rounded now."""
+        """Return the address of the rounded rows, after rounding them unless `together` has run."""
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         self.slot = slot
@@ -338,14 +344,15 @@ class RoundedRows:
         return x
 
     def together(self) -> None:
-        """Round rows in one scratch, with the rows shared among all threads."""
+        """Round all rows into one copy in scratch. Threads share the rows."""
         scratch = self._scratch
         self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch, row))
 
     def blocks(self, body: Callable[[Value, Value, Value], None]) -> None:
-        """Call body(rounded rows, the first row, how many) for blocks of rows, after `all`.
+        """Call body(rounded rows, first row, count) for blocks of rows, after `all`.
 
-        A thread takes a block, and rounds it where only it reads it, in its second-level cache.
+        A thread takes a block and rounds it in its own scratch, so that it stays in its
+        second-level cache.
         """
         writer, length = self._writer, self._block_rows
         own = writer.at(self._scratch, writer.mul(self.slot, writer.mul(length, self.bytes)), "i8")
@@ -374,11 +381,12 @@ def product_functions(
     expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
     any_rows: bool = False,
 ) -> dict[str, NativeFunction]:
-    """The functions that Panels calls, and `others`, each taking args.
+    """Compile the functions that Panels calls, and `others`, each taking args.
 
-    most: rows of the largest tile. tile(writer, rows) and driver(writer, norm, add, gate) write
-    their bodies. expanded: a tile over expanded panels, and the numbers of rows that it is for.
-    any_rows: one tile is for all numbers of rows, its %rows, and rows is `most`.
+    most: rows of the largest tile.
+    tile(writer, rows), driver(writer, norm, add, gate): generate the functions' bodies.
+    expanded: a tile over expanded panels, and the numbers of rows that it supports.
+    any_rows: a single tile function takes any number of rows, %rows; its `rows` is `most`.
     """
     parts: list[tuple[IRWriter, str]] = []
 
@@ -396,7 +404,7 @@ def product_functions(
         kinds_of_tile.append(("expanded_tile", expanded[0], [*expanded[1]]))
     for name, body_of, sizes in kinds_of_tile:
         for rows in sizes:
-            # Compiled once, not once in each of the functions below.
+            # noinline, so that it is compiled once instead of in each function below.
             signature = f"internal void @{name}{rows}({TILE}) noinline"
             write(signature, lambda writer, rows=rows, body_of=body_of: body_of(writer, rows))
         write(
@@ -411,7 +419,7 @@ def product_functions(
 
 
 class Panels(ABC):
-    """A packed weight [out, in]; x is float32, [n, in], contiguous."""
+    """A packed weight [out, in] and its matmuls. x is [n, in] float32, contiguous."""
 
     def __init__(
         self,
@@ -421,7 +429,7 @@ class Panels(ABC):
         outputs: int,
         width: int,
     ) -> None:
-        """Set up the arguments. functions: of `product_functions`. weight: packed."""
+        """Set up the arguments. functions: from `product_functions`. weight: packed."""
         panel = 2 * lanes()
         self._functions = functions
         self._weight = weight
@@ -445,19 +453,19 @@ class Panels(ABC):
     ) -> None:
         """Round the rows with all threads, or leave each thread to round its rows later.
 
-        All threads round now if they are several, rows are many and block_rows is 0. The
-        generated functions round and round_norm do so (`RoundedRows.together`).
+        All threads round now if there are several, rows are many and block_rows is 0. The generated
+        functions round and round_norm do so (`RoundedRows.together`).
 
         num_bytes: bytes of a rounded row.
-        behind: bytes of expanded panels, behind these rows in scratch.
+        behind: bytes of expanded panels, after these rows in scratch.
         block_rows: rows of a block, if a thread rounds its rows block by block.
         """
         together = threads > 1 and rows >= TOGETHER and not block_rows
-        # Tiles of rows are read whole.
+        # Room for spare rows, because kernels read whole tiles of rows.
         row_count = rows if together else threads * (block_rows or rows)
         rounded = (row_count + SPARE_ROWS) * num_bytes
         self._need(rounded + behind + 64)
-        # From a cache line's beginning on: a load of two lines takes twice as long.
+        # Start at a cache line: a load that spans two lines takes twice as long.
         end = -(-(self._args[SCRATCH] + rounded) // 64) * 64
         self._args[EXPANDED] = end if behind else 0
         self._args[READY], self._args[BLOCK_ROWS] = together or block_rows, block_rows
@@ -470,7 +478,9 @@ class Panels(ABC):
 
     @abstractmethod
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        """Make ready for a matmul of this many rows, with args set: scratch, and work before it."""
+        """Prepare scratch and rounded rows for a matmul with this many rows. args are set
+        already.
+        """
 
     def _need(self, num_bytes: int) -> None:
         self._args[SCRATCH] = scratch(-(-num_bytes // 4))
@@ -485,7 +495,7 @@ class Panels(ABC):
         eps: float = 0.0,
         column: int = 0,
     ) -> Tensor:
-        """Run a generated function by its name; return out, written from this column on."""
+        """Run a generated function by its name. Writes to out from `column` on, and returns out."""
         rows = x.shape[0]
         if rows == 0:
             return out
@@ -506,7 +516,7 @@ class Panels(ABC):
         return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add self(x) to residual, written over it."""
+        """Add self(x) to residual in place, and return residual."""
         return self._run("add", x, residual, self._panels)
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

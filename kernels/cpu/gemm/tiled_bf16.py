@@ -1,32 +1,35 @@
-"""x @ W.T of bfloat16 by AMX.
+"""x @ W.T in bfloat16 with AMX.
 
-Two tiles of rows of x (32 rows, 32 of their columns) meet two of weights (the same columns, 32
-outputs) in four tiles of sums, so each tile that is loaded is used twice. A panel of weights stays
-in the first-level cache while rows of x stream past it from the second: they are loaded with the
-hint that they need no place in the first.
+Two tiles of x (32 rows, 32 columns) are multiplied by two tiles of weights (these columns, 32
+outputs) into four tiles of sums, so each loaded tile is used twice. A panel of weights stays in the
+first-level cache, while rows of x stream from the second-level cache. They are loaded with a
+non-temporal hint.
 """
 
 from kernels.cpu.codegen import amx
 from kernels.cpu.codegen.amx import TILE_ROWS
 from kernels.cpu.codegen.ir import IRWriter, Value
 
-MOST = 2 * TILE_ROWS  # rows of x that meet a panel at once
+MOST = 2 * TILE_ROWS  # most rows of x that are multiplied by a panel at once
 AHEAD = "ptr %ahead"
 """An argument of `tile`: weights that a later call reads, and of which this one asks for
 `LINES_AHEAD` lines a step of 32 columns; null: this call is the only one of its panel, and asks for
 the panel itself."""
 LINES_AHEAD = 4
-_COLUMNS = 32  # of x in a tile
+_COLUMNS = 32  # columns of x in a tile
 ROWS_A_PANEL = MOST * 2 * _COLUMNS // LINES_AHEAD
 """Of x, whose tiles together ask for a whole panel."""
-_BLOCK, _BLOCK_BYTES = 256, 800 << 10  # of rows that are rounded together, and their bytes, at most
-_A_THREAD = 64  # rows from which threads take blocks of them, and not panels
-_FAR = 4096  # bytes of a panel that are asked for before they are needed
+# most rows that are rounded together, and most bytes of these rows
+_BLOCK, _BLOCK_BYTES = 256, 800 << 10
+_A_THREAD = 64  # rows from which each thread takes blocks of rows instead of panels
+_FAR = 4096  # bytes of a panel that prefetches run ahead
 
 
 def block_rows(rows: int, threads: int, row_bytes: int) -> int:
-    """Rows of a block that a thread multiplies with all panels, so that x and its result stay near
-    it; 0: threads share panels. row_bytes: of a rounded row."""
+    """Return the rows of a block that a thread multiplies by all panels; 0 if threads share panels.
+
+    With blocks, x and the result stay in a thread's cache. row_bytes: bytes of a rounded row.
+    """
     if rows < _A_THREAD * threads:
         return 0
     most = max(MOST, min(_BLOCK, _BLOCK_BYTES // row_bytes // MOST * MOST))
@@ -35,18 +38,23 @@ def block_rows(rows: int, threads: int, row_bytes: int) -> int:
 
 
 def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
-    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST rows of
-    x, of x_bytes each. Rows that x does not have, up to whole tiles, are read and forgotten. Each
-    sum goes over the columns in one order, whatever the rows."""
+    """Generate out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST
+    rows.
+
+    x_bytes: bytes of a row of x. The last tile reads beyond the last row, and drops these results.
+    Each sum adds the columns in the same order for any number of rows.
+    """
     buffer = writer.op(f"alloca [{MOST * 2 * TILE_ROWS} x float], align 64")
-    panel_line = 4 * TILE_ROWS * 2  # bytes of two columns of x: of 32 outputs
+    panel_line = 4 * TILE_ROWS * 2  # bytes of two columns of x for 32 outputs
     steps = width // _COLUMNS
-    out_rows = -(-MOST // steps)  # that each step asks for, so that sums need not wait for them
+    # rows of out that each step prefetches, so that the stores need not wait
+    out_rows = -(-MOST // steps)
     last = writer.sub("%rows", 1)
 
     def rows_of(tiles: range, later: bool) -> None:
-        """Sums are tiles 0 to 3, two a tile of rows; those of x are 4 and 5, the weights 6 and
-        7."""
+        """Multiply one or two tiles of rows. AMX tiles 0 to 3 are sums, two per tile of rows; tiles
+        4 and 5 are rows of x, 6 and 7 weights.
+        """
         for at in tiles:
             for half in (0, 1):
                 place = writer.at("%bias", half * TILE_ROWS)
@@ -79,7 +87,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
         writer.loop(0, steps, [], step)
 
         def put(target: Value, stride: Value | int) -> None:
-            """Store a tile of sums. stride: in floats."""
+            """Store the tiles of sums. stride: floats between two rows of target."""
             for at in tiles:
                 for half in (0, 1):
                     row = writer.at(target, writer.mul(stride, at * TILE_ROWS))

@@ -1,11 +1,12 @@
-"""x @ W.T of many rows for weights in 4 and 8 bits, by AMX: the bits of `kernels.cpu.gemm.blocks`.
+"""x @ W.T with AMX for many rows and weights of 4 and 8 bits. Results equal those of
+`kernels.cpu.gemm.blocks` bit for bit.
 
-A tile is 16 rows of x, 16 outputs and the 32 inputs of a block: whole sums, stored to memory and
-added from there to 16 registers of floats, in the order of the other kernel. An instruction of
-tiles takes 16 cycles, its result is there after 52, and a store that waits for it holds up those
-behind it; so a tile is stored two blocks after it was multiplied, and added three after. While
-tiles are in use, half of the units that multiply floats of 512 bits rest, and those that add them
-do not: so a whole sum becomes a float by an addition.
+A tile multiplication takes 16 rows of x, 16 outputs and the 32 inputs of a block. Its integer sums
+are stored to memory, then loaded and added to 16 float registers, in the other kernel's order. An
+AMX multiplication takes 16 cycles, and its result is ready after 52. A store that waits for it
+delays later stores. So a tile is stored two blocks after its multiplication, and added three blocks
+after. While AMX is in use, half of the 512-bit multipliers are off, but the adders are not: so
+integers are converted to floats by an addition.
 """
 
 from collections.abc import Callable
@@ -40,21 +41,22 @@ from kernels.cpu.gemm.panels import (
 )
 from kernels.packed import BLOCK, Format
 
-FROM = 24  # rows from which tiles are ahead
-# Rows that a thread rounds and multiplies together, and their bytes, at most, so that they stay in
-# its second-level cache.
+FROM = 24  # rows from which AMX is faster
+# Most rows that a thread rounds and multiplies together, and most bytes of these rows, so that they
+# stay in its second-level cache.
 _MOST, _MOST_BYTES = 256, 1280 << 10
-_A_THREAD = 64  # rows from which threads take blocks of them, and not panels
+_A_THREAD = 64  # rows from which each thread takes blocks of rows instead of panels
 
-_PANEL = 2 * TILE_ROWS  # outputs
-_BLOCK_BYTES = _PANEL * BLOCK  # of a panel's codes
-_AHEAD = 3  # blocks from a product to the addition of its sums
-_MAGIC = 12582912.0  # 1.5 * 2^23: added to a whole number below 2^22 it leaves it in the low bits
+_PANEL = 2 * TILE_ROWS  # outputs per panel
+_BLOCK_BYTES = _PANEL * BLOCK  # bytes of a panel's codes for one block
+_AHEAD = 3  # blocks between a multiplication and the addition of its sums
+# 1.5 * 2^23: added to an integer below 2^22, it leaves the integer in the low bits
+_MAGIC = 12582912.0
 _MAGIC_BITS = 0x4B400000
 
 
 def _codes(form: Format) -> tuple[int, int]:
-    """Return the least and the largest code, less the zero."""
+    """Return the smallest and the largest code, minus the zero point."""
     values = [int(value) for value in form.table] or [0, (1 << form.bits) - 1]
     return min(values) - form.zero, max(values) - form.zero
 
@@ -64,7 +66,7 @@ def _signed(form: Format) -> bool:
 
 
 def fits(form: Format, width: int) -> bool:
-    """Whether a matrix of so many inputs is multiplied by tiles on this machine."""
+    """Whether AMX multiplies a weight with this many inputs on this machine."""
     least, most = _codes(form)
     whole = least >= -128 and most < (128 if least < 0 else 256)
     pairs = not _scaled_last(form) or form.chunk // BLOCK % 2 == 0
@@ -73,7 +75,7 @@ def fits(form: Format, width: int) -> bool:
 
 
 def _scaled_last(form: Format) -> bool:
-    """Whether scales are multiplied in last, as `kernels.cpu.gemm.blocks` does."""
+    """Whether scales are multiplied in after a chunk is summed, as in `kernels.cpu.gemm.blocks`."""
     return form.chunk // BLOCK > 2 and form.offset == "none"
 
 
@@ -83,7 +85,7 @@ def _x_bytes(form: Format) -> int:
 
 
 def _head_bytes(form: Format) -> int:
-    """Return the bytes at the head of a panel's group: scales and offsets as float32."""
+    """Return the bytes of a panel's scales and offsets for one group, as float32."""
     return _PANEL * 4 * (1 if form.offset == "none" else 2)
 
 
@@ -92,9 +94,8 @@ def _panel_bytes(form: Format, width: int) -> int:
 
 
 def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
-    """Return how many rows a thread multiplies with all panels.
-
-    0: threads share rows, and take panels.
+    """Return how many rows a thread multiplies by all panels; 0 if threads share rows and take
+    panels.
     """
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
@@ -105,7 +106,9 @@ def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
 
 
 def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[int, int]:
-    """(rows that all threads share, what each has of its own): whole cache lines."""
+    """Return the bytes of scratch that all threads share, and those of each thread, in whole cache
+    lines.
+    """
     block = block_rows(form, width, rows, threads)
     x = -(-(block or rows) // TILE_ROWS) * (width // BLOCK) * _x_bytes(form)
     own = 2 * _panel_bytes(form, width)
@@ -116,7 +119,10 @@ def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[in
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None:
-    """A panel of `kernels.cpu.gemm.blocks`: codes less the zero, bytes; then scales and offsets."""
+    """Generate the expansion of a panel of `kernels.cpu.gemm.blocks`.
+
+    The result has codes minus the zero point as bytes, then scales and offsets.
+    """
     size, integers = writer.lanes, writer.integers
     kind, blocks = f"<{4 * size} x i8>", form.chunk // BLOCK
     chunks = writer.op(f"udiv i64 {writer.argument(WIDTH)}, {form.chunk}")
@@ -168,9 +174,9 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
     writer.loop(0, chunks, [], chunk)
 
 
-# w: expanded panels, `panel_bytes` apart, one or two of them (gate and up): 2^shift items a tile of
-# rows, of 16 outputs each. bias: of the first, and of the second. out: rows that are `stride`
-# floats apart. kind: of _KINDS.
+# w: one or two expanded panels (gate and up), `panel_bytes` apart. There are 2^shift items per tile
+# of rows, of 16 outputs each. bias, second_bias: of the first and second panel. stride: floats
+# between two rows of out. kind: index in _KINDS.
 _PRODUCTS = (
     "i64 %rows, ptr %x, ptr %w, i64 %panel_bytes, ptr %out, i64 %stride, ptr %bias, "
     "ptr %second_bias, i64 %blocks, i64 %shift, i64 %kind"
@@ -179,8 +185,11 @@ _KINDS = ("plain", "add", *GATES)
 
 
 def _products(writer: IRWriter, form: Format) -> None:
-    """Write out[rows, 32] = x @ an expanded panel + bias, out added, or gate and up of two. Tiles 0
-    and 1 are sums, 4 and 5 rows of x, 6 and 7 weights, of even and odd blocks."""
+    """Generate out[rows, 32] = x @ an expanded panel + bias, optionally plus out, or with a gate of
+    two panels.
+
+    AMX tiles 0 and 1 are sums; 4 and 5 are rows of x, 6 and 7 weights, of even and odd blocks.
+    """
     size, kind = writer.lanes, writer.vector
     x_bytes, group = _x_bytes(form), form.chunk // BLOCK
     name = "tdpbssd" if _signed(form) else "tdpbsud"
@@ -231,7 +240,7 @@ def _products(writer: IRWriter, form: Format) -> None:
     last = writer.sub(items, 1)
 
     def item(index: Value) -> list[Value]:
-        """Compute one item, which is 16 rows and 16 outputs."""
+        """Compute one item: 16 rows and 16 outputs."""
         following = [("i64", writer.add(index, 1)), ("i64", last)]
         after = writer.call("i64", "llvm.smin.i64", following)
         half = writer.op(f"and i64 {index}, 1")
@@ -247,8 +256,11 @@ def _products(writer: IRWriter, form: Format) -> None:
         into = writer.at("%out", writer.mul(first, "%stride"))
 
         def step(block: Value, odd: int, sums: list[Value]) -> list[Value]:
-            """The sums of a block, the store of the next one's tile, and the product of the third
-            after it, which may be the next item's."""
+            """Add a block's sums, store the next block's tile, and multiply the third block after
+            it.
+
+            The third block may belong to the next item.
+            """
             row = writer.op(f"and i64 {block}, {TILE_ROWS - 1}")
             line = writer.at(writer.at(into, writer.mul(row, "%stride")), writer.mul(half, size))
             writer.prefetch(line, to_write=True)
@@ -321,7 +333,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                 writer.store(value, row_at(row))
 
         def put(chosen: str) -> None:
-            """Store a whole tile of rows."""
+            """Write a finished tile of rows to out, in one of _KINDS."""
             left = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
             def row(index: Value) -> list[Value]:
@@ -352,7 +364,7 @@ def _products(writer: IRWriter, form: Format) -> None:
 
 
 class _Rows:
-    """The rows of x quantised to 8 bits, 16 rows together."""
+    """The rows of x quantised to 8 bits, in tiles of 16 rows."""
 
     def __init__(self, writer: IRWriter, form: Format, norm: bool) -> None:
         self._writer, self._form = writer, form
@@ -367,10 +379,10 @@ class _Rows:
         self._last = writer.sub(self.count, 1)
 
     def round(self, first: Value, tile: Value, target: Value) -> None:
-        """Quantise the tile's 16 rows, counted from the row `first`, to its place behind target.
+        """Quantise the 16 rows of a tile to the tile's place in target.
 
-        The last row is repeated behind the last: nothing reads what becomes of it, but it is a
-            number.
+        first: row that tile 0 starts at.
+        Rows beyond the end repeat the last row, so that their unused results are finite.
         """
         writer, form = self._writer, self._form
         begin = writer.at(target, writer.mul(tile, self.tile_bytes), "i8")
@@ -393,7 +405,7 @@ class _Rows:
         writer.loop(0, TILE_ROWS, [], row)
 
     def together(self) -> None:
-        """Quantise tiles of rows in one scratch, with the tiles shared among all threads."""
+        """Quantise all tiles of rows into one copy in scratch. Threads share the tiles."""
         writer, scratch = self._writer, self._writer.argument(SCRATCH, "ptr")
         writer.claim(
             "%args", "1", self.tiles(self.count), lambda tile: self.round("0", tile, scratch)
@@ -414,12 +426,12 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
     panel_bytes = writer.mul(chunks, form.chunk_bytes(_PANEL))
     slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = writer.at(writer.argument(OWN, "ptr"), writer.mul(slot, writer.argument(OWN_BYTES)), "i8")
-    # Of this thread: two panels, and where it takes blocks of rows, these.
+    # This thread's scratch: two expanded panels, and its block of rows if it takes blocks.
     num_bytes = writer.add(writer.mul(width, _PANEL), writer.mul(chunks, _head_bytes(form)))
     kind = _KINDS.index(gate or ("add" if add else "plain"))
 
     def of_rows(x: Value, first: Value, count: Value) -> Callable[[Value], None]:
-        """Compute a panel for rows [first, first + count), x rounded."""
+        """Return a function that multiplies quantised rows [first, first + count) by a panel."""
         into = writer.at(out, writer.mul(first, stride))
 
         def body(panel: Value) -> None:

@@ -1,13 +1,13 @@
-"""Attention over paged latents for tokens that each see keys of their own, and the way of latents
-into the cache: generated for a shape of heads, in four kernels.
+"""Decode attention over paged latents (multi-head latent attention), and writes of latents to the
+cache: four kernels generated for a shape of heads.
 
-    write    latents normed, shared keys and queries rotated, latents into their slots
-    absorb   queries times what would make keys: each is then as long as a latent
-    attend   of each token and a few heads: scores, softmax, weighted sum of latents
-    values   these sums times what makes values
+    write    norm latents, apply rotary embeddings, write latents to their slots
+    absorb   multiply queries by the key up-projection, to the length of a latent
+    attend   per token and group of heads: scores, softmax, weighted sum of latents
+    values   multiply these sums by the value up-projection
 
-A latent is read where it lies, as key and as value, by a few heads at once: as many keys and heads
-as there are lanes have their scores summed together, and a vector then has them side by side.
+A group of heads reads a latent in place, both as key and as value. The scores of several keys and
+heads fill one vector.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ from kernels.cpu.latent.shape import NAMES, LatentShape, fits
 from kernels.cpu.recurrent.entries import between, each
 from kernels.metadata import AttentionMeta
 
-# Words of args, after the two counters.
+# Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 _Q, _Q_STRIDE, _LATENTS, _LATENTS_STRIDE, _NORM, _EPS, _TABLE, _POSITIONS, _SLOTS = range(2, 11)
 _CACHE, _OUT, _TOKENS, _UP, _ABSORBED, _FOUND, _SCALE = range(11, 18)
 _LENGTHS, _BLOCKS, _WIDTH, _SCORES, _ROOM, _WORDS = range(18, 24)
 _MANY = 16  # tokens from which `write` is worth all threads
-_ROWS = 4  # tokens that share what `absorb` reads
-_LEAST = -3e38  # a score that adds nothing
+_ROWS = 4  # tokens that share each read of the up-projection in `absorb`
+_LEAST = -3e38  # score whose weight is 0
 
 
 def _number(w: IRWriter, array: Value, index: Value) -> Value:
@@ -110,7 +110,9 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.at(array, w.mul(w.add(w.mul(token, shape.heads), head), row))
 
     def some(head: Value, column: Value, token: Value, rows: int) -> None:
-        """Multiply the queries of `rows` tokens, from `token` on, into columns from `column` on."""
+        """Multiply the queries of `rows` tokens, from `token` on, into `width` vectors of columns
+        from `column` on.
+        """
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
         matrix = w.at(up, w.add(w.mul(head, shape.each * shape.rank), column), shape.up)
 
@@ -173,7 +175,7 @@ def group_of(shape: LatentShape) -> int:
 def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     group, kind, dtype = group_of(shape), w.vector, shape.dtype
-    many = size // group  # keys of a vector of scores
+    many = size // group  # keys per vector of scores
     groups = shape.heads // group
     width = gcd(shape.rank // size, 4)
     queries, outputs, cache, lengths, blocks = (
@@ -181,7 +183,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     )
     stride, room = w.argument(_WIDTH), w.argument(_ROOM)
     slot = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
-    # [room, group] scores of this thread
+    # scores [room, group] of this thread
     scores = w.at(w.argument(_SCORES, "ptr"), w.mul(slot, w.mul(room, group)))
     number_of_lane = ", ".join(f"i32 {lane // group}" for lane in range(size))
 
@@ -249,7 +251,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
         (total,) = w.loop(0, length, [(kind, "zeroinitializer")], weigh, step=many)
         total = folded(total, lambda one, other: w.binary("fadd", one, other))
-        # An entry without keys is padding, whose result must be finite.
+        # An entry without keys is padding, and its result must still be finite.
         inverse = w.binary("fdiv", w.all(1.0), w.maximum(total, w.all(1e-37)))
         inverses = [
             w.spread(w.op(f"extractelement {kind} {inverse}, i64 {g}")) for g in range(group)
@@ -347,7 +349,7 @@ def write(
     cache: Tensor,
     meta: AttentionMeta,
 ) -> Tensor | None:
-    """See `Kernels.latent_write`. None: nothing is generated here."""
+    """Compute `Kernels.latent_write`, or return None where no kernel can be generated."""
     _, heads, head = q.shape
     rank, rope = norm.shape[0], cos_sin.shape[1]
     if not fits(q, rank, rope) or latents.stride(1) != 1:
@@ -372,14 +374,14 @@ def attend(
     cache: Tensor,
     up: Tensor,
     scale: float,
-    lengths: Tensor,  # [n] int32: keys that each token sees
+    lengths: Tensor,  # [n] int32: number of keys that each token sees
     table: Tensor,  # [n, blocks] int32, with rows of any stride
-    longest: int,  # no less than any of lengths
+    longest: int,  # upper bound of lengths
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """Compute `Kernels.latent_attention` for tokens that each see keys of their own.
+    """Compute `Kernels.latent_attention` for tokens that each see their own number of keys.
 
-    A machine without a compiler has no shape.
+    shape: from `shape_of`, which returns None on machines without a compiler.
     """
     functions = _functions(shape)
     assert functions is not None

@@ -1,13 +1,14 @@
-"""Attention over paged latents for a prompt's tokens, generated for a shape of heads.
+"""Prefill attention over paged latents (multi-head latent attention), as a kernel generated for a
+shape of heads.
 
-Keys and values are made of latents a tile at a time, in memory that stays in the cache, and all of
-a head's queries see them there: softmax is online (FlashAttention-2, arXiv:2307.08691). A work item
-is a head and a block of queries. A row's sums do not depend on the other rows, nor on how its
-prompt was cut: tiles begin at the prompt's beginning.
+Latents are expanded to keys and values one tile at a time, in memory that stays in the processor's
+cache, for all queries of a head. Softmax is online (FlashAttention-2, arXiv:2307.08691). A work
+item is a head and a block of queries. A row's sums depend neither on the other rows nor on how its
+prompt was chunked, since tiles begin at the prompt's beginning.
 
-Where the processor multiplies pairs of bfloat16 and both latents and weights are of that type, so
-is all that is multiplied, as on a GPU; sums are float32. Elsewhere all is float32. In memory a pair
-takes the place of a float32 number: "units" below are one or the other.
+With AVX512-BF16 and bfloat16 latents and weights, all operands are bfloat16, as on a GPU, and sums
+are float32. Otherwise all is float32. A pair of bfloat16 takes the memory of a float32: a "unit"
+below is either.
 """
 
 import ctypes
@@ -23,26 +24,27 @@ from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.latent.shape import LatentShape
 from kernels.cpu.recurrent.entries import each
 
-_TILE = 64  # keys
-_MADE = 4  # elements of a key, or of a value, that are made at once
+_TILE = 64  # keys per tile
+_MADE = 4  # elements of a key or value that are computed at once
 _ROWS = 6  # queries of a block, whose sums stay in registers
-_MOST = 1024  # queries of an item
-_LEAST = -3e38  # a score that adds nothing
+_MOST = 1024  # most queries of a work item
+_LEAST = -3e38  # score whose weight is 0
 
-# Words of args, after the two counters.
+# Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _Q, _CACHE, _UP, _OUT, _TABLE, _TOKENS, _LENGTH, _QUERIES, _SCALE, _SCRATCH, _WORDS = range(2, 13)
 
 
 def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
-    """Whether keys made for a chunk's tokens spare more operations than they cost, with absorbed
-    queries in the other scale."""
+    """Whether expanding a chunk's latents to keys and values takes fewer operations than absorbing
+    them into queries.
+    """
     spared = tokens * keys * (2 * shape.rank - shape.each)
     expansion = (keys - tokens) * shape.rank * shape.each
     return spared > (expansion // 2 if shape.dot else expansion)
 
 
 def _floats(shape: LatentShape, size: int, queries: int) -> int:
-    """Return the float32 numbers of scratch that a thread needs."""
+    """Return the float32 numbers of scratch for one thread."""
     tile = _TILE * (shape.rank + shape.head + 2 * shape.value + _ROWS)
     rows = -(-queries // _ROWS) * _ROWS
     return tile + _MADE * shape.rank + rows * (shape.head + shape.value + 2 * size)
@@ -51,9 +53,9 @@ def _floats(shape: LatentShape, size: int, queries: int) -> int:
 def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     kind, tile, dtype, dot = w.vector, _TILE, shape.dtype, shape.dot
-    width = 4 if size == 16 else 2  # vectors that a block has at once
+    width = 4 if size == 16 else 2  # vectors of columns that are computed at once
     f"<{2 * size} x bfloat>"
-    unit = 2 if dot else 1  # numbers of a unit
+    unit = 2 if dot else 1  # elements per unit
     q, cache, up, out, table = (w.argument(name, "ptr") for name in (_Q, _CACHE, _UP, _OUT, _TABLE))
     tokens, length, queries = (w.argument(name) for name in (_TOKENS, _LENGTH, _QUERIES))
     before = w.sub(length, tokens)
@@ -63,9 +65,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     of_tile = tile * (shape.rank + shape.head + 2 * shape.value + _ROWS) + _MADE * shape.rank
     of_row = shape.head + shape.value + 2 * size
     floats = w.add(w.mul(filled_most, of_row), of_tile)
-    # latents [rank units, tile], keys [head units, tile], values transposed [value, tile] and as
-    # they are [tile units, value], weights [_ROWS, tile], rows of up; queries [rows, head], sums
-    # [rows, value], the largest score [rows, lanes] and the weights' sums [rows, lanes]
+    # Scratch: latents [rank units, tile], keys [head units, tile], values transposed [value, tile]
+    # and plain [tile units, value], weights [_ROWS, tile], rows of up. Then queries [rows, head],
+    # sums [rows, value], largest scores [rows, lanes] and sums of weights [rows, lanes].
     latents = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, floats))
     keys = w.at(latents, tile * shape.rank)
     transposed = w.at(keys, tile * shape.head)
@@ -81,16 +83,17 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.call("i64", "llvm.smin.i64", [("i64", a), ("i64", str(b))])
 
     def multiplied(factor: Value, part: Value, total: Value) -> Value:
-        """Return total + factor * part, of units."""
+        """Return total + factor * part, for vectors of units."""
         return w.dot_pairs(factor, part, total) if dot else w.fma(factor, part, total)
 
     def products(
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,
         begin: list[Value] | None = None, vectors: int = width,
     ) -> list[Value]:  # fmt: skip
-        """Multiply rows by `vectors` vectors of columns of a matrix [inner, columns], from `at` on.
+        """Multiply rows by `vectors` vectors of columns of a matrix [inner, columns], from column
+        `at` on.
 
-        rows: the address of each row of `inner` units.
+        rows: address of each row of `inner` units.
         begin: the sums to add to, zeros if None.
         """
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
@@ -113,7 +116,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.load(place) if dot else w.load_as_float(place, dtype)
 
     def paired(low: Value, high: Value) -> Value:
-        """Round two vectors to bfloat16, and return their elements as pairs."""
+        """Round two vectors to bfloat16, and interleave their elements as pairs."""
         words = []
         for value in (low, high):
             narrow = w.op(f"fptrunc {kind} {value} to <{size} x bfloat>")
@@ -124,9 +127,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.op(f"bitcast {w.integers} {both} to {kind}")
 
     def gather(begin: Value) -> None:
-        """Copy the latents [begin, begin + tile) into a column each.
+        """Copy latents [begin, begin + tile) to scratch, each as a column.
 
-        Past the last latent the last is read again.
+        Places after the last latent repeat the last latent.
         """
 
         def some(at: Value) -> list[Value]:
@@ -158,9 +161,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, tile, [], some, step=size)
 
     def make(head: Value, first: int, count: int, put) -> None:  # type: ignore[no-untyped-def]
-        """Make elements [first, first + count) of a head's keys and values from the latents.
+        """Expand latents to elements [first, first + count) of a head's keys and values.
 
-        put(element since first, column, vectors of each of _MADE elements) stores them.
+        put(element - first, column, vectors for each of _MADE elements) stores the results.
         """
 
         def some(element: Value) -> list[Value]:
@@ -195,14 +198,16 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 w.store(value, w.at(keys, w.add(w.add(line, at), v * size)))
 
     def put_value(element: Value, at: Value, found: list[list[Value]]) -> None:
-        """Store an element's values transposed: the next keys are the next numbers."""
+        """Store the values' elements transposed, so that neighbouring keys are neighbouring
+        numbers.
+        """
         for r, vectors in enumerate(found):
             place = w.add(w.mul(w.add(element, r), tile), at)
             for v, value in enumerate(vectors):
                 store(value, transposed, w.add(place, v * size))
 
     def store(value: Value, array: Value, at: Value) -> None:
-        """Store a vector in an array of units, from the `at`-th number on."""
+        """Store a vector in an array of units, from the `at`-th element on."""
         if not dot:
             w.store(value, w.at(array, at))
             return
@@ -223,9 +228,9 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, shape.value, [], block, step=size)
 
     def attend(begin: Value, row: Value, first: Value, masked: bool) -> None:
-        """Attend _ROWS queries from `row` on to a tile of keys that begins at `begin`.
+        """Attend _ROWS queries from `row` on to the tile of keys that starts at key `begin`.
 
-        first: the token at which the work item begins.
+        first: first token of the work item.
         """
         own = [w.at(query, w.mul(w.add(row, r), shape.head // unit)) for r in range(_ROWS)]
 
@@ -291,7 +296,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def work(item: Value) -> None:
         head = w.op(f"urem i64 {item}, {shape.heads}")
         block = w.op(f"udiv i64 {item}, {shape.heads}")
-        # The last block of queries sees most keys: it is the first that is taken.
+        # Take the last block of queries first: it sees most keys.
         first = w.mul(w.sub(w.sub(blocks, 1), block), queries)
         count = least(w.sub(tokens, first), queries)
         filled = w.mul(w.op(f"udiv i64 {w.add(count, _ROWS - 1)}, {_ROWS}"), _ROWS)
@@ -309,14 +314,14 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             w.store("zeroinitializer", w.at(totals, w.mul(row, size)))
 
         each(w, 0, filled, prepare)
-        position = w.add(before, first)  # of the first query
+        position = w.add(before, first)  # position of the first query
 
         def over(begin: Value) -> list[Value]:
             gather(begin)
             make(head, 0, shape.nope, put_key)
             make(head, shape.nope, shape.value, put_value)
             transpose_values()
-            # Earlier queries see nothing of the tile, later ones all.
+            # Skip queries before the tile: they see none of its keys.
             seeing = w.sub(begin, position)
             seeing = w.call("i64", "llvm.smax.i64", [("i64", seeing), ("i64", "0")])
             seeing = w.mul(w.op(f"udiv i64 {seeing}, {_ROWS}"), _ROWS)
@@ -362,18 +367,19 @@ def prefill(
     cache: Tensor,
     up: Tensor,
     scale: float,
-    table: Tensor,  # the entry's blocks, int32
-    length: int,  # its keys; the queries are of the last n of these
+    table: Tensor,  # the entry's block table, int32
+    length: int,  # number of the entry's keys; queries are its last n tokens
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
     """Compute `Kernels.latent_attention` for one entry's queries.
 
-    A machine without a compiler has no shape.
+    shape: from `shape_of`, which returns None on machines without a compiler.
     """
     function = _function(shape)
     assert function is not None
     threads, args = torch.get_num_threads(), (ctypes.c_int64 * _WORDS)()
-    # Each block of queries has keys made anew: several only where heads are fewer than threads.
+    # Each block of queries expands its keys anew, so use several only if heads are fewer than
+    # threads.
     queries = min(_MOST, max(_TILE, -(-len(q) * shape.heads // threads)), len(q))
     args[_Q], args[_OUT], args[_CACHE] = q.data_ptr(), out.data_ptr(), cache.data_ptr()
     args[_UP], args[_TABLE], args[_SCALE] = up.data_ptr(), table.data_ptr(), bits(scale)

@@ -1,4 +1,4 @@
-"""LatentShape: what kernels of attention over latents are generated for."""
+"""LatentShape: the shape for which kernels of latent attention are generated."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The sizes of a latent attention, which `Kernels.latent_attention` explains."""
+    """The sizes of a latent attention, as `Kernels.latent_attention` defines them."""
 
     heads: int
     nope: int
@@ -20,33 +20,38 @@ class LatentShape:
     value: int
     rank: int
     block_size: int
-    dtype: str  # of latents, LLVM's name
-    up: str  # of what makes keys and values of them
+    dtype: str  # type of the latents, as LLVM names it
+    up: str  # type of the up-projection, as LLVM names it
 
     @property
     def head(self) -> int:
-        """Elements of a query."""
+        """The elements of a query."""
         return self.nope + self.rope
 
     @property
     def kept(self) -> int:
-        """The elements of a latent and the shared key behind it."""
+        """The elements of a cached latent and its shared rotary key."""
         return self.rank + self.rope
 
     @property
     def each(self) -> int:
-        """The elements made of a latent for a head: of a key before the shared one, and a value."""
+        """The elements that a latent expands to for each head: the non-rotary part of a key, and a
+        value.
+        """
         return self.nope + self.value
 
     @property
     def dot(self) -> bool:
-        """Whether keys are made by the processor's products of pairs of bfloat16."""
+        """Whether latents are expanded by multiplying pairs of bfloat16."""
         pairs = self.dtype == self.up == "bfloat" and dot_bf16()
         return pairs and self.rank % (2 * lanes()) == 0 == self.head % 2
 
 
 def fits(q: Tensor, rank: int, rope: int) -> bool:
-    """Whether parts fill vectors, on a machine with a compiler. q [n, heads, nope + rope]."""
+    """Whether these sizes are multiples of a vector, on a machine with a compiler.
+
+    q: [n, heads, nope + rope].
+    """
     try:
         size = lanes()
     except CompilerUnavailable:

@@ -1,5 +1,6 @@
-"""Recurrent: the part of both CPU back ends for recurrent layers, and in norms, activations and
-gates of their own: generated kernels, where the machine allows them."""
+"""Recurrent: the part of both CPU back ends that runs recurrent layers, norms, activations and
+gates. It uses generated kernels where the machine allows, and torch elsewhere.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +18,9 @@ Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 
 
 def _gated(name: str, gate_up: Tensor) -> Tensor | None:
-    """Return name(first half) * second half of [n, 2 * size]. None: nothing is generated here."""
+    """Return name(first half) * second half of gate_up [n, 2 * size], or None where no kernel can
+    be generated.
+    """
     size = gate_up.shape[-1] // 2
     if gate_up.dim() != 2 or not elements.fits(gate_up):
         return None
@@ -27,8 +30,10 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """Return step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens,
-        ..] each."""
+        """Run a step in plain torch where no kernel can be generated.
+
+        rows: tensors [num_tokens, ...] that `step` takes. Deterministic mode overrides this method.
+        """
         return step(rows, meta)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,5 +1,6 @@
-"""Causal convolutions of channels with themselves, generated for their number: as a kernel of their
-own, and as the beginning of other recurrent layers' kernels."""
+"""Depthwise causal convolutions, as kernels generated for the number of channels. Kernels of other
+recurrent layers begin with them, too.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -25,11 +26,11 @@ from kernels.cpu.recurrent.entries import (
 )
 from kernels.metadata import AttentionMeta
 
-# Words of args.
+# Indices of the kernel's arguments in args.
 _X, _X_STRIDE, _CONV, _BIAS, _TAIL = range(FIRST, FIRST + 5)
-OWN = FIRST + 5  # of a kernel that begins with a convolution
+OWN = FIRST + 5  # first index for a kernel that begins with a convolution
 _BEFORE, _BEFORE_STRIDE, _BEHIND, _BEHIND_STRIDE, _OUT, _WORDS = range(OWN, OWN + 6)
-_BLOCK = 8  # vectors of channels that an item has
+_BLOCK = 8  # vectors of channels per work item
 
 
 def put_convolution(
@@ -41,7 +42,7 @@ def put_convolution(
 
 
 class Convolution:
-    """The convolution in a kernel, by x, conv, bias and tail of `Kernels.causal_conv`.
+    """The convolution of `Kernels.causal_conv` inside a generated kernel.
 
     gated: whether x is multiplied by another tensor first.
     """
@@ -64,11 +65,11 @@ class Convolution:
     def run(
         self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
     ) -> None:
-        """Call found(token, vectors) for each token, for channels [first, first + size).
-
-        The tail is then the next step's.
+        """Call found(token, vectors) for each token of an entry, for channels [first, first +
+        size).
 
         token: the token's index in the step.
+        Then update the tail for the next step.
         """
         w, taps = self._w, self._taps
         some = parts(size, w.lanes)
@@ -92,9 +93,9 @@ class Convolution:
         w.when(entry.begins, begin)
 
         def input_of(token: Value) -> Callable[[int, int], Value]:
-            """Return a loader of some channels of a token; a negative token is in the tail.
+            """Return a function that loads some channels of a token's input.
 
-            token: the token's index in the entry, below 0 for tokens before it.
+            token: the token's index in the entry; a negative token is read from the tail.
             """
             early = w.op(f"icmp slt i64 {token}, 0")
             inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
@@ -109,7 +110,7 @@ class Convolution:
             def product(at: int, count: int) -> Value:
                 left, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
                 value = w.binary("fmul", left, other)
-                # A tail of nobody's may be NaN, which is not chosen.
+                # A fresh request's tail may hold NaN, so select it away instead of multiplying.
                 row = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
                 before = w.load_some(w.at(row, at), count)
                 return w.op(f"select i1 {early}, {w.vector} {before}, {w.vector} {value}")
@@ -133,7 +134,7 @@ class Convolution:
         each(w, 0, entry.count, token)
 
         def keep(tap: Value) -> None:
-            # Upwards: what a row of the tail is written from comes behind it.
+            # In ascending order, since each row of the tail is computed from later rows.
             load = input_of(w.add(w.sub(entry.count, taps - 1), tap))
             target = w.at(tail_at, w.mul(tap, self._channels))
             for at, count in some:
@@ -144,8 +145,11 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """activated: silu of the results. gated: the product of two is convolved, and results are
-    multiplied by a third."""
+    """The shape of a convolution.
+
+    activated: whether SiLU is applied to the results.
+    gated: whether x and the results are multiplied by gates.
+    """
 
     channels: int
     taps: int
@@ -190,7 +194,10 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
 def _function(
     channels: int, taps: int, biased: bool, activated: bool, gated: bool
 ) -> NativeFunction | None:
-    """See `ConvolutionShape`, which takes longer to be made and hashed than to look this up."""
+    """Return the compiled kernel of a `ConvolutionShape`.
+
+    Arguments are passed singly because making and hashing the shape takes longer than the lookup.
+    """
     shape = ConvolutionShape(channels, taps, biased, activated, gated)
     functions = compile_or_none(lambda size: module([_convolve(shape, size)]))
     return functions and functions["convolve"]
@@ -206,8 +213,10 @@ def causal_conv(
     silu: bool,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """See `Kernels.causal_conv`, or with gates `Kernels.short_conv`. None: nothing is generated
-    here."""
+    """Compute `Kernels.causal_conv`, or `Kernels.short_conv` if gates are given.
+
+    Returns None where no kernel can be generated.
+    """
     function = _function(*conv.shape, bias is not None, silu, gates is not None)
     if function is None or not rows_of(x, *(gates or ())):
         return None

@@ -1,13 +1,14 @@
-"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), generated for a
-shape of heads, in two kernels.
+"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), as two kernels
+generated for a shape of heads.
 
-    mix     convolutions, queries and keys of length 1, decays and betas: by heads
-    walk    states, and the norm and gate of results: by value heads
+    mix     convolutions, normalised queries and keys, decays and betas: by heads
+    walk    recurrent states, and the norm and gate of results: by value heads
 
-A head's columns are independent of each other. So a prompt's state is walked some columns at a
-time, which stay in the innermost cache: one pass a token lets them decay, adds what was wrong, and
-sums what its query and the next token's key find there. Where each element of a key decays on its
-own, rows of the state do, and a key finds in the decayed state what the key, decayed, finds before.
+Columns of a head's state are independent. So `walk` processes a few columns of a prompt's state at
+a time, which stay in the first-level cache. One pass per token applies the decay, adds the
+correction, and multiplies the state by the token's query and the next token's key. Kimi's decay
+differs by key element, that is, by row of the state. Multiplying the decayed state by a key equals
+multiplying the state by the decayed key.
 """
 
 import ctypes
@@ -41,11 +42,11 @@ from kernels.cpu.recurrent.entries import (
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import EPS, DeltaInputs
 
-# Words of args; those of `walk` come first where both read them.
+# Indices of the kernels' arguments in args, the arguments of `walk` first where both read them.
 _MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
 _STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
-_COLUMNS = 2  # vectors of a state's columns that are walked at once
-_WIDE = 8  # of a decode's
+_COLUMNS = 2  # vectors of a state's columns that are processed at once
+_WIDE = 8  # the same for a decode
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,9 @@ class DeltaShape:
 
     @property
     def sides(self) -> int:
-        """The number of vectors of a token and key head.
+        """The number of vectors that `mix` writes for each token and key head.
 
-        There are a query and a key; by key also what is left of the key's elements, and the key
-        times
-        that.
+        They are a query and a key; with decays by key element also the decays, and the decayed key.
         """
         return 4 if self.by_key else 2
 
@@ -73,19 +72,21 @@ class DeltaShape:
 
     @property
     def mixed(self) -> int:
-        """float32 numbers that `mix` writes of a token."""
+        """The number of float32 numbers that `mix` writes per token."""
         more = (self.sides - 2) * self.key_heads * self.key_size
         return self.channels + more + 2 * self.value_heads
 
     def floats(self, size: int) -> int:
-        """float32 numbers of scratch that a thread needs."""
+        """Return the float32 numbers of scratch for one thread."""
         return _COLUMNS * size * self.key_size + TOKENS * len(parts(self.value_size, size)) * size
 
 
 class _Mixed:
-    """The numbers that `mix` has written, in this order, of all tokens of the step: queries and
-    keys by head, and what else there is of keys; values by head; decays, but for those by key, and
-    betas by token."""
+    """The output of `mix` for all tokens of the step.
+
+    In order: queries, keys, and with decays by key element decays and decayed keys, by head; values
+    by head; other decays by token; betas by token.
+    """
 
     def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
         self._w, self._shape, self._tokens = w, shape, tokens
@@ -99,7 +100,7 @@ class _Mixed:
     def key(self, head: Value, token: Value, side: int = 0) -> Value:
         """Return the address of a head's vector at a token.
 
-        side: 0 query, 1 key, 2 what is left of its elements, 3 the key times that.
+        side: 0 query, 1 key, 2 decays of its elements, 3 decayed key.
         """
         if side:
             head = self._w.add(head, side * self._shape.key_heads)
@@ -171,7 +172,7 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
                 w.when(w.op(f"xor i1 {query}, true"), lambda: decayed(token, values))
 
         def decayed(token: Value, values: list[Value]) -> None:
-            """Store what is left of each element of a key, and the key times that."""
+            """Store the decay of each element of a key, and the decayed key."""
             own = w.sub(head, shape.key_heads)
             first = w.mul(own, shape.key_size)
             line = w.at(a, w.add(w.mul(token, a_stride), first))
@@ -207,13 +208,13 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
 
 class _Walk:
-    """A value head's state over an entry's tokens."""
+    """The update of a value head's state over an entry's tokens."""
 
     def __init__(self, w: IRWriter, shape: DeltaShape, mixed: _Mixed, tile: Value) -> None:
         self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
 
     def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
-        """Call body(row of the state, *carried) for all rows, some at a time."""
+        """Call body(row of the state, carried) for all rows, unrolled by up to four."""
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
 
@@ -229,20 +230,20 @@ class _Walk:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
 
     def _looking(self, key_head: Value, token: Value) -> Value:
-        """Return the key that the state before a token is multiplied by for `_correction`."""
+        """Return the key by which `_correction` multiplies the state before a token's decay."""
         return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
 
     def _left(self, value: Value, row: Value, decay: Value) -> Value:
-        """Return a row of the state after its decay. decay: of `_correction`."""
+        """Return a row of the state after its decay. decay: from `_correction`."""
         factor = self._number(decay, row) if self._shape.by_key else decay
         return self._w.binary("fmul", value, factor)
 
     def _correction(
         self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
     ) -> tuple[Value, list[Value]]:
-        """Return the decay, and beta (v - what the decayed state has for the key).
+        """Return the decay of a token, and beta * (v - decayed state * key).
 
-        The decay is an address by key where rows decay so, else a vector.
+        The decay is an address of one number per row with decays by key element, else a vector.
         """
         w, mixed, by_key = self._w, self._mixed, self._shape.by_key
         if by_key:
@@ -263,7 +264,9 @@ class _Walk:
         self, head: Value, key_head: Value, token: Value, state: Value, column: Value,
         counts: list[int], raw: Value,
     ) -> None:  # fmt: skip
-        """Compute one token's columns from `column` on, with the state in place; results at raw."""
+        """Compute one token's columns from `column` on, updating the state in place. Results go to
+        raw.
+        """
         w, values = self._w, self._shape.value_size
         query = self._mixed.key(key_head, token)
         key, looking = self._mixed.key(key_head, token, 1), self._looking(key_head, token)
@@ -300,9 +303,9 @@ class _Walk:
         self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
         counts: list[int], raw: Value, wide: int,
     ) -> None:  # fmt: skip
-        """Compute tokens [first, end) as `lone` computes one.
+        """Compute tokens [first, end) as `lone` computes a single token.
 
-        The first token's results are at raw, each next token's `wide` numbers further.
+        Results go to raw, `wide` numbers apart per token.
         """
         w, values, tile = self._w, self._shape.value_size, self._tile
         mixed, width = self._mixed, len(counts) * w.lanes
@@ -323,7 +326,7 @@ class _Walk:
         def token(index: Value, *known: Value) -> list[Value]:
             decay, wrong = self._correction(head, index, column, counts, list(known))
             query, key = mixed.key(key_head, index), mixed.key(key_head, index, 1)
-            # Of the last token no key follows: what its own finds is not used.
+            # No key follows the last token; it reads its own key, and the result is unused.
             last = [("i64", w.add(index, 1)), ("i64", w.sub(end, 1))]
             following = self._looking(key_head, w.call("i64", "llvm.smin.i64", last))
 
@@ -371,7 +374,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
     matrix = shape.key_size * shape.value_size
 
     def by_columns(most: int, body) -> None:  # type: ignore[no-untyped-def]
-        """Call body(first column, how many of each vector), `most` vectors at a time."""
+        """Call body(first column, lanes used of each vector) for up to `most` vectors at a time."""
         full = shape.value_size // (most * size) * most * size
 
         def group(column: Value) -> list[Value]:
@@ -431,8 +434,10 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
 
 
 def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor | None:
-    """See `Kernels.gated_delta`, and `Kernels.kimi_delta` of heads by key. None: nothing is
-    generated here."""
+    """Compute `Kernels.gated_delta`, or `Kernels.kimi_delta` for heads with decays by key element.
+
+    Returns None where no kernel can be generated.
+    """
     x, z, a, b, heads, tail, state, _ = inputs
     shape = DeltaShape(
         heads.key_heads,

@@ -1,10 +1,9 @@
-"""Entries: a step's entries and their rows, as kernels of recurrent layers read them; and what
-these kernels share.
+"""Entries and helpers that generated kernels of recurrent layers share.
 
-Every kernel walks the tokens of an entry one after the other, be it a decode or a prompt, and the
-state in memory is the one behind the last token. So a token's numbers do not depend on where its
-prompt was cut, bit by bit. On a CPU that costs nothing: the matmuls that tokens of a chunk could
-share take as many operations as the walk.
+Each kernel processes an entry's tokens one after the other, for decodes and prompts alike, and the
+state in memory is the state after the last token. So a token's results do not depend on how its
+prompt was chunked, bit for bit. On a CPU this costs nothing: a chunked formulation's matmuls would
+take as many operations.
 """
 
 import ctypes
@@ -18,15 +17,15 @@ from kernels.cpu.codegen.compiler import keep
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.metadata import AttentionMeta
 
-# Words of args, after the two counters.
+# Indices of the kernels' arguments in args. The first two words are the threads' work counters.
 _ROWS, _STARTS, _LENGTHS, _COUNT, _TOKENS = range(2, 7)
-FIRST = 7  # of a kernel's own
+FIRST = 7  # first index for a kernel's own arguments
 _MANY = 1 << 13
-TOKENS = 64  # that are walked at once, so that what they read stays in the cache
+TOKENS = 64  # tokens that are processed at once, so that their inputs stay in the cache
 
 
 def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, tokens: int) -> None:
-    """Put a step's entries into args."""
+    """Write the step's entries to the kernel's arguments."""
     rows, starts, lengths = meta.rows, meta.query_start, meta.kv_len
     assert rows is not None and rows.is_contiguous() and lengths.is_contiguous()
     args[_ROWS], args[_STARTS], args[_LENGTHS] = (
@@ -37,15 +36,15 @@ def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, token
 
 
 def threads_for(numbers: int) -> int:
-    """Return the threads for a kernel whose result has this many numbers.
+    """Return the number of threads for a kernel whose result has this many numbers.
 
-    A few numbers are not worth waking other threads.
+    Few numbers are not worth waking other threads.
     """
     return torch.get_num_threads() if numbers >= _MANY else 1
 
 
 def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
-    """Return out, with zeros from the last entry's end on."""
+    """Return out, with rows after the last entry's end set to zero."""
     starts = meta.query_start_host
     end = int(meta.query_start[-1]) if starts is None else starts[-1]
     if end < len(out):
@@ -54,18 +53,18 @@ def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
 
 
 def rows_of(*tensors: Tensor) -> bool:
-    """Whether kernels can read these: float32, with their last elements side by side."""
+    """Whether kernels can read these tensors: 4-byte elements, contiguous in the last dimension."""
     return all(tensor.dtype.itemsize == 4 and tensor.stride(-1) == 1 for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a step.
+    """An entry (request) of a step, as values of the kernel.
 
-    row: of its state.
+    row: index of its state.
     begin: its first token.
-    count: of its tokens.
-    begins: whether its request begins.
+    count: number of its tokens.
+    begins: whether this is the request's first step.
     """
 
     row: Value
@@ -95,7 +94,7 @@ class Entries:
         return Entry(row, begin, count, w.op(f"icmp eq i64 {length}, {count}"))
 
     def claim(self, items: int, body: Callable[[Entry, Value], None]) -> None:
-        """Call body(entry, item) for each entry that has tokens and each of `items`."""
+        """Call body(entry, item) for each entry that has tokens and each of `items` work items."""
         w = self._writer
 
         def work(index: Value) -> None:
@@ -114,7 +113,7 @@ def between(w: IRWriter, item: Value, begin: int, end: int, body: Callable[[Valu
 
 
 def parts(size: int, lanes: int) -> list[tuple[int, int]]:
-    """Return the vectors of `size` numbers: (first, how many)."""
+    """Return (first, count) of each vector that covers `size` numbers."""
     return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
 
 
@@ -153,7 +152,7 @@ def clear(w: IRWriter, place: Value, size: int) -> None:
 
 
 def square_sum(w: IRWriter, values: list[Value]) -> Value:
-    """Return the sum of the squares of all lanes: float."""
+    """Return the sum of the squares of all lanes, as a float."""
     total = w.binary("fmul", values[0], values[0])
     for value in values[1:]:
         total = w.fma(value, value, total)
@@ -161,7 +160,7 @@ def square_sum(w: IRWriter, values: list[Value]) -> Value:
 
 
 def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
-    """Return the sum of each vector's lanes, one beside the other in a vector."""
+    """Return a vector of each given vector's lane sum."""
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
@@ -172,12 +171,12 @@ def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
 
 
 def inverse_root(w: IRWriter, number: Value) -> Value:
-    """Return 1 / sqrt(number), float."""
+    """Return 1 / sqrt(number) as a float."""
     root = w.call("float", "llvm.sqrt.f32", [("float", number)])
     return w.op(f"fdiv float {constant(1.0)}, {root}")
 
 
 def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
-    """Return this thread's part of the memory at args[word]. Call it once a kernel."""
+    """Return this thread's part of the memory at args[word]. Call it once per kernel."""
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

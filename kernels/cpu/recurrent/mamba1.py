@@ -1,8 +1,9 @@
-"""Mamba-1 (arXiv 2312.00752), generated for a number of channels.
+"""Mamba-1 (arXiv 2312.00752), as a kernel generated for a number of channels.
 
-A kernel has the states of as many channels as a vector has lanes in registers, an element of all of
-them in each, and walks the tokens of an entry. One token alone does not pay for turning states and
-rates so: a register has a channel's own then, and only what is left is turned, to be read.
+A work item has as many channels as a vector has lanes. Their states are transposed into registers,
+one state element of all channels in each, and walk over the entry's tokens. For a single token
+transposing states and rates does not pay: registers hold one channel's state, and only the new
+states are transposed, to be multiplied by C.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from kernels.cpu.recurrent.entries import (
 )
 from kernels.metadata import AttentionMeta
 
-# Words of args: tensors, then their strides.
+# Indices of the kernel's arguments in args: tensors, then their strides.
 _GIVEN = range(FIRST, FIRST + 5)  # x, dt, B, C, gate
 _STRIDES = range(FIRST + 5, FIRST + 10)
 _RATES, _SKIP, _STATE, _OUT, _WORDS = range(FIRST + 10, FIRST + 15)
@@ -40,15 +41,16 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     strides = [w.argument(word) for word in _STRIDES]
     rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
-    # Of channels, to be read one at a time: without it each would take a shuffle.
+    # Values of channels in memory, to be read one at a time; from a register each would take a
+    # shuffle.
     steps, all_stepped = (w.op(f"alloca [{size} x float], align 64") for _ in range(2))
 
     def columns_of(lines: list[Value]) -> list[Value]:
-        """Rows of a matrix, one a vector -> its columns."""
+        """Return the columns of a matrix that is given as one vector per row."""
         return w.transpose([*lines, *["zeroinitializer"] * (size - len(lines))])
 
     def transposed(place: Value, rows: int) -> list[Value]:
-        """A matrix [rows, width] -> its columns."""
+        """Return the columns of a matrix [rows, width] in memory."""
         columns: list[Value] = []
         for at, count in parts(width, size):
             lines = [w.load_some(w.at(place, row * width + at), count) for row in range(rows)]
@@ -64,8 +66,11 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         def token(
             index: Value | int, update: Callable[[Value, Value, Value], Iterable[Value]]
         ) -> list[Value]:
-            """update(step, stepped, place of B) -> the states' elements, one after the other, which
-            are added up in this order however they are computed."""
+            """Compute one token's results, and return the new states' elements.
+
+            update(step, step * x, address of B) yields these elements in order. The sum over them
+            is always added in this order, whichever way they are computed.
+            """
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
                 w.at(pointer, w.mul(row, stride))
@@ -82,7 +87,7 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             return left
 
         def updated(value: Value, rate: Value, step: Value, stepped: Value, b: Value) -> Value:
-            decay = w.exp(w.binary("fmul", rate, step), small=True)  # rates are below 0
+            decay = w.exp(w.binary("fmul", rate, step), small=True)  # rates are negative
             return w.fma(stepped, b, w.binary("fmul", value, decay))
 
         def walk() -> None:
@@ -155,7 +160,7 @@ def mamba1(
     state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor | None:
-    """See `Kernels.mamba1`. None: nothing is generated here."""
+    """Compute `Kernels.mamba1`, or return None where no kernel can be generated."""
     function = _function(*rates.shape)
     if function is None or not rows_of(x, dt, b, c, gate):
         return None

@@ -1,10 +1,10 @@
-"""Mamba-2 (arXiv 2405.21060), generated for a shape of heads, in two kernels.
+"""Mamba-2 (arXiv 2405.21060), as two kernels generated for a shape of heads.
 
     mix     convolutions, steps and decays: by heads, and by groups for B and C
-    walk    states: by heads
+    walk    recurrent states: by heads
 
-The rows of a head's state are independent of each other. As many as a vector has lanes are walked
-at once, which stay in the innermost cache, and what they give is turned into one vector.
+Rows of a head's state are independent. `walk` processes as many rows at a time as a vector has
+lanes. They stay in the first-level cache, and their results make one vector.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from kernels.cpu.recurrent.entries import (
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.mamba2 import Mamba2Heads
 
-# Words of args.
+# Indices of the kernels' arguments in args.
 _MIXED, _DT, _DT_STRIDE, _DECAY, _DT_BIAS, _LEAST, _MOST = range(OWN, OWN + 7)
 _STATE, _SKIP, _OUT, _SCRATCH, _WORDS = range(OWN + 7, OWN + 12)
 
@@ -60,13 +60,15 @@ class Mamba2Shape:
 
     @property
     def mixed(self) -> int:
-        """float32 numbers that `mix` writes of a token."""
+        """The number of float32 numbers that `mix` writes per token."""
         return self.channels + 2 * self.heads
 
 
 class _Mixed:
-    """The numbers that `mix` has written, in this order, of all tokens of the step: x by head, B
-    and C by group, steps and decays by token."""
+    """The output of `mix` for all tokens of the step.
+
+    In order: x by head, B and C by group, steps and decays by token.
+    """
 
     def __init__(self, w: IRWriter, shape: Mamba2Shape, tokens: Value) -> None:
         self._w, self._shape, self._tokens = w, shape, tokens
@@ -84,7 +86,9 @@ class _Mixed:
         return self._row(self._x, head, token, self._shape.head_size)
 
     def shared(self, group: Value, token: Value) -> Value:
-        """Return the address of a group of B, or of C: groups of C come after those of B."""
+        """Return the address of a group of B or C at a token. Groups of C are numbered after those
+        of B.
+        """
         return self._row(self._shared, group, token, self._shape.state_size)
 
     def step(self, token: Value, head: Value | int) -> Value:
@@ -154,12 +158,14 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
     entries = Entries(w)
     mixed = _Mixed(w, shape, entries.tokens)
     state, skip, out = (w.argument(word, "ptr") for word in (_STATE, _SKIP, _OUT))
-    line = own_scratch(w, _SCRATCH, size)  # x times its step, of the rows that are walked
+    line = own_scratch(w, _SCRATCH, size)  # x times its step, for the rows that are being processed
     width = shape.state_size
     whole = width - width % size
 
     def tile(head: Value, own: Value, first: Value, end: Value, row: Value, rows: int) -> None:
-        """Walk the rows [row, row + rows) of the state at `own` over tokens [first, end)."""
+        """Update rows [row, row + rows) of the state at `own` over tokens [first, end), and write
+        results.
+        """
         group = w.op(f"udiv i64 {head}, {shape.heads // shape.groups}")
         skipped = w.spread(w.load(w.at(skip, head), "float"))
 
@@ -227,7 +233,7 @@ def _functions(shape: Mamba2Shape) -> tuple[NativeFunction, NativeFunction] | No
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor | None:
-    """See `Kernels.mamba2`. None: nothing is generated here."""
+    """Compute `Kernels.mamba2`, or return None where no kernel can be generated."""
     shape = Mamba2Shape(
         heads.heads,
         heads.head_size,
