@@ -1,4 +1,4 @@
-"""Questions to the server before the load."""
+"""Questions to the server before the load starts, such as which model it serves."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from loadtest.scenario.schema import Target, read_key
 
 
 class _WholeResponse:
-    """An answer taken whole, for questions before the load."""
+    """A handler that receives a whole answer, for questions before the load starts."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -36,7 +36,9 @@ class _WholeResponse:
 
 
 async def get(target: Target, path: str) -> tuple[int, bytes]:
-    """(status, body) from the first URL. Raises RunError with the address tried."""
+    """Send GET to the first URL and return (status, body). Raises RunError with the address
+    tried.
+    """
     url = target.urls[0]
     address = Address.of(url)
     pool = ConnectionPool(address)
@@ -78,7 +80,7 @@ class _ModelList(msgspec.Struct):
 
 
 async def first_model(target: Target) -> str:
-    """The first model that the server names. Raises RunError."""
+    """Return the first model that the server lists. Raises RunError."""
     status, body = await get(target, "/v1/models")
     where = f"{target.urls[0]}/v1/models"
     if status != 200:

@@ -1,7 +1,7 @@
-"""`manta loadtest ...`, or `python -m loadtest ...`. What a command needs is imported when it runs.
+"""`manta loadtest ...` and `python -m loadtest ...`. Each command imports its modules when it runs.
 
-Exit codes: 0 done; 1 an assertion failed, the client was the bottleneck, or the server could not be
-reached; 2 the command line, the scenario or a file is wrong and nothing was sent; 130 Ctrl-C.
+Exit codes: 0 success; 1 an assertion failed, the client was the bottleneck, or the server could not
+be reached; 2 the command line, the scenario or a file is wrong and nothing was sent; 130 Ctrl-C.
 """
 
 from pathlib import Path
@@ -198,5 +198,5 @@ def _show_plan(scenario: "Scenario", plans: "list[PhasePlan]") -> None:
 
 
 def main() -> None:
-    """`python -m loadtest`."""
+    """Run the command line of `python -m loadtest`."""
     app()

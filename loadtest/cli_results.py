@@ -1,4 +1,4 @@
-"""The commands that read results, or make many of them: report, compare, search."""
+"""The commands report, compare and search, which read results or produce many."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,7 +143,7 @@ def search(
 
 
 def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
-    """Return the scenario values that set the load, and the load's unit. Raises ScenarioError."""
+    """Return the keys of the scenario's load, and the load's unit. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
 
     keys, units = [], set()
@@ -166,7 +166,7 @@ def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
 
 
 def _limits(scenario: "Scenario") -> "list[Any]":
-    """Return the scenario's own SLO at 99 % of the requests, which a sweep judges its loads by."""
+    """Return the scenario's own SLO for 99 % of requests, by which a sweep judges its loads."""
     from loadtest.search import parse_slo
 
     texts = [f"p99_{name}<{seconds:g}s" for name, seconds in scenario.slo.limits().items()]
@@ -189,7 +189,9 @@ def _run_once(
     folder: Path,
     whole: bool,
 ) -> "RunOnce":
-    """Run one trial into a folder of its own, which `report` and `compare` take."""
+    """Return a function that runs one trial into its own folder, readable by `report` and
+    `compare`.
+    """
 
     def once(load: float, repeat: int) -> "tuple[Summary, Sequence[RequestRecord]]":
         from dataclasses import replace
@@ -224,7 +226,7 @@ def _trial_printer(unit: str) -> "Callable[[Trial], None]":
 
 
 def _write_page(folder: Path, out: Path | None) -> Path:
-    """Write the HTML page of a search or a run, whichever the folder holds; return its path."""
+    """Write the HTML page of the search or run in a folder, and return the page's path."""
     from loadtest.report import write_report
     from loadtest.report.search_page import search_page
     from loadtest.search import STATE, read_search
@@ -263,7 +265,7 @@ def _show(found: "Comparison") -> None:
         "95 % interval",
         "p",
         "",
-    )  # 80 columns hold them
+    )  # fits into 80 columns
     for index, head in enumerate(heads):
         table.add_column(escape(head), justify="left" if index in (0, 6) else "right", no_wrap=True)
     colours = {"better": "green", "worse": "red", "no difference shown": "dim"}

@@ -1,5 +1,6 @@
-"""The parts that commands of the load tester share: a checked scenario, a run with its live table,
-and failures as lines and exit codes."""
+"""Helpers of the load tester's commands: reading a scenario, running it with a live table, and
+reporting failures as lines and exit codes.
+"""
 
 import contextlib
 import sys
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def read(
     path: Path, url: str | None, model: str | None, settings: list[str] | None
 ) -> "tuple[Task, Scenario, list[PhasePlan]]":
-    """A checked scenario with the command line's values in it. Raises ScenarioError."""
+    """Read and check a scenario, with the command line's values in it. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
     from loadtest.runner import Task
     from loadtest.scenario import yaml_text
@@ -40,8 +41,10 @@ def read(
 
 
 def execute(task: "Task", options: "RunOptions", plans: "list[PhasePlan]") -> "RunResult":
-    """A run with its live table. Ctrl-C ends it early and keeps the results so far; a second
-    Ctrl-C ends it at once."""
+    """Run a load test with its live table.
+
+    Ctrl-C ends it early and keeps the results so far; a second Ctrl-C aborts it.
+    """
     import asyncio
     import signal
     from dataclasses import replace
@@ -73,7 +76,7 @@ def execute(task: "Task", options: "RunOptions", plans: "list[PhasePlan]") -> "R
 
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
-    """Expected failures become lines on stderr and an exit code."""
+    """Turn expected failures within the context into lines on stderr and an exit code."""
     from loadtest.errors import RunError, ScenarioError
 
     try:
@@ -93,7 +96,7 @@ def _fail(lines: "tuple[str, ...]", code: int) -> None:
 
 
 def console_on(stderr: bool) -> Any:
-    """rich's console there, which prints text as it is."""
+    """Return a rich console for stdout or stderr that prints text without highlighting."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, soft_wrap=not stderr)

@@ -4,7 +4,7 @@ import difflib
 
 
 class ScenarioError(Exception):
-    """The scenario, an option or a file is wrong; nothing was sent. Exit code 2.
+    """Raised when the scenario, an option or a file is wrong and nothing was sent. Exit code 2.
 
     problems: one line each, ready to print.
     """
@@ -15,11 +15,11 @@ class ScenarioError(Exception):
 
 
 class RunError(Exception):
-    """The run could not be done: no server, a client process that died. Exit code 1."""
+    """Raised when a run cannot be done: no server, or a client process died. Exit code 1."""
 
 
 def hint(word: str, known: list[str]) -> str:
-    """The addition to a message about an unknown word: the nearest known one."""
+    """Return an addition to a message about an unknown word: the nearest known word, or all."""
     near = difflib.get_close_matches(word, known, 1, 0.6)
     if near:
         return f"; did you mean {near[0]!r}?"

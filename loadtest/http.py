@@ -1,6 +1,7 @@
-"""HTTP/1.1 for load. A connection carries one request at a time and is kept for the next. The clock
-is read once for each arrival of bytes. There are no retries and no redirects: a load test counts
-what the server did."""
+"""HTTP/1.1 client for load tests. A connection has one request at a time and is reused for the
+next. The clock is read once per arrival of bytes. There are no retries and no redirects, since a
+load test counts each answer of the server.
+"""
 
 import asyncio
 import contextlib
@@ -15,7 +16,7 @@ clock = time.monotonic
 
 _MAX_HEAD = 2**16
 _MAX_LINE = 2**12
-IDLE_S = 2.0  # servers drop idle connections after 5 s or more; a request must not meet that
+IDLE_S = 2.0  # Servers close idle connections after 5 s or more; a request must not meet that.
 
 
 class ResponseHandler(Protocol):
@@ -26,18 +27,17 @@ class ResponseHandler(Protocol):
     def on_body(self, data: bytes, now: float) -> None: ...
 
     def on_end(self, now: float) -> None:
-        """Take the end of a whole answer."""
+        """Handle the end of a complete answer."""
 
     def on_lost(self, error: str, now: float) -> None:
-        """Take the error of an answer that ended too early, or is no HTTP. Not called after
-        on_end."""
+        """Handle an answer that ended too early or is not HTTP. Not called after on_end."""
 
 
 class Address(NamedTuple):
-    """The address that a URL leads to.
+    """The server address in a URL.
 
-    prefix: the URL's path, without a slash at the end.
-    name: the host name that TLS expects.
+    prefix: path of the URL, without a trailing slash.
+    name: host name that TLS expects.
     """
 
     host: str
@@ -59,9 +59,9 @@ class Address(NamedTuple):
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """A connection with at most one request under way."""
+    """A connection with at most one request in flight."""
 
-    # One buffer for all connections: data is taken out of it before the loop reads the next socket.
+    # One buffer for all connections: each read is processed before the loop reads the next socket.
     _shared = memoryview(bytearray(2**17))
 
     def __init__(self, pool: "ConnectionPool", slow_pause: float | None = None) -> None:
@@ -91,12 +91,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport.write(request)
 
     def abandon(self) -> None:
-        """Hang up; the handler gets no more calls."""
+        """Close the connection. The handler gets no more calls."""
         self._handler = None
         if self.transport is not None:
             self.transport.abort()
 
-    # What arrives.
+    # Received bytes.
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._shared[:1024] if self._pause else self._shared
@@ -200,10 +200,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._handler.on_body(data, now)
 
     def _chunks(self, data: bytes, now: float) -> None:
-        """Decode the chunks of an answer.
+        """Decode the chunks of a chunked answer.
 
-        left: bytes until the chunk's end; 0 = its line break is due; -1 = a size line is due;
-        -2 = the last chunk has come, and trailers and an empty line are due.
+        self._left: bytes until the chunk's end; 0: its line break is next; -1: a size line is next;
+        -2: the last chunk was read, and trailers and an empty line follow.
         """
         if self._rest:
             data, self._rest = self._rest + data, b""
@@ -245,7 +245,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 class ConnectionPool:
-    """A pool of idle connections to one address. The newest is taken first."""
+    """A pool of idle connections to one address, used newest first."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -282,7 +282,7 @@ class ConnectionPool:
                     server_hostname=name,
                 )
                 return connection
-            # A small receive buffer, so that the server notices when we do not read.
+            # a small receive buffer, so that the server notices when the client does not read
             family, kind, proto, _, where = (
                 await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             )[0]
@@ -308,7 +308,7 @@ class ConnectionPool:
 
 
 def request_head(address: Address, method: str, path: str, headers: dict[str, str]) -> bytes:
-    """Return a request's head without the length and the empty line."""
+    """Return a request's head without Content-Length and the final empty line."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     first = f"{method} {address.prefix}{path} HTTP/1.1\r\n"
     return first.encode() + address.head + lines.encode()

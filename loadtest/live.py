@@ -1,4 +1,6 @@
-"""The terminal's display: a bar for each phase and a table under load, the figures at its end."""
+"""The terminal's display: a bar for each phase and a table during the load, a summary at its
+end.
+"""
 
 import contextlib
 import time
@@ -18,12 +20,12 @@ from loadtest.measure.figures import percentiles
 from loadtest.measure.records import Percentiles, Summary
 from loadtest.scenario.schedule import PhasePlan
 
-_LINE_S = 10.0  # between lines where there is no terminal
-_WINDOW = 2000  # requests that the shown latencies are of
+_LINE_S = 10.0  # seconds between lines of output without a terminal
+_WINDOW = 2000  # number of latest requests whose latencies are shown
 
 
 class LiveProgress:
-    """Progress of all client processes, drawn."""
+    """The progress of all client processes, as a live display."""
 
     def __init__(self, plans: Sequence[PhasePlan], console: Console) -> None:
         self._console = console
@@ -62,7 +64,7 @@ class LiveProgress:
             sent.update(progress.sent)
             self._ttft.extend(progress.ttft)
             self._late.extend(progress.late)
-            progress.ttft, progress.late = [], []  # seen
+            progress.ttft, progress.late = [], []  # these values were displayed
         for name, task in self._tasks.items():
             if sent[name]:
                 self._bars.start_task(task)
@@ -117,7 +119,7 @@ class LiveProgress:
 
 
 def ms(seconds: float) -> str:
-    """Return a time in three digits: 0.42 ms, 41.7 ms, 1.32 s."""
+    """Format a time with three digits: 0.42 ms, 41.7 ms, 1.32 s."""
     value = seconds * 1000
     if value >= 10_000:
         return f"{seconds:.1f} s"
@@ -127,7 +129,7 @@ def ms(seconds: float) -> str:
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    """The run's figures as plain text."""
+    """Print a run's results as plain text."""
     good, run = summary.goodput, summary.run
     lines = [
         f"{run.name}: {run.model} at {run.url}, seed {run.seed}",

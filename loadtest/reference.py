@@ -1,4 +1,4 @@
-"""The reference that `run --verify` compares with: each question of a scenario, asked quietly."""
+"""The reference answers for `run --verify`: each question of a scenario, sent one at a time."""
 
 import asyncio
 import signal
@@ -21,11 +21,11 @@ from loadtest.scenario.schema import Scenario
 def make(
     scenario: Scenario, plans: list[PhasePlan], out: Path, console: Console
 ) -> tuple[int, int, bool]:
-    """Writes `out`. Returns (questions, answers, interrupted).
+    """Write the reference file `out`. Returns (questions, answers, interrupted).
 
-    Requests are sent one at a time, whole, never cancelled or read slowly. A closed loop without
-    a number of requests is a ScenarioError, as its questions are not known beforehand. So is a
-    scenario whose every question is sampled without a seed.
+    Requests are sent one at a time, without cancellations and slow reading. Raises ScenarioError
+    for a closed loop without a number of requests, whose questions are unknown, and for a scenario
+    in which all questions are sampled without a seed.
     """
     for plan in plans:
         if plan.total is None:
@@ -37,7 +37,7 @@ def make(
 
 
 def _specs(plan: PhasePlan) -> Iterator[tuple[int, RequestSpec]]:
-    """Every request of a phase, without cancellations and slow reading."""
+    """Yield every request of a phase, without cancellations and slow reading."""
     visits = plan.visits or [Visit(0.0, number) for number in range(plan.requests or 0)]
     for visit in visits:
         for turn in range(1 + len(visit.thinks)):

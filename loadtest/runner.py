@@ -1,5 +1,6 @@
-"""A run from start to summary: asks the server for its model, starts the client processes, gathers
-their records. Used by the command line, by searches and by tests."""
+"""A run from start to summary: asks the server for its model, starts the client processes, and
+collects their records. The command line, searches and tests use it.
+"""
 
 import asyncio
 import contextlib
@@ -29,19 +30,21 @@ from loadtest.scenario.parse import parse
 from loadtest.scenario.schedule import PhasePlan, lay_out
 from loadtest.scenario.schema import AtOnce, Scenario
 
-_START_S = 0.3  # from "go" to time 0, so that every process is there in time
+_START_S = 0.3  # seconds from the start signal to time 0, so that every process starts in time
 _MEET_S = 0.05
-_FAR_S = 0.7  # what the start, and a meeting, take longer where orders cross a network
+_FAR_S = 0.7  # seconds that starts and barriers take longer over a network
 
 
 class RunClock:
-    """The clock of a run, for faults beside the load. mark(): a line in the summary's faults."""
+    """The clock of a run, for faults during the load. mark() adds a line to the summary's
+    faults.
+    """
 
     def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
-        """Make the clock. proxies: those between clients and servers, if there are any."""
+        """Make the clock. proxies: the proxies between clients and servers, if any."""
         self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
-        self.spoilt: list[str] = []  # why the run is not what was asked for
+        self.spoilt: list[str] = []  # reasons why the run is not as requested
 
     def now(self) -> float:
         """Return the seconds since the run's start."""
@@ -55,13 +58,13 @@ class RunClock:
 class RunOptions:
     """The options of a run.
 
-    procs: client processes. ray: start them on the nodes of this Ray cluster, an address or
-    "auto". verify: a reference file. keep: write one instead.
-
-    proxied: clients reach the servers through proxies of ours, for faults of the network.
-    beside: a coroutine that runs along with the load and is cancelled at its end, e.g. to kill
-        replicas.
-    on_progress: gets each process's ClientProgress four times a second, the totals once.
+    procs: number of client processes.
+    ray: start them on the nodes of this Ray cluster, an address or "auto".
+    verify: a reference file to compare with. keep: a reference file to write instead.
+    proxied: clients reach the servers through NetworkProxy, for network faults.
+    beside: a coroutine that runs during the load and is cancelled at its end, e.g. to kill
+    replicas.
+    on_progress: called with the ClientProgress of all processes, four times a second.
     stop: set this event to end the run early; the summary then says so.
     """
 
@@ -86,7 +89,9 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Task:
-    """A checked scenario and its source. overrides: dotted keys over the file's values."""
+    """A checked scenario and its source. overrides: values by dotted key that replace the
+    file's.
+    """
 
     text: str
     name: str = "scenario"
@@ -114,10 +119,10 @@ def run(task: Task, options: RunOptions | None = None) -> RunResult:
 
 
 async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
-    """Run a load test in the caller's event loop. Raises as run()."""
+    """Run a load test in the caller's event loop. Raises as run() does."""
     options = options or RunOptions()
     scenario = task.scenario()
-    plans = lay_out(scenario, scenario.target.model or "")  # a bad plan, before any request
+    plans = lay_out(scenario, scenario.target.model or "")  # check the plan before any request
     model = scenario.target.model or await first_model(scenario.target)
     stop = options.stop or asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="manta-loadtest-") as folder:
@@ -194,7 +199,7 @@ def _summary(
 ) -> Summary:
     known = [plan.seconds for plan in plans if not plan.phase.warmup]
     sending = None if stop.is_set() or None in known else sum(s for s in known if s is not None)
-    # Sessions go on after their phase; then the time of sending is not the phases'.
+    # Sessions outlast their phase, so the time of sending is not the phases' duration.
     if any(visit.thinks for plan in plans for visit in plan.visits):
         sending = None
     ended = [worker.finished for worker in workers if worker.finished is not None]
@@ -220,7 +225,7 @@ async def _until_done(
             options.on_progress([worker.progress for worker in workers])
 
     def meet() -> None:
-        """Start the next phase together, once all running workers wait for it."""
+        """Start the next phase in all workers, once all running workers wait for it."""
         running = [worker for worker in workers if not worker.over]
         if all(worker.waiting for worker in running):
             start = clock() + _MEET_S + (_FAR_S if options.ray else 0)
@@ -241,7 +246,7 @@ async def _until_done(
                 worker.connection.stop()
         await everyone
         if beside is not None and beside.done():
-            await beside  # its failure is the run's
+            await beside  # its failure is the run's failure
     finally:
         stopped.cancel()
         if beside is not None and not beside.done():
@@ -281,7 +286,7 @@ def _info(
 
 
 def _commit() -> str | None:
-    """Return the load tester's commit, where it runs from a checkout."""
+    """Return the load tester's commit if it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

@@ -1,15 +1,15 @@
 """The highest load that keeps an SLO, and sweeps over loads.
 
-A limit such as p99_ttft<500ms asks that 99 % of the requests be quicker; a failure counts as
-slower. After a trial the Wilson interval of that share lies above 99 % (kept), below it (broken),
-or contains it (unclear). An unclear load is tried again with another seed and the counts are added,
-up to `repeats` times. Then the share itself decides and the trial stays marked as unclear. One
-lucky trial cannot raise the answer, nor can an unlucky one lower it.
+A limit such as p99_ttft<500ms requires that 99 % of requests be faster; a failure counts as slower.
+After a trial the Wilson interval of this share is above 99 % (kept), below it (broken), or contains
+it (unclear). An unclear load is repeated with another seed and counts are added, up to `repeats`
+times. Then the share itself decides, and the trial stays marked as unclear. So one lucky or unlucky
+trial does not change the result.
 
-    start ─ x2 ─ x2 ─ x2 broken        then bisection of the logarithm, until the load that kept and
-            kept  kept                 the load that broke the SLO are within `tolerance`
+    start ─ x2 ─ x2 ─ x2 broken        then bisection of the logarithm, until the kept and the
+            kept  kept                 broken load are within `tolerance`
 
-Trials are written to search.json one by one; a search that was cut off goes on from there.
+Trials are saved to search.json one by one, and an interrupted search resumes from there.
 """
 
 import math
@@ -27,7 +27,7 @@ from loadtest.measure.figures import token_gaps, wilson
 from loadtest.measure.records import Percentiles, RequestRecord, Summary
 
 SCHEMA = "manta-loadtest-search/1"
-SATURATED = 0.9  # a server that serves less than this share of what is offered
+SATURATED = 0.9  # a server is saturated if it serves less than this share of the offered load
 STATE = "search.json"
 
 _METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -42,7 +42,9 @@ State = Literal["kept", "broken", "unclear"]
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """`share` of the requests must keep `metric` below `seconds`; for errors: must not fail."""
+    """A limit of the SLO: `share` of requests must keep `metric` below `seconds`; for "errors"
+    succeed.
+    """
 
     text: str
     metric: str
@@ -51,7 +53,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Requests that kept a limit, of those that it applies to."""
+    """The requests that kept a limit, and all to which it applies."""
 
     good: float = 0.0
     total: int = 0
@@ -78,9 +80,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search(msgspec.Struct, kw_only=True):
-    """A search. key: the settings without which stored trials are of another search. ended: why the
-    search stopped, "" if it has not. best: the highest load that kept the SLO. first_broken: the
-    lowest load that did not."""
+    """A search.
+
+    key: settings that stored trials must share to be resumed.
+    ended: why the search stopped, "" if it has not.
+    best: highest load that kept the SLO. first_broken: lowest load that did not.
+    knee: see `knee`.
+    """
 
     schema: str = SCHEMA
     key: str = ""
@@ -95,7 +101,7 @@ class Search(msgspec.Struct, kw_only=True):
 
 
 def parse_slo(text: str) -> list[Limit]:
-    """`p99_ttft<500ms, p95_e2e<10s, error_rate<1%`. Raises ScenarioError."""
+    """Parse an SLO such as `p99_ttft<500ms, p95_e2e<10s, error_rate<1%`. Raises ScenarioError."""
     trials = []
     for part in (part.strip() for part in text.split(",")):
         if match := _ERRORS.fullmatch(part):
@@ -115,7 +121,10 @@ def parse_slo(text: str) -> list[Limit]:
 
 
 def count(records: Sequence[RequestRecord], limit: Limit) -> Count:
-    """Failures keep no limit. Requests that we cancelled or read slowly are left out."""
+    """Count the requests that kept a limit; failures keep none.
+
+    Requests that the client cancelled or read slowly are left out.
+    """
     good, total = 0.0, 0
     for record in records:
         if record.cancelled or record.warmup or record.slow_reader:
@@ -128,8 +137,10 @@ def count(records: Sequence[RequestRecord], limit: Limit) -> Count:
 
 
 def _kept(record: RequestRecord, limit: Limit) -> float | None:
-    """1 or 0; for itl the share of its tokens, as tokens of one request are no independent sample.
-    None: does not apply, as ttft to a unary answer."""
+    """Return 1.0 or 0.0 for whether a request kept a limit; None if the limit does not apply.
+
+    For itl it is the share of the request's tokens, since these are no independent samples.
+    """
     if limit.metric == "errors":
         return 1.0
     if limit.metric == "itl":
@@ -142,7 +153,7 @@ def _kept(record: RequestRecord, limit: Limit) -> float | None:
 
 
 def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
-    """The verdict of all limits together."""
+    """Return the verdict of all limits together."""
     state: State = "kept"
     for limit in slo:
         count = counts[limit.text]
@@ -155,10 +166,10 @@ def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
 
 
 def is_saturated(records: Sequence[RequestRecord]) -> bool:
-    """Whether more requests come in than go out: latency grows with a request's time of arrival.
+    """Whether requests arrive faster than they are served, so that latency grows with arrival time.
 
-    A server that does less than SATURATED of an open loop's load lets a request wait a tenth of a
-    second longer for every second that the request comes later, however long answers take.
+    A server that serves less than SATURATED of an open loop's load delays a request by another
+    tenth of a second for each second of later arrival, however long answers take.
     """
     for metric in ("ttft_s", "e2e_s"):
         known = sorted(
@@ -176,10 +187,11 @@ def is_saturated(records: Sequence[RequestRecord]) -> bool:
 
 
 class Trials:
-    """Runs loads, each until its verdict is clear, and keeps them in a folder.
+    """A runner of trials: repeats each load until its verdict is clear, and saves results in a
+    folder.
 
-    A run in which the client was the bottleneck is done again, up to `repeats` times. With
-    `lenient` it counts as it is.
+    A run in which the client was the bottleneck is repeated, up to `repeats` times. With `lenient`
+    it counts.
     """
 
     def __init__(
@@ -202,8 +214,9 @@ class Trials:
         self._on_trial = on_trial
 
     def at(self, load: float) -> Trial:
-        """The trial at a load: the stored one if it is done, else run. Raises RunError when the
-        client could not keep up."""
+        """Return the trial at a load, stored or run now. Raises RunError if the client was too
+        slow.
+        """
         trial = next((t for t in self.search.trials if t.load == load), Trial(load=load))
         refused = 0
         while not self._done(trial):
@@ -225,7 +238,7 @@ class Trials:
         return trial.repeats > 0 and (clear or trial.repeats >= self._repeats)
 
     def _with(self, trial: Trial, summary: Summary, records: Sequence[RequestRecord]) -> Trial:
-        """The trial and one run more."""
+        """Return the trial with another run added."""
         slo = self.search.slo
         counts = {
             limit.text: trial.counts.get(limit.text, Count()) + count(records, limit)
@@ -258,7 +271,7 @@ class Trials:
             self._on_trial(trial)
 
     def save(self) -> None:
-        """Whole or not at all: a search is cut off at the worst moment."""
+        """Save the search atomically, as it may be interrupted at any moment."""
         if self._folder is None:
             return
         data = msgspec.json.format(msgspec.json.encode(self.search), indent=2)
@@ -275,9 +288,10 @@ def highest(
     tolerance: float = 0.05,
     whole: bool = False,
 ) -> Search:
-    """The highest load that keeps the SLO. whole: loads are whole numbers, as of concurrency.
+    """Search the highest load that keeps the SLO.
 
-    Looks below `start`, down to a thousandth, if that is too much. Raises RunError.
+    whole: loads are integers, as for concurrency.
+    If `start` is too much, loads down to a thousandth of it are tried. Raises RunError.
     """
     search = trials.search
     low: float | None = None
@@ -316,7 +330,7 @@ def highest(
 
 
 def sweep(trials: Trials, loads: Sequence[float]) -> Search:
-    """Each load, from the lowest on, until one is more than the server can take."""
+    """Run each load, from the lowest on, until the server is saturated."""
     search = trials.search
     search.ended = "all loads tried"
     for load in sorted(loads):
@@ -332,8 +346,10 @@ def sweep(trials: Trials, loads: Sequence[float]) -> Search:
 
 
 def knee(trials: Sequence[Trial]) -> float | None:
-    """The load with the most throughput for its latency (Kleinrock's power, served over mean end to
-    end). Beyond it latency grows for little throughput. None with fewer than three loads."""
+    """Return the load with the best ratio of throughput to latency (Kleinrock's power).
+
+    Beyond it latency grows for little throughput. None with fewer than three loads.
+    """
     known = [t for t in trials if t.e2e.count and t.e2e.mean > 0]
     if len(known) < 3:
         return None
@@ -341,8 +357,10 @@ def knee(trials: Sequence[Trial]) -> float | None:
 
 
 def resume(folder: Path, fresh: Search) -> Search:
-    """The folder's search if it is of the same kind, else `fresh`. Raises ScenarioError for a
-    search of something else, whose trials must not be lost."""
+    """Return the folder's search if its key is that of `fresh`, or `fresh` if there is none.
+
+    Raises ScenarioError for a search of something else, whose trials must not be lost.
+    """
     path = folder / STATE
     if not path.exists():
         return fresh
@@ -354,7 +372,7 @@ def resume(folder: Path, fresh: Search) -> Search:
 
 
 def read_search(folder: Path) -> Search:
-    """Raises ScenarioError."""
+    """Read a folder's search. Raises ScenarioError."""
     path = folder / STATE
     try:
         search = msgspec.json.decode(path.read_bytes(), type=Search)
@@ -366,7 +384,7 @@ def read_search(folder: Path) -> Search:
 
 
 def loads_of(text: str) -> list[float]:
-    """`1,2,4` or `1..64` (doubling) or `10..50:10` (steps). Raises ScenarioError."""
+    """Parse loads: `1,2,4`, `1..64` (doubling) or `10..50:10` (steps). Raises ScenarioError."""
     match = re.fullmatch(r"\s*([\d.]+)\s*\.\.\s*([\d.]+?)\s*(?::\s*([\d.]+)\s*)?", text)
     try:
         if match is None:
@@ -391,5 +409,5 @@ def _between(first: float, last: float, step: str | None) -> Iterator[float]:
 
 
 def _round(load: float, whole: bool) -> float:
-    """Loads that a person can read and a stored trial can be found by."""
+    """Return a load with few digits, which people can read and stored trials can be found by."""
     return float(max(1, round(load))) if whole else float(f"{load:.4g}")

@@ -30,9 +30,9 @@ from loadtest.chaos.server_processes import TARGETS, ServerProcess, instance_at
 from loadtest.errors import ScenarioError
 from loadtest.measure.records import FaultMark
 
-_POLL = 0.2  # seconds between polls for the one that comes back
+_POLL = 0.2  # seconds between polls for a process that replaces a killed one
 _ACTIONS = ("kill", "pause", "delay")
-NETWORK = "network"  # between clients and server: see network_fault.py
+NETWORK = "network"  # the network between clients and server: see network_fault.py
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TIME = r"(\d+(?:\.\d+)?)(ms|s|min|m|h)"
 _FAULT = re.compile(
@@ -67,7 +67,7 @@ class Fault:
 
 
 class FaultClock(Protocol):
-    """The clock of a run: see runner.RunClock."""
+    """The clock of a run, as faults use it: see runner.RunClock."""
 
     @property
     def origin(self) -> float: ...
@@ -84,13 +84,13 @@ class FaultClock(Protocol):
 
 
 class ProcessFinder(Protocol):
-    """A finder of victims: ServerInstance, or a test's stand-in."""
+    """A finder of processes to kill or pause: ServerInstance, or a test's stub."""
 
     def find(self, target: str) -> list[ServerProcess]: ...
 
 
 def parse_chaos(text: str | Sequence[str]) -> list[Fault]:
-    """Parse the faults of a comma-separated text, or of one text each. Raises ScenarioError."""
+    """Parse faults from one comma-separated text or several texts. Raises ScenarioError."""
     texts = text.split(",") if isinstance(text, str) else text
     return [_parse(part.strip()) for part in texts if part.strip()]
 
@@ -134,7 +134,7 @@ def _seconds(text: str) -> float:
 
 
 def schedule(faults: Sequence[Fault]) -> Iterator[tuple[float, Fault]]:
-    """Yield (seconds, fault) in order; without end if a fault repeats without end."""
+    """Yield (seconds, fault) in order of time; endless if a fault repeats without end."""
     return heapq.merge(*map(_times, faults), key=lambda item: item[0])
 
 
@@ -149,7 +149,7 @@ def _times(fault: Fault) -> Iterator[tuple[float, Fault]]:
 
 
 def check_syntax(text: str) -> str:
-    """Return the text, if parse_chaos() takes it. Raises ValueError."""
+    """Return the text if parse_chaos() accepts it. Raises ValueError."""
     try:
         parse_chaos(text)
     except ScenarioError as error:
@@ -158,16 +158,16 @@ def check_syntax(text: str) -> str:
 
 
 def needs_proxies(texts: Sequence[str]) -> bool:
-    """Whether clients must reach the server through proxies."""
+    """Whether the faults need clients to reach the server through proxies."""
     return any(fault.target == NETWORK for text in texts for fault in parse_chaos(text))
 
 
 def beside(
     texts: Sequence[str], url: str, seed: int
 ) -> Callable[[FaultClock], Awaitable[None]] | None:
-    """Return the coroutine that carries out a run's faults beside its load, or None without faults.
+    """Return the coroutine that carries out a run's faults during its load, or None without faults.
 
-    Raises ScenarioError if there is no process to harm at the URL.
+    Raises ScenarioError if no process at the URL can be a victim.
     """
     faults = [fault for text in texts for fault in parse_chaos(text)]
     if not faults:
@@ -198,7 +198,7 @@ def beside(
 
 
 async def _disturb(fault: Fault, clock: FaultClock) -> None:
-    """Carry out one fault of the network, each time that it is due."""
+    """Carry out one network fault, each time it is due."""
     for t, _ in _times(fault):
         await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
         if fault.action == "kill":
@@ -222,10 +222,10 @@ async def _disturb(fault: Fault, clock: FaultClock) -> None:
 
 
 class Chaos:
-    """A thread that carries the faults out. Use: `start(zero)`, then `stop()`.
+    """A thread that carries out the faults. Use: `start(zero)`, then `stop()`.
 
-    finder: None looks for the instance that listens at `url`. Raises ScenarioError, before anything
-    is harmed, if a fault has no possible victim.
+    finder: finds the victims; None uses the instance that listens at `url`. Raises ScenarioError
+    before any harm if a fault has no possible victim.
     """
 
     def __init__(
@@ -248,16 +248,17 @@ class Chaos:
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self._marks: list[FaultMark] = []
         self._paused: list[tuple[float, ServerProcess, str]] = []
-        self._lost: list[tuple[float, str, set[int], int]] = []  # time, target, pids, how many
+        # per killed target: time, target, pids, count
+        self._lost: list[tuple[float, str, set[int], int]] = []
         self._error: Exception | None = None
 
     def start(self, zero: float) -> None:
-        """Start the thread. zero: the clock's reading at the run's start."""
+        """Start the thread. zero: time.monotonic() at the run's start."""
         self._zero = zero
         self._thread.start()
 
     def stop(self) -> list[FaultMark]:
-        """Stop the thread, wake frozen processes and return the marks so far, in order.
+        """Stop the thread, resume paused processes, and return the marks so far, in order.
 
         Raises the error of a fault that failed.
         """
@@ -273,7 +274,7 @@ class Chaos:
 
     @property
     def running(self) -> bool:
-        """Whether more faults or marks may come."""
+        """Whether more faults or marks may follow."""
         return self._thread.is_alive()
 
     @property
@@ -300,7 +301,8 @@ class Chaos:
                 if not waits:
                     return
                 self._stop.wait(max(0.0, min(waits) - self._now()))
-        except Exception as error:  # told by stop(): a thread cannot raise it to a caller
+        # raised again by stop(), as a thread cannot raise it to a caller
+        except Exception as error:
             self._error = error
 
     def _strike(self, fault: Fault) -> None:

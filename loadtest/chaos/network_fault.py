@@ -1,8 +1,8 @@
-"""A way between the clients and the server that can be made slow, silent or broken.
+"""NetworkProxy: a proxy between clients and server that can delay, hold or cut the traffic.
 
-The clients connect to a proxy of ours instead of the server. The proxy does not read the bytes.
-Each chunk then passes through one more process, from start to end of a run that has a network
-fault. Other runs have no proxy.
+Clients connect to the proxy instead of the server. It forwards bytes without interpreting them. All
+traffic passes through one more process for a whole run with network faults. Other runs have no
+proxy.
 """
 
 import asyncio
@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from loadtest.http import Address, clock
 
 _PIECE_BYTES = 2**16
-_QUEUE = 1024  # pieces on their way in one direction; a longer delay slows the sender down
+_QUEUE = 1024  # chunks buffered in one direction; a longer delay slows the sender down
 
 
 class NetworkProxy:
-    """A proxy to one address. delay_s: how much later bytes that arrive from now on go on, each
-    way."""
+    """A TCP proxy to one address.
+
+    delay_s: seconds by which bytes that arrive from now on are delayed, in each direction.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -29,20 +31,20 @@ class NetworkProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
-        """Listen on loopback; the port."""
+        """Listen on a free loopback port, and return it."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=2048)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def hold(self) -> None:
-        """Nothing passes, in either direction, until release()."""
+        """Hold all bytes in both directions until release()."""
         self._open.clear()
 
     def release(self) -> None:
         self._open.set()
 
     def cut(self) -> int:
-        """Reset all connections; how many."""
+        """Reset all connections, and return their number."""
         cut = len(self._writers)
         for writer in self._writers:
             writer.transport.abort()
@@ -59,7 +61,8 @@ class NetworkProxy:
         try:
             far_reader, far = await asyncio.open_connection(self._address.host, self._address.port)
         except OSError:
-            writer.transport.abort()  # no server there: as without us, but for the wording
+            # no server there: the client sees a failed connection, as without the proxy
+            writer.transport.abort()
             return
         self._writers |= {writer, far}
         ways = (self._pump(reader, far), self._pump(far_reader, writer))
@@ -74,8 +77,9 @@ class NetworkProxy:
             self._tasks -= set(both)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass one direction's bytes on, until its end or a broken connection. Then the other
-        direction ends too."""
+        """Forward one direction's bytes until its end. A broken connection ends the other
+        direction, too.
+        """
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
 
         async def take() -> None:
@@ -108,6 +112,6 @@ class NetworkProxy:
 
 
 async def open_proxies(urls: Iterable[str]) -> tuple[list[NetworkProxy], list[int]]:
-    """Open a proxy for each server, and return where each listens."""
+    """Open a proxy for each server, and return the proxies and their ports."""
     proxies = [NetworkProxy(Address.of(url)) for url in urls]
     return proxies, [await proxy.start() for proxy in proxies]

@@ -1,8 +1,8 @@
 """The processes of one Serve instance on this machine, found from the address under test.
 
-The instance is the one that listens where the requests go: from that process up to its raylet, and
-from there to every raylet and GCS of the same Ray session, whose children are the victims. Names
-are read only below these, so another cluster on the machine is never touched.
+The search starts at the process that listens at this address and goes up to its raylet. From there
+it includes every raylet and GCS of the same Ray session; their children are the possible victims.
+Only these processes are matched by name, so another cluster on the machine is never touched.
 
     raylet --session_name=S --node_id=...
     ├── ray::ServeController
@@ -34,7 +34,7 @@ _LOOKS, _LOOK_S = 10, 0.05
 class ServerProcess:
     """A process of the server.
 
-    started: clock ticks since boot; with the pid, started names one process for ever.
+    started: clock ticks since boot. With the pid it identifies a process uniquely.
     """
 
     pid: int
@@ -43,8 +43,10 @@ class ServerProcess:
     title: str
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal. Returns False if the process has ended; a later process of the same pid is
-        never hit. Raises RunError."""
+        """Send a signal, and return False if the process has ended. Raises RunError.
+
+        A later process with the same pid is never signalled.
+        """
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -59,7 +61,7 @@ class ServerProcess:
         return False
 
 
-# What each target's processes look like, among those of the instance.
+# How to recognise each target's processes among those of the instance.
 TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
     "engine": lambda p: " -m engine.process.main" in p.title,
     "replica": lambda p: re.match(r"ray::ServeReplica:[^:]*:engine", p.title) is not None,
@@ -67,7 +69,7 @@ TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
     "deployment": lambda p: p.title.startswith("ray::ServeReplica:"),
     "controller": lambda p: p.title.startswith("ray::ServeController"),
     "proxy": lambda p: p.title.startswith("ray::ProxyActor"),
-    # Serve's actor that starts haproxy.
+    # Serve's actor that starts haproxy
     "manager": lambda p: p.title.startswith("ray::HAProxyManager"),
     "haproxy": lambda p: os.path.basename(p.title.split(" ")[0]) == "haproxy",
     "node": lambda p: _program(p) == "raylet",
@@ -79,9 +81,9 @@ TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
 class ServerInstance:
     """The processes of one server instance on this machine.
 
-    session: part of the command lines of its raylets. root: the process that listens, for a
-    server without Ray, whose descendants then are the instance. port: where it listens, and
-    where its successor will.
+    session: part of the command lines of the instance's raylets; None for a server without Ray.
+    root: the listening process. Without Ray the instance is its descendants.
+    port: where root and any successor listen.
     """
 
     session: str | None
@@ -89,7 +91,7 @@ class ServerInstance:
     port: int
 
     def processes(self) -> list[ServerProcess]:
-        """Return all live processes, the eldest first."""
+        """Return all live processes, oldest first."""
         table = _table()
         if self.session is None:
             roots = [p.pid for p in self._servers(table)]
@@ -111,13 +113,15 @@ class ServerInstance:
         return sorted(processes.values(), key=lambda p: (p.started, p.pid))
 
     def find(self, target: str) -> list[ServerProcess]:
-        """Return the target's live processes; `server` is the one that listens."""
+        """Return the target's live processes. The target `server` is the listening process."""
         if target == "server":
             return self._servers({p.pid: p for p in self.processes()})
         return [p for p in self.processes() if TARGETS[target](p)]
 
     def _servers(self, table: dict[int, ServerProcess]) -> list[ServerProcess]:
-        """Return the listening process of the table: the first one while it lives, then another."""
+        """Return the listening process of the table: the original while it lives, then its
+        successor.
+        """
         first = table.get(self.root.pid)
         if first is not None and first.started == self.root.started:
             return [first]
@@ -126,8 +130,9 @@ class ServerInstance:
 
 
 def instance_at(url: str) -> ServerInstance:
-    """Find the instance that answers at a URL. Raises ScenarioError if it is not on this
-    machine."""
+    """Find the instance that listens at a URL. Raises ScenarioError if it is not on this
+    machine.
+    """
     if not Path("/proc/net/tcp").exists():
         raise ScenarioError("faults need Linux: processes are found in /proc")
     parts = urlsplit(url)
@@ -161,7 +166,7 @@ def _session(process: ServerProcess) -> str | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host is this machine: only an address of this machine can be bound."""
+    """Whether a host is this machine, which is so if a socket can bind to its address."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -186,7 +191,7 @@ def _listeners(port: int) -> list[int]:
                 inodes.add(f"socket:[{fields[9]}]")
     processes = []
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+        with contextlib.suppress(OSError):  # the process is another user's, or has ended meanwhile
             for link in folder.iterdir():
                 with contextlib.suppress(OSError):
                     if os.readlink(link) in inodes:
@@ -201,7 +206,7 @@ def _table() -> dict[int, ServerProcess]:
 
 
 def _read(pid: int) -> ServerProcess | None:
-    """Read a process; None for one that has ended, zombies included."""
+    """Read a process from /proc. Returns None for processes that have ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         title = Path(f"/proc/{pid}/cmdline").read_bytes()

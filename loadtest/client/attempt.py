@@ -1,4 +1,4 @@
-"""A request under way: it takes the answer apart and becomes a RequestRecord."""
+"""RequestAttempt: a request in flight, which parses its answer and ends as a RequestRecord."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,9 @@ class _Timing(msgspec.Struct):
 
     @classmethod
     def of(cls, value: Any) -> "_Timing":
-        """Another server may mean anything by that name."""
+        """Parse a usage's timing. Returns an empty one if another server uses the name
+        differently.
+        """
         try:
             return cls() if value is None else msgspec.convert(value, cls)
         except msgspec.ValidationError:
@@ -66,7 +68,10 @@ _decode = msgspec.json.Decoder(_ResponsePart).decode
 
 
 class RequestAttempt:
-    """The receiver of one answer. on_done(record, answer or None) is called exactly once."""
+    """The receiver of one answer, as a ResponseHandler.
+
+    on_done(attempt, record, answer or None) is called exactly once.
+    """
 
     __slots__ = (
         "_answer",
@@ -107,8 +112,10 @@ class RequestAttempt:
         on_done: Callable[["RequestAttempt", RequestRecord, ReceivedAnswer | None], None],
         keep_answer: bool,
     ) -> None:
-        """Begin an attempt. intended, sent, origin: on the client's clock; the record counts from
-        origin."""
+        """Begin an attempt.
+
+        intended, sent, origin: times of the client's clock; the record's times count from origin.
+        """
         self.plan, self.index, self.session, self.spec = plan, index, session, spec
         self.intended, self.sent = intended, sent
         self._origin, self._on_done = origin, on_done
@@ -131,10 +138,10 @@ class RequestAttempt:
 
     @property
     def first_token(self) -> float | None:
-        """The seconds from the intended send to the first tokens."""
+        """The seconds from the intended send time to the first tokens."""
         return self._chunks[0][0] - self.intended if self._chunks else None
 
-    # Of the connection.
+    # Called by the connection.
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None:
         self.status, self._headers = status, headers
@@ -180,10 +187,10 @@ class RequestAttempt:
             self._error = kind, None, error
         self._finished(now)
 
-    # Of the client.
+    # Called by the client.
 
     def fail(self, kind: str, message: str, now: float) -> None:
-        """End it, whatever its state."""
+        """End the attempt with an error, whatever its state."""
         self._error = kind, None, message
         self._hang_up()
         self._finished(now)
@@ -197,7 +204,7 @@ class RequestAttempt:
         if self.connection is not None:
             self.connection.abandon()
 
-    # The answer.
+    # Parsing of the answer.
 
     def _event(self, event: bytes, now: float) -> None:
         if event.startswith(b"data: ") and b"\n" not in event:
@@ -205,7 +212,7 @@ class RequestAttempt:
         else:
             lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
             if not lines:
-                return  # a comment, which keeps proxies awake
+                return  # a comment, sent to keep proxies from closing the stream
             payload = b"\n".join(lines)
         if payload == b"[DONE]":
             self._done = True
@@ -298,7 +305,8 @@ class RequestAttempt:
         details = (usage.prompt_tokens_details or {}) if usage else {}
         cached = details.get("cached_tokens")
         timing = _Timing.of(usage.timing if usage else None)
-        queue_s = _milliseconds(timing.queue_ms or self._headers.get(b"x-queue-time"))  # or TGI's
+        # the second is TGI's header
+        queue_s = _milliseconds(timing.queue_ms or self._headers.get(b"x-queue-time"))
         return RequestRecord(
             index=self.index,
             phase=self.plan.phase.name,
@@ -335,12 +343,12 @@ class RequestAttempt:
 
 
 def _other(message: _Message) -> bool:
-    """Whether it carries tokens that are no content: reasoning, a tool call."""
+    """Whether a message has tokens other than content: reasoning or tool calls."""
     return bool(message.reasoning_content or message.reasoning or message.tool_calls)
 
 
 def _code_and_message(error: Any) -> tuple[str | None, str | None]:
-    """(code, message) of an error object in any of the shapes that servers use."""
+    """Return (code, message) of an error object, in any of the forms that servers use."""
     if not isinstance(error, dict):
         return None, None if error is None else str(error)
     code = error.get("code") or error.get("type")

@@ -1,11 +1,11 @@
-"""Sends the requests of a plan at the plan's times, in one process and one event loop.
+"""LoadClient: sends a plan's requests at their planned times, in one process and one event loop.
 
     intended ----- lateness -----> sent --- connect ---> first byte --> chunks ... --> end
     |<------------------------- ttft -------------------------------->|
     |<------------------------- e2e ------------------------------------------------->|
 
 An open loop never waits for an answer before the next request, so the server decides how many
-requests are under way. In a closed loop the intended time is when a place came free.
+requests are in flight. In a closed loop the intended time is when an earlier request ended.
 """
 
 import asyncio
@@ -32,8 +32,10 @@ _REFUSED_PAUSE_S = 0.1
 
 
 class ClientProgress(msgspec.Struct):
-    """The progress of one client process. Counts since its start; ttft, late: since the last
-    look."""
+    """The progress of one client process.
+
+    Counts are since its start; ttft and late are the values since the last report.
+    """
 
     phase: str = ""
     sent: dict[str, int] = {}
@@ -64,11 +66,13 @@ class LoadClient:
         barrier: Callable[[], Awaitable[float]] | None = None,
         proxies: Sequence[int] = (),
     ) -> None:
-        """Make a client that has sent nothing yet.
+        """Make a client; it sends nothing yet.
 
-        references: compare answers with them. keep: take each answer. barrier: the time at which
-        all processes of a run begin the next phase, where that hangs on answers. proxies: ports on
-        this machine to connect to instead of the servers.
+        references: answers to compare with.
+        keep: called with each answer.
+        barrier: returns when all processes of a run begin the next phase, for phases that end with
+        their answers.
+        proxies: ports on this machine to connect to instead of the servers.
         """
         self._target = target
         self._sink, self._references, self._keep = sink, references, keep
@@ -97,14 +101,15 @@ class LoadClient:
         self.cpu_share = 0.0
 
     def stop(self) -> None:
-        """Send nothing more and hang up."""
+        """Stop sending, and close all connections."""
         self._stop.set()
 
     async def run(self, plans: list[PhasePlan], origin: float) -> None:
-        """Run all phases. origin: time 0 of the records on time.monotonic(), not in the past."""
+        """Run all phases. origin: time.monotonic() at time 0 of the records, not in the past."""
         self._origin = origin
         gc.collect()
-        gc.freeze()  # what has been built stays; a collection over it would show as lateness
+        # Exclude existing objects from garbage collections, whose pauses would show as lateness.
+        gc.freeze()
         watch = [asyncio.create_task(self._sweep()), asyncio.create_task(self._watch_cpu())]
         try:
             begin = origin
@@ -127,8 +132,7 @@ class LoadClient:
             gc.unfreeze()
 
     async def ask(self, plan: PhasePlan, number: int, spec: RequestSpec) -> None:
-        """Send one request alone and wait for its answer; its record goes to the sink like any
-        other."""
+        """Send one request alone and wait for its answer. Its record goes to the sink, too."""
         over = asyncio.Event()
         self._send(plan, number, None, spec, clock(), lambda ended: over.set())
         try:
@@ -169,8 +173,9 @@ class LoadClient:
         return end
 
     async def _together(self, least: float) -> float:
-        """Agree on the start of the next phase, after a phase that lasted as long as its
-        answers."""
+        """Agree with the other processes when the next phase starts, after a phase that ended
+        with its answers.
+        """
         if self._barrier is None or self._stop.is_set():
             return max(least, clock())
         together, stopped = asyncio.ensure_future(self._barrier()), self._stopped()
@@ -203,7 +208,7 @@ class LoadClient:
             await asyncio.sleep(0.02)
 
     def _visit(self, plan: PhasePlan, visit: Visit, turn: int, intended: float) -> None:
-        """Send one turn of a visit; the answer sets off the next turn."""
+        """Send one turn of a visit. Its answer schedules the next turn."""
         session = visit.index if visit.thinks else None
         after: Callable[[float], None] | None = None
         if turn < len(visit.thinks):
@@ -220,8 +225,9 @@ class LoadClient:
             self._visit(plan, visit, turn, due)
 
     async def _closed(self, plan: PhasePlan, begin: float) -> None:
-        """Keep `concurrency` requests in flight, until the phase's time or its requests are
-        over."""
+        """Keep `concurrency` requests in flight, until the phase's duration or requests are used
+        up.
+        """
         assert plan.concurrency is not None
         numbers = iter(range(plan.requests)) if plan.requests is not None else count()
         end = None if plan.seconds is None else begin + plan.seconds
@@ -241,7 +247,7 @@ class LoadClient:
             self._send(plan, index, None, plan.generator.spec(index), intended, next_one)
 
         active = plan.concurrency
-        if not active:  # more client processes than places
+        if not active:  # there are more client processes than concurrent requests
             over.set()
         for _ in range(plan.concurrency):
             next_one(begin)
@@ -305,7 +311,7 @@ class LoadClient:
             self._connecting.pop(attempt, None)
         if connection is None:
             return
-        if attempt not in self._open:  # cancelled in the meantime
+        if attempt not in self._open:  # cancelled meanwhile
             connection.abandon()
             return
         now = clock()
@@ -342,7 +348,8 @@ class LoadClient:
             self._sink(record)
         if after is None or self._stop.is_set():
             return
-        if record.error_class == "connect":  # no server there: no storm of refusals
+        # no server there: wait, to avoid a storm of refused connections
+        if record.error_class == "connect":
             loop = asyncio.get_running_loop()
             loop.call_later(_REFUSED_PAUSE_S, lambda: after(clock()))
         else:
@@ -362,7 +369,7 @@ class LoadClient:
             progress.ttft.append(attempt.first_token)
 
     async def _sweep(self) -> None:
-        """End the requests that wait too long; one look at all replaces a timer for each."""
+        """Fail the requests that time out. One periodic check replaces a timer per request."""
         target = self._target
         while True:
             await asyncio.sleep(_SWEEP_S)
@@ -376,8 +383,9 @@ class LoadClient:
                     attempt.fail("timeout", f"not done after {target.timeout:g} s", now)
 
     async def _watch_cpu(self) -> None:
-        """Update cpu_share: the highest over any five seconds, or over the whole of a shorter
-        run."""
+        """Keep cpu_share at the highest share over any five seconds, or over a whole shorter
+        run.
+        """
         samples = deque([(clock(), time.process_time())])
         try:
             while True:

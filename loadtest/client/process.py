@@ -1,12 +1,12 @@
-"""A client process of a run. Started by runner.py; talks JSON lines over its pipes.
+"""A client process of a run. runner.py starts it and exchanges JSON lines with it over pipes.
 
-    stdin   ClientAssignment, then StartSignal with the time 0 of the run; end of file: hang up, go
+    stdin   ClientAssignment, then StartSignal with time 0 of the run. At end of file it stops.
     stdout  ClientReady, then ProgressReport lines, then ClientFinished. AtBarrier asks for the next
-            StartSignal, which is sent when every process has asked: where a phase's end depends on
-            answers, all processes begin the next phase together
+            StartSignal, sent once every process has asked: so all processes begin a phase together
+            even if the previous phase ended with its answers
 
-Records go to a file. Processes instead of threads: the terminal's table, or another client, must
-not be able to hold up a send.
+Records are written to a file. Clients are processes rather than threads, so that neither the
+terminal's table nor another client can delay a send.
 """
 
 import asyncio
@@ -32,10 +32,13 @@ _FLUSH_BYTES = 2**20
 
 
 class ClientAssignment(msgspec.Struct, kw_only=True):
-    """The work of a client process. scenario: its text; folder: for its paths. results: the folder
-    to write into, where `records` has a RequestRecord a line.
+    """The work of a client process.
 
-    references: compare with this file. proxies: see LoadClient. keep: write the answers to `kept`.
+    scenario: the scenario's text. folder: base of its relative paths.
+    results: folder to write to; its file `records` has a RequestRecord per line.
+    references: file to compare answers with.
+    proxies: see LoadClient.
+    keep: whether to write the answers to the file `kept`.
     """
 
     scenario: str
@@ -51,7 +54,7 @@ class ClientAssignment(msgspec.Struct, kw_only=True):
 
 
 class StartSignal(msgspec.Struct):
-    """The order to start. at: a time on the monotonic clock."""
+    """The signal to start a phase. at: a time of the monotonic clock."""
 
     at: float
 
@@ -82,7 +85,7 @@ def _say(message: Message) -> None:
 
 
 class _Records:
-    """The file of records, written in large pieces."""
+    """The file of records, with large writes."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -174,9 +177,9 @@ async def _listen(
 
 
 def main() -> None:
-    """Read the assignment and run it."""
+    """Read the assignment from stdin and run it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:  # a connection for each request under way
+    if soft < hard:  # a connection for each request in flight
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     assignment = msgspec.json.decode(_first_line(), type=ClientAssignment)
@@ -185,7 +188,7 @@ def main() -> None:
 
 
 def _first_line() -> bytes:
-    """Read a line from stdin without a buffer: the event loop reads what follows."""
+    """Read a line from stdin unbuffered, as the event loop reads the rest."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (piece := os.read(0, 1)):

@@ -1,4 +1,6 @@
-"""The client processes of a run, as their parent sees them: on this machine, or on Ray's nodes."""
+"""The client processes of a run, as their parent process controls them: on this machine, or on
+the nodes of a Ray cluster.
+"""
 
 import asyncio
 import contextlib
@@ -30,8 +32,8 @@ _READY_TIMEOUT_S = 300.0
 class ProcessConnection(Protocol):
     """The connection to a client process (process.py).
 
-    offset: how far the process's clock is ahead of this process's.
-    where: another machine's name, and how well its clock is known.
+    offset: seconds that the process's clock is ahead of this process's.
+    where: name of another machine, and its clock's error; "" for this machine.
     """
 
     offset: float
@@ -42,7 +44,7 @@ class ProcessConnection(Protocol):
     def write(self, line: bytes) -> None: ...
 
     async def readline(self) -> bytes:
-        """Read the next line; b"" after the last."""
+        """Read the next line; b"" at the end."""
         ...
 
     def stop(self) -> None:
@@ -54,9 +56,9 @@ class ProcessConnection(Protocol):
         ...
 
     async def file(self, name: str) -> Path | None:
-        """Return the file `records` or `kept` of the client process; None if it wrote none.
+        """Return the client process's file `records` or `kept`, or None if it wrote none.
 
-        Legal after its last line.
+        Call it only after the last line was read.
         """
         ...
 
@@ -83,7 +85,8 @@ class LocalProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is ours to hand on
+            # so that Ctrl-C reaches only this process, which then stops the client
+            start_new_session=True,
             limit=2**26,
         )
         self.write(msgspec.json.encode(assignment) + b"\n")
@@ -121,7 +124,7 @@ class LocalProcess:
 
 
 class Worker:
-    """A client process and its state. over: whether it has finished, or died."""
+    """A client process and its state. over: whether it has finished or died."""
 
     def __init__(self, connection: ProcessConnection, assignment: ClientAssignment) -> None:
         self.connection = connection
@@ -133,14 +136,14 @@ class Worker:
         self._decode = msgspec.json.Decoder(Message).decode
 
     async def start(self) -> None:
-        """Start the process and wait until it has its part of the plan. Raises RunError."""
+        """Start the process and wait until it has planned its part of the load. Raises RunError."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             await self.connection.start(self._assignment)
             if not isinstance(await self._message(), ClientReady):
                 raise RunError("a client process did not start; its message is above")
 
     def go(self, at: float) -> None:
-        """Send the start signal. at: a time on this process's clock."""
+        """Send the start signal. at: a time of this process's clock."""
         self.connection.write(msgspec.json.encode(StartSignal(at + self.connection.offset)) + b"\n")
 
     async def _message(self) -> Message | None:
@@ -148,7 +151,7 @@ class Worker:
         return self._decode(line) if line.strip() else None
 
     async def listen(self, show: Callable[[], None], meet: Callable[[], None]) -> None:
-        """Read the process's messages until it has finished, or died.
+        """Read the process's messages until it has finished or died.
 
         show: called after progress. meet: called when the process waits at a barrier or is over.
         """

@@ -1,14 +1,12 @@
-"""Client processes on the nodes of a Ray cluster, for loads that one machine cannot make.
+"""Client processes on the nodes of a Ray cluster, for loads that one machine cannot generate.
 
-Each client is a Ray actor beside a process of its own, the same process as on one machine. It gets
-its share of the same plan, and its records come back whole, so percentiles are of all requests and
-not of averages. The records' times are on their node's clock. The difference of that clock to ours
-is measured at the start, from the quickest of some questions, and taken off by a common time 0.
-Every latency is measured on one clock; only comparisons of requests of different nodes have that
-error.
-
-Ray brings the package and the scenario's files along. msgspec, pydantic, numpy and ruamel.yaml must
-be installed on the nodes. Of loadtest/ this module alone imports ray.
+Each client is a Ray actor with the same client process as on one machine. It gets its share of the
+plan, and all its records are collected, so percentiles are over all requests and not averages.
+Records have times of their node's clock. Its offset from this machine's clock is measured at the
+start, from the fastest of several round trips, and subtracted. Each latency is measured with a
+single clock; only comparisons between requests of different nodes have the offset's error.
+Ray ships the package and the scenario's files. Nodes need msgspec, pydantic, numpy and ruamel.yaml.
+This is the only module of loadtest/ that imports ray.
 """
 
 import asyncio
@@ -32,14 +30,16 @@ _PIECE_BYTES = 2**23
 
 
 class Host:
-    """The actor: a LocalProcess on its node, and that node's clock."""
+    """A Ray actor: a LocalProcess on its node, and that node's clock."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="manta-loadtest-")
         self._process = LocalProcess(Path(self._folder.name, "results"))
 
     async def who(self) -> tuple[str, str]:
-        """(the kernel that runs here, the machine's name): one kernel has one clock."""
+        """Return (boot id of the kernel, machine's name). Hosts with the same boot id share a
+        clock.
+        """
         return _boot(), socket.gethostname()
 
     async def now(self) -> float:
@@ -73,7 +73,9 @@ class Host:
         self._folder.cleanup()
 
     async def read(self, name: str, start: int) -> bytes | None:
-        """The next piece of a file; empty at its end, None without one."""
+        """Read the next piece of a file from `start` on. Empty at the file's end, None without a
+        file.
+        """
         path = await self._process.file(name)
         if path is None:
             return None
@@ -83,7 +85,7 @@ class Host:
 
 
 class RayProcess:
-    """A ProcessConnection to a Host. folder: for copies of its files."""
+    """A ProcessConnection to a Host. folder: for copies of the client's files."""
 
     def __init__(self, host: Any, folder: Path, files: dict[str, Path]) -> None:
         self._host, self._folder, self._files = host, folder, files
@@ -91,7 +93,7 @@ class RayProcess:
         self.where = ""
 
     async def meet(self) -> None:
-        """Learn where it is and what its clock shows. Raises RunError."""
+        """Learn the host's machine and clock offset. Raises RunError."""
         import ray
 
         try:
@@ -123,7 +125,7 @@ class RayProcess:
         try:
             line: bytes = await self._host.readline.remote()
         except ray.exceptions.RayActorError:
-            return b""  # as of a process that died
+            return b""  # b"" also stands for a process that died
         return line
 
     def stop(self) -> None:
@@ -148,7 +150,7 @@ class RayProcess:
                 while piece := await self._host.read.remote(name, file.tell()):
                     file.write(piece)
         except ray.exceptions.RayActorError:
-            return None  # the node is lost, and its records with it
+            return None  # the node is lost, and with it its records
         return path if piece is not None else None
 
 
@@ -179,7 +181,9 @@ async def connect(address: str, folders: Sequence[Path], scenario: Scenario) -> 
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for minutes. Raises ScenarioError."""
+    """Check that the address accepts connections, since Ray itself would try for minutes. Raises
+    ScenarioError.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         try:
@@ -189,7 +193,7 @@ def _reach(address: str) -> None:
 
 
 def files_of(scenario: Scenario) -> Iterator[tuple[str, Path]]:
-    """(dotted key, path) of every file that a scenario names and a client reads."""
+    """Yield (dotted key, path) of each file that a scenario names and a client reads."""
     if scenario.target.key_file is not None:
         yield "target.key_file", scenario.target.key_file
     works = [("work", scenario.work)]
@@ -205,8 +209,9 @@ def files_of(scenario: Scenario) -> Iterator[tuple[str, Path]]:
 
 
 async def compare_clocks(ask: Any) -> tuple[float, float]:
-    """(what the other clock shows more than ours, how far off that may be), in seconds, from the
-    question that was answered the quickest."""
+    """Return (the other clock minus this clock, largest error), in seconds, from the fastest
+    round trip.
+    """
     offset, quickest = 0.0, float("inf")
     for _ in range(_QUESTIONS):
         before = clock()

@@ -1,8 +1,8 @@
-"""Conditions for a run to pass: --assert "failed==0, p99_ttft<500ms, goodput>=99%".
+"""Conditions for a run to pass, as in --assert "failed==0, p99_ttft<500ms, goodput>=99%".
 
-Durations are compared in seconds and may have a unit (us, ms, s, m), fractions may be in per cent.
-A figure that a run does not have (p99_ttft without a stream, different where no answer was
-compared) fails its assertion.
+Durations are compared in seconds and may have a unit (us, ms, s, m); fractions may be in per cent.
+An assertion fails if the run does not have its metric (p99_ttft without streams, different without
+compared answers).
 """
 
 import difflib
@@ -31,7 +31,7 @@ NAMES = (*_PLAIN, *_FRACTIONS, *sorted(TIMES))
 
 _ERRORS = tuple(f"errors.{name}" for name in ERROR_CLASSES)
 
-_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # of a second, of one
+_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # units per second, and per one
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -53,7 +53,7 @@ class Assertion(NamedTuple):
 
 
 class AssertionResult(NamedTuple):
-    """The result of an assertion. value: of the run; None if it has no such figure."""
+    """The outcome of an assertion. value: the run's metric; None if it has no such metric."""
 
     assertion: Assertion
     value: float | None
@@ -61,13 +61,15 @@ class AssertionResult(NamedTuple):
 
 
 def check_syntax(text: str) -> str:
-    """The text, if parse() takes it. Raises ValueError."""
+    """Return the text if parse() accepts it. Raises ValueError."""
     parse(text)
     return text
 
 
 def parse(text: str) -> list[Assertion]:
-    """Assertions between commas. Raises ValueError naming the part and the nearest metric."""
+    """Parse comma-separated assertions. Raises ValueError with the wrong part and the nearest
+    metric.
+    """
     results = []
     for part in text.split(","):
         match = _FORM.fullmatch(part)
@@ -87,7 +89,7 @@ def parse(text: str) -> list[Assertion]:
 
 
 def figures(summary: Summary) -> dict[str, float | None]:
-    """Every metric by its name, in seconds, fractions or counts."""
+    """Return every metric by name, in seconds, fractions or counts."""
     latencies: dict[str, Percentiles] = {
         **{name: getattr(summary, name) for name in _LATENCIES if name != "lateness"},
         "lateness": summary.client.lateness,
@@ -121,7 +123,7 @@ def figures(summary: Summary) -> dict[str, float | None]:
 
 
 def evaluate(texts: list[str], summary: Summary) -> list[AssertionResult]:
-    """Raises ValueError as parse() does."""
+    """Check assertions against a summary. Raises ValueError as parse() does."""
     values = figures(summary)
     outcomes = []
     for assertion in (a for text in texts for a in parse(text)):

@@ -1,4 +1,6 @@
-"""Records to figures. Latencies are of successes, counted from the intended send time."""
+"""Computes a run's metrics from its records. Latencies are over successful requests, and count
+from the intended send time.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -19,13 +21,13 @@ from loadtest.measure.records import (
     Verdict,
 )
 
-MAX_LATENESS_S = 0.005  # p99
+MAX_LATENESS_S = 0.005  # highest p99 of a client that sends in time
 MAX_CPU_SHARE = 0.8
-_Z = 1.959963984540054  # 95 %
+_Z = 1.959963984540054  # normal quantile of a two-sided 95 % interval
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """Linear between neighbours, as numpy's default and most tools have it."""
+    """Return percentiles with linear interpolation, which is numpy's default."""
     array = np.fromiter(values, float)
     return _percentiles(array)
 
@@ -53,7 +55,9 @@ def _figure(value: float) -> float:
 
 
 def wilson(good: int, total: int) -> tuple[float, float]:
-    """The interval that holds the true fraction with 95 % confidence; (0, 1) without data."""
+    """Return Wilson's interval, which holds the true fraction with 95 % confidence; (0, 1)
+    without data.
+    """
     if not total:
         return 0.0, 1.0
     share, z2 = good / total, _Z * _Z
@@ -64,7 +68,10 @@ def wilson(good: int, total: int) -> tuple[float, float]:
 
 
 def jain(values: Sequence[float]) -> float | None:
-    """(sum x)^2 / (n sum x^2): 1 if all are alike, 1/n if one has all. None for fewer than two."""
+    """Return Jain's fairness index, (sum x)^2 / (n sum x^2), or None for fewer than two values.
+
+    The index is 1 if all values are equal, and 1/n if all but one are 0.
+    """
     if len(values) < 2:
         return None
     squares = sum(value * value for value in values)
@@ -72,9 +79,10 @@ def jain(values: Sequence[float]) -> float | None:
 
 
 def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[int]]:
-    """(gaps between chunks, seconds a token in each, tokens in each) of a stream.
+    """Return (gaps between chunks, seconds per token in each gap, tokens in each chunk) of a
+    stream.
 
-    Where chunks do not tell their tokens, the usage's total is spread evenly over them.
+    If the server does not report tokens per chunk, the total is spread evenly over the chunks.
     """
     chunks = record.chunks
     if not record.stream or len(chunks) < 2:
@@ -88,7 +96,9 @@ def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[in
 
 
 def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Whether the request kept every limit that applies to it: a unary answer has no ttft."""
+    """Whether the request kept every limit that applies to it; ttft does not apply to unary
+    answers.
+    """
     if not record.ok or record.verified == "different":
         return False
     if record.e2e_s > slo.get("e2e", math.inf):
@@ -103,10 +113,10 @@ def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
 
 
 def service_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
-    """(start, end) of every stretch in which a request waited and no chunk came, in order.
+    """Return (start, end) of each stretch in which a request waited and no chunk arrived, in order.
 
-    A stretch starts with the last chunk, or with the first request after a time in which no request
-    waited. Failed requests do not end a stretch: a server that refuses at once gives no service.
+    A stretch starts with the last chunk, or with the first request after a time without waiting
+    requests. Failed requests do not end a stretch: a server that refuses at once gives no service.
     """
     start, chunk, end = 0, 1, 2
     events: list[tuple[float, int, bool]] = []
@@ -149,11 +159,12 @@ def summarise(
     faults: Sequence[FaultMark] = (),
     reasons: Sequence[str] = (),
 ) -> Summary:
-    """Return the summary of a run. sending_s: how long requests were to be sent; None: from the
-    first to the last.
+    """Return the summary of a run.
 
-    at_once: phases whose requests all belong at one moment, so that the client cannot but be late.
-    reasons: other causes why the client spoilt the run.
+    sending_s: seconds in which requests were to be sent; None: from the first to the last request.
+    at_once: phases whose requests are all due at one moment, so that the client is necessarily
+    late.
+    reasons: other reasons why the client invalidated the run.
     """
     slo = slo or {}
     measured = [record for record in records if not record.warmup]
@@ -165,9 +176,9 @@ def summarise(
     duration = max((record.end_s for record in measured), default=0.0) - begin
     last = max((record.intended_s for record in measured), default=0.0)
     sending = sending_s or (last - begin)
-    # The last answer may come before the phase is over; the rate is not higher for that.
+    # The last answer may precede the phase's end, which must not raise the rate.
     span = max(duration, sending)
-    # Tokens of failures are shown as lost: no client could use them.
+    # Tokens of failed requests count as lost: no client could use them.
     tokens = sum(r.output_tokens for r in measured if not r.failed)
     prompt = sum(r.prompt_tokens or 0 for r in measured if not r.failed)
 
@@ -253,7 +264,7 @@ def summarise(
 
 
 def judge(lateness: Percentiles, cpu_share: float) -> tuple[Verdict, list[str]]:
-    """Whether the client measured the server or itself."""
+    """Return whether the client was fast enough to measure the server, and reasons if not."""
     reasons = []
     if lateness.p99 > MAX_LATENESS_S:
         reasons.append(

@@ -1,4 +1,4 @@
-"""The files of a run: requests.jsonl, requests.csv, summary.json in one folder."""
+"""The files of a run in one folder: requests.jsonl, requests.csv and summary.json."""
 
 import csv
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ RECORDS, TABLE, SUMMARY = "requests.jsonl", "requests.csv", "summary.json"
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder and try the files, before any request. Raises ScenarioError.
+    """Make the folder and test that files can be written, before any request. Raises ScenarioError.
 
-    A folder that has results already is refused: nothing is overwritten.
+    A folder that already has results is refused, so that nothing is overwritten.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def prepare(folder: Path) -> None:
 
 
 def write(folder: Path, summary: Summary, records: Sequence[RequestRecord]) -> None:
-    """Raises OSError."""
+    """Write the summary and all records to the folder. Raises OSError."""
     encode = msgspec.json.Encoder().encode
     with (folder / RECORDS).open("wb") as file:
         file.writelines(encode(record) + b"\n" for record in records)
@@ -50,7 +50,9 @@ def write(folder: Path, summary: Summary, records: Sequence[RequestRecord]) -> N
 
 
 def _cell(value: object) -> object:
-    """A text that a spreadsheet would take for a formula is none: servers send these."""
+    """Return a value for a CSV cell. Text from servers that a spreadsheet would run as a formula
+    is quoted.
+    """
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
         return "'" + value
     return "" if value is None else value

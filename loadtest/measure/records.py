@@ -1,12 +1,12 @@
-"""The records of a load test: one for each request, the run's facts, the summary.
+"""The data of a load test's results: a record per request, facts of the run, and the summary.
 
-Times are seconds since the run's start (`RunInfo.started_at`), read from one monotonic clock that
-all client processes of a host share. A latency is counted from `intended_s`, the moment at which
-the schedule wanted the request on its way, not from when the client got round to it: a stalled
-server cannot make its own numbers better by holding up the client (coordinated omission).
+Times are seconds since the run's start (`RunInfo.started_at`), of one monotonic clock that all
+client processes of a host share. Latencies count from `intended_s`, when the schedule wanted the
+request sent, not from when the client sent it. So a stalled server cannot improve its own latencies
+by delaying the client (coordinated omission).
 
-Files: requests.jsonl has a RequestRecord a line, summary.json one Summary. A reader ignores fields
-that it does not know; a field that changes its meaning changes SCHEMA.
+Files: requests.jsonl has a RequestRecord per line, summary.json one Summary. Readers ignore unknown
+fields; a field that changes its meaning changes SCHEMA.
 """
 
 import json
@@ -23,24 +23,27 @@ Verdict = Literal["ok", "client_bottleneck"]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request, as the client saw it.
+    """A request, as the client observed it.
 
-    sent_s: the client wrote the request to an open connection, or began to connect; None if it
-    never did. connect_s: how long connecting took, 0 on a connection that was open.
-    first_byte_s: the first byte of the answer's head. chunks: (time, tokens) of each part of the
-    answer that carried tokens; a unary answer is one chunk. Where the server does not tell how many
-    tokens a chunk has, tokens is 1 and chunks_exact is False. end_s: the answer's last byte, the
-    failure, or our own cancellation.
+    sent_s: when the client wrote the request to an open connection or began to connect; None if
+    never.
+    connect_s: duration of connecting, 0 on an open connection.
+    first_byte_s: first byte of the answer's head.
+    chunks: (time, tokens) of each part of the answer with tokens; a unary answer is one chunk.
+    chunks_exact: False if the server does not report tokens per chunk; each chunk then counts 1.
+    end_s: the answer's last byte, the failure, or the client's own cancellation.
 
-    output_tokens_expected: what was asked for, None where the model may stop by itself.
-    output_tokens: what the server's usage says, else what was counted. missing_tokens: promised by
-    the usage, the request or the reference and not received; doubled_tokens: received once more.
+    output_tokens_expected: the requested number, None where the model may stop by itself.
+    output_tokens: from the server's usage, otherwise counted.
+    missing_tokens: expected by usage, request or reference, but not received.
+    doubled_tokens: received twice.
 
-    status: the HTTP status, 0 if there was no answer. error_class: None for success, else one of
-    ERROR_CLASSES. error_code: the server's own code, as in {"error": {"code": ...}}.
-    cancelled: we hung up on purpose; neither a success nor a failure. Its chunks count as tokens.
-    slow_reader: we read slowly on purpose, so its latencies are in no percentile.
-    queue_s: the server's own figure for its queue, where a header tells it.
+    status: the HTTP status, 0 without an answer.
+    error_class: one of ERROR_CLASSES, None for success.
+    error_code: the server's own code, as in {"error": {"code": ...}}.
+    cancelled: the client hung up on purpose; neither success nor failure. Received tokens count.
+    slow_reader: the client read slowly on purpose; the latencies are in no percentile.
+    queue_s: the server's own queueing time, if it reports one.
     """
 
     index: int
@@ -78,7 +81,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
-        """Ended as it should. A different text (verified) is a success here and counted apart."""
+        """Whether the request succeeded. A different text (`verified`) counts separately."""
         return self.error_class is None and not self.cancelled
 
     @property
@@ -87,24 +90,26 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def lateness_s(self) -> float | None:
-        """The delay of the client, in seconds: its own fault, never the server's."""
+        """The seconds by which the client sent late, which is never the server's fault."""
         return None if self.sent_s is None else max(0.0, self.sent_s - self.intended_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Intended send to the first token. None without one, and for unary answers."""
+        """The seconds from intended send to first token. None without tokens, and for unary
+        answers.
+        """
         if not self.stream or not self.chunks:
             return None
         return self.chunks[0][0] - self.intended_s
 
     @property
     def e2e_s(self) -> float:
-        """Intended send to the end."""
+        """The seconds from intended send to the end."""
         return self.end_s - self.intended_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds a token after the first chunk; None if there was only one chunk."""
+        """The mean seconds per token after the first chunk; None with fewer than two chunks."""
         if not self.stream or len(self.chunks) < 2:
             return None
         first, last = self.chunks[0], self.chunks[-1]
@@ -127,14 +132,17 @@ ERROR_CLASSES: dict[str, str] = {
 
 
 class FaultMark(msgspec.Struct, frozen=True):
-    """Something that was done to the cluster, or happened to it, at t seconds."""
+    """An event of the cluster at t seconds, such as a fault that was caused."""
 
     t: float
     what: str
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a run: what, where and when. started_at: RFC 3339 in UTC. scenario: its text."""
+    """The facts of a run: what, where and when.
+
+    started_at: RFC 3339 in UTC. scenario: the scenario's text.
+    """
 
     name: str
     scenario: str
@@ -150,8 +158,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The percentiles of a metric, in seconds but for count. All zero for an empty set (count
-    0)."""
+    """The percentiles of a metric in seconds, and its count. All are 0 without values."""
 
     count: int = 0
     mean: float = 0.0
@@ -166,12 +173,15 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that kept every limit of the SLO. low, high: Wilson interval of fraction at 95 %.
+    """The requests that kept every limit of the SLO.
 
-    total: all requests that were to be answered, with failures, without our own cancellations and
-    slow reads.
-    A wrong answer (verified: different) is not good. per_s: good requests a second. slo:
-    limits in seconds, by metric: ttft, tpot, itl (its worst), e2e; empty: every success is good.
+    total: all requests, failed ones included, without the client's own cancellations and slow
+    reads.
+    good: requests within the limits; a wrong answer (verified: different) is not good.
+    low, high: Wilson's 95 % interval of fraction.
+    per_s: good requests per second.
+    slo: limits in seconds by metric: ttft, tpot, itl (the request's worst), e2e. Without limits
+    every success is good.
     """
 
     slo: dict[str, float] = {}
@@ -184,7 +194,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The client's own part. cpu_share: the busiest client process, 1.0 = one core all the time."""
+    """The client's own load. cpu_share: of the busiest client process; 1.0 is one core all the
+    time.
+    """
 
     lateness: Percentiles = Percentiles()
     cpu_share: float = 0.0
@@ -208,21 +220,23 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in figures. Warm-up requests are in no figure but warmup_requests.
+    """The metrics of a run. Warm-up requests count in warmup_requests only.
 
-    duration_s: first intended send to last end. offered_per_s: the schedule's rate over the time in
-    which requests were to be sent; served_per_s: successes over duration_s. Latencies are of
-    successes; queue is the server's own figure, empty where it tells none; ttft without streams is
-    empty. itl: gap between chunks divided by the tokens that came, once a token. itl_chunk: those
-    gaps undivided.
-    longest_gap_s: longest time in which not one chunk arrived while a request waited.
-    A refused or failed request keeps such a gap open until the next chunk. no_service_s: the sum of
-    the gaps that lasted longer than `no_service_after_s`.
+    duration_s: from first intended send to last end.
+    offered_per_s: scheduled requests per second of sending. served_per_s: successes per second of
+    duration_s.
+    ttft ... e2e: latencies of successful requests; ttft is empty without streams.
+    queue: the server's own queueing time, empty if it reports none.
+    itl: gap between two chunks divided by the second chunk's tokens, counted once per token.
+    itl_chunk: the undivided gaps.
+    longest_gap_s: longest time in which a request waited and no chunk arrived. Failed requests do
+    not end such a gap.
+    no_service_s: sum of these gaps longer than `no_service_after_s`.
     lost_tokens: tokens received for requests that then failed.
-    fairness_*: Jain's index, 1 = all alike, of output tokens received a second of waiting, by
-    tenant and by adapter; None with fewer than two.
-    settle_s of a phase: from its start to its last request that broke the SLO or failed, which is
-    how long scaling up took; 0 if none did.
+    fairness_*: Jain's index (1 = all equal) of output tokens per second of waiting, by tenant and
+    by adapter; None with fewer than two.
+    settle_s of a phase: from its start to its last request that broke the SLO or failed, i.e. how
+    long scaling up took; 0 if none did.
     reasons: why the verdict is not "ok".
     """
 
@@ -278,7 +292,7 @@ _records = msgspec.json.Decoder(RequestRecord)
 
 
 def read_records(path: Path) -> Iterator[RequestRecord]:
-    """requests.jsonl, a line at a time. Raises msgspec.DecodeError, OSError."""
+    """Yield the records of a requests.jsonl, line by line. Raises msgspec.DecodeError, OSError."""
     with path.open("rb") as lines:
         for line in lines:
             if line.strip():
@@ -286,7 +300,7 @@ def read_records(path: Path) -> Iterator[RequestRecord]:
 
 
 def read_summary(path: Path) -> Summary:
-    """summary.json. Raises msgspec.DecodeError, OSError; ValueError for another schema."""
+    """Read a summary.json. Raises msgspec.DecodeError, OSError; ValueError for another schema."""
     data = path.read_bytes()
     schema = json.loads(data).get("schema")
     if schema != SCHEMA:

@@ -1,10 +1,10 @@
-"""Verification: compares a scenario's answers with those of a reference file. Such a file is made
-by a quiet run, one request at a time, or by anything else that writes its lines:
+"""Verification: compares a scenario's answers with a reference file. `loadtest reference` makes the
+file, one request at a time on a quiet server. Any other source of such lines will do:
 
     {"key": "...", "text": "...", "token_ids": [...], "finish_reason": "length"}
 
-`key` names the question (RequestSpec.key). Token ids are compared where both sides have them, else
-the text. An answer that was cut or cancelled is right if it is a beginning of the reference.
+`key` identifies the question (RequestSpec.key). Token ids are compared where both sides have them,
+else text. A truncated or cancelled answer is right if it is a prefix of the reference.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from loadtest.measure.records import RequestRecord, Verified
 
 
 class ReceivedAnswer:
-    """A received answer: pieces of text, and ids unless a piece came without."""
+    """A received answer: pieces of text, and token ids if every piece came with ids."""
 
     __slots__ = ("ids", "texts")
 
@@ -56,7 +56,7 @@ def reference_of(key: str, record: RequestRecord, answer: ReceivedAnswer) -> Ref
 
 
 def read_references(path: Path) -> dict[str, Reference]:
-    """Read a reference file, by key. Raises ScenarioError with the line."""
+    """Read a reference file into a dict by key. Raises ScenarioError with the line."""
     decode = msgspec.json.Decoder(Reference).decode
     references: dict[str, Reference] = {}
     try:
@@ -83,7 +83,7 @@ def write_references(references: list[Reference], path: Path) -> None:
 def check(
     record: RequestRecord, answer: ReceivedAnswer, reference: Reference | None
 ) -> RequestRecord:
-    """Return the record with `verified`; "not checked" without a reference or an answer."""
+    """Return the record with `verified` set; "not checked" without a reference or an answer."""
     if reference is None or not (record.ok or answer.texts):
         return record
     whole = record.ok
@@ -98,9 +98,9 @@ def check(
 def count_slips(
     record: RequestRecord, answer: ReceivedAnswer, reference: Reference
 ) -> RequestRecord:
-    """Return the record of a whole but different answer with its missing and doubled tokens.
+    """Return the record of a complete but different answer with missing and doubled tokens counted.
 
-    Slow, so called after the run.
+    It is slow, so call it after the run.
     """
     got, want = _comparable(answer, reference)
     if isinstance(got, str):
@@ -126,9 +126,9 @@ def _comparable(
 
 
 def slips(got: Sequence[Any], want: Sequence[Any]) -> tuple[int, int]:
-    """Count (tokens of `want` that are not in `got`, tokens that `got` has once more than `want`).
+    """Return (tokens of `want` missing in `got`, tokens that `got` has twice).
 
-    Only where the rest agrees: a text that took another way has no tokens lost.
+    Both are 0 if the texts differ otherwise: a diverging answer has not lost tokens.
     """
     matcher = SequenceMatcher(None, want, got, autojunk=False)
     missing = doubled = 0

@@ -1,6 +1,6 @@
-"""The self-contained HTML page of a run: figures, curves, a timeline with the faults.
+"""The self-contained HTML page of a run: metrics, curves, and a timeline with the faults.
 
-Nothing is loaded and nothing runs: CSS and SVG are inside, there is no script.
+The page loads nothing and has no script; CSS and SVG are inline.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ _FOOT = (
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """The page of a run's folder, by default report.html in it. Raises ScenarioError."""
+    """Write the page of a run's folder, by default report.html in it. Raises ScenarioError."""
     path = out if out is not None else folder / "report.html"
     text = run_page(read_run(folder))
     try:
@@ -54,7 +54,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def run_page(run: SavedRun) -> str:
-    """The page's text."""
+    """Return the HTML page of a run."""
     s = run.summary
     parts = [
         page.tiles(_tiles(s)),
@@ -81,7 +81,7 @@ def subtitle(s: Summary) -> str:
 
 
 def badges(s: Summary) -> list[Cell]:
-    """Return what a reader must know before any figure."""
+    """Return badges for what a reader must know first: failures, faults, an overloaded client."""
     rows = []
     if s.verdict == "client_bottleneck":
         rows.append(Cell("refused: the client was the bottleneck", "bad"))
@@ -173,7 +173,8 @@ def _timeline(run: SavedRun) -> str:
     t = timeline_of(run.records)
 
     def of(label: str, rates: list[float], colour: int, kind: Kind = "area") -> Series:
-        return Series(label, t.edges, [*rates, rates[-1]], colour, kind)  # to the last bin's end
+        # repeat the last rate up to the last bin's end
+        return Series(label, t.edges, [*rates, rates[-1]], colour, kind)
 
     panels = [
         ChartPanel(
@@ -187,7 +188,7 @@ def _timeline(run: SavedRun) -> str:
         ChartPanel("In flight", [of("", t.in_flight, 3, "step")]),
     ]
     if t.ttft:
-        gap = 10 * (t.edges[1] - t.edges[0])  # in which no request began that got an answer
+        gap = 10 * (t.edges[1] - t.edges[0])  # a gap longer than this had no successful request
         lines = [Series(f"p{q}", *t.ttft[q], 0 if q == 50 else 1, gap=gap) for q in t.ttft]
         panels.append(ChartPanel("Time to first token", lines, Axis(form=duration)))
     if t.errors:
@@ -219,7 +220,7 @@ def _timeline(run: SavedRun) -> str:
 
 
 def latency_section(runs: Sequence[tuple[str, SavedRun]]) -> str:
-    """CDFs of all metrics; several runs lie over one another."""
+    """Return CDF charts of all metrics, with several runs in the same charts."""
     charts = []
     for metric in METRICS:
         series = []
@@ -286,7 +287,10 @@ def load_curve(
     points: Sequence[tuple[str, float, float, Percentiles, Percentiles]],
     unit: str = "requests/s",
 ) -> str:
-    """Throughput against latency: (label, load, tokens/s, ttft, tpot) of each load."""
+    """Return charts of throughput and latency against load.
+
+    points: (label, load, tokens/s, ttft, tpot) of each load.
+    """
     charts = []
     points = sorted(points, key=lambda point: point[1])
     for title, latencies in (

@@ -1,7 +1,7 @@
-"""Charts as SVG text, drawn for a page that needs nothing else: no script, no font, no library.
+"""Charts as SVG text for a self-contained page: no script, no font, no library.
 
 Colours are the page's CSS variables (--s0 .. --s7, --grid, --ink), so one drawing serves the light
-and the dark scheme. A chart is drawn for the width at which it is shown: text keeps its size.
+and the dark scheme. Charts are drawn for the width at which they are shown, so text keeps its size.
 """
 
 import math
@@ -14,15 +14,15 @@ from typing import Literal
 Format = Callable[[float], str]
 Kind = Literal["line", "step", "area", "dots"]
 
-_CHAR = 6.1  # mean width of a character at the 11 px of labels
+_CHAR = 6.1  # mean width in pixels of a character in an 11 px label
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The points of a chart in order of x.
+    """A line or area of a chart, with points in order of x.
 
-    area: filled to zero. step: holds each value until the next x.
-    gap: the distance of points beyond which no line is drawn.
+    area: filled down to zero. step: holds each value until the next x.
+    gap: points further apart than this are not connected.
     """
 
     label: str
@@ -31,7 +31,7 @@ class Series:
     colour: int = 0
     kind: Kind = "line"
     dash: bool = False
-    notes: Sequence[str] = ()  # one a point: shown beside dots
+    notes: Sequence[str] = ()  # one per point, shown at dots
     gap: float = math.inf
 
 
@@ -82,7 +82,7 @@ def number(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Format seconds as 0, 850 µs, 12 ms, 1.5 s, 3 min."""
+    """Format a duration in seconds as 0, 850 µs, 12 ms, 1.5 s, 3 min."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -123,8 +123,7 @@ def timeline(
     marks: Sequence[Mark] = (),
     bands: Sequence[Band] = (),
 ) -> str:
-    """Draw panels below one another over the same seconds; marks and bands go through all of
-    them."""
+    """Draw panels below one another over the same seconds. Marks and bands cross all panels."""
     x = Axis("seconds", low=0.0, high=max(end, 1e-3))
     marks = sorted(marks, key=lambda mark: mark.x)
     parts, top = [], 30 if marks else 8
@@ -153,7 +152,7 @@ def timeline(
             f'<g class="mark"><line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{floor - 4}"/>'
             f"<title>{escape(f'{mark.x:.1f} s: {mark.text}')}</title>"
         )
-        if at - last > 8 + _CHAR * len(mark.tag):  # a label over a label is neither
+        if at - last > 8 + _CHAR * len(mark.tag):  # skip labels that would overlap the previous one
             parts.append(f'<text x="{at:.1f}" y="14">{escape(mark.tag)}</text>')
             last = at
         parts.append("</g>")
@@ -162,7 +161,7 @@ def timeline(
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A value with its interval. tone: a CSS class: good, bad or unsure."""
+    """A value with its interval. tone: a CSS class, good, bad or unsure."""
 
     label: str
     value: float
@@ -216,7 +215,9 @@ def ticks_of(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks_of(low: float, high: float) -> list[float]:
-    """Return powers of ten; with 2 and 5 between them where there is room for these."""
+    """Return powers of ten as ticks of a logarithmic axis, with numbers between them where there
+    is room.
+    """
     if high / low > 300:
         steps: tuple[int, ...] = (1,)
     elif high / low > 12:
@@ -384,7 +385,7 @@ def _wide(title: str) -> float:
 
 
 def _legend(series: Sequence[Series], right: float, y: float, left: float) -> str:
-    """Draw labels from the right end on; those without room are left to the tooltips."""
+    """Draw labels from the right end on. Labels without room appear only in tooltips."""
     parts, at = [], right
     for labelled in reversed([s for s in series if s.label]):
         length = _CHAR * len(labelled.label)

@@ -1,12 +1,12 @@
-"""The comparison of two runs, or two sets of repeats, with what chance can explain.
+"""The comparison of two runs, or two sets of repeated runs, with confidence intervals.
 
 Latencies: the 95 % interval of the relative change comes from a bootstrap. With fewer than three
-runs on a side the requests are drawn again, each with all its tokens, as tokens of one request are
-alike. With three or more runs on both sides, runs are drawn first and then requests in them, as
-requests of one run are alike too.
-Throughput: runs are drawn again; with few runs, twenty stretches of a run's time are.
+runs on a side, requests are resampled, each with all its tokens, since tokens of a request are
+correlated. With three or more runs on both sides, runs are resampled first and then their requests,
+since requests of a run are correlated, too.
+Throughput: runs are resampled; with few runs, twenty equal parts of each run's time.
 Shares (error rate, goodput): Newcombe's interval of the difference.
-Mann-Whitney's test on the values of requests, two-sided, with ties, says whether two distributions
+A two-sided Mann-Whitney test with ties on the requests' values tells whether two distributions
 differ at all.
 """
 
@@ -25,7 +25,7 @@ from loadtest.report.series import Floats, SavedRun, read_run
 
 RESAMPLES = 1000
 _STRETCHES = 20
-_MANY = 3  # runs on a side from which on runs themselves are drawn again
+_MANY = 3  # runs on each side from which runs themselves are resampled
 _POINTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _LATENCIES = ("ttft", "tpot", "itl", "e2e")
 _RATES = ("tokens_per_s", "served_per_s")
@@ -35,7 +35,7 @@ _HIGHER_IS_BETTER = (*_RATES, "goodput")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run, or repeats of one."""
+    """A run, or repeated runs of one scenario."""
 
     name: str
     runs: tuple[SavedRun, ...]
@@ -43,10 +43,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A row of a comparison. change: b/a - 1, or for shares b - a, between low and high with 95 %
-    confidence.
+    """A row of a comparison.
 
-    p: Mann-Whitney's, for a metric's first row; None where there is no such test.
+    change: b/a - 1, or b - a for shares; low, high: its 95 % interval.
+    p: of the Mann-Whitney test, in a metric's first row; None without a test.
     """
 
     metric: str
@@ -63,7 +63,7 @@ class ComparisonRow:
 
     @property
     def shown(self) -> bool:
-        """Whether chance alone would rarely make the change."""
+        """Whether the change is significant: its 95 % interval excludes zero."""
         return self.low > 0 or self.high < 0
 
     @property
@@ -75,8 +75,10 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison. method: how the intervals were made. warnings: what makes the two hard to
-    compare."""
+    """A comparison of two sides.
+
+    method: how the intervals were computed. warnings: reasons why the sides are hard to compare.
+    """
 
     a: Side
     b: Side
@@ -86,7 +88,7 @@ class Comparison:
 
 
 def read_side(path: Path) -> Side:
-    """A run's folder, or a folder of such folders. Raises ScenarioError."""
+    """Read a run's folder, or a folder of such folders. Raises ScenarioError."""
     if (path / "summary.json").exists():
         return Side(path.resolve().name, (read_run(path),))
     folders = sorted(inner.parent for inner in path.glob("*/summary.json"))
@@ -96,7 +98,7 @@ def read_side(path: Path) -> Side:
 
 
 def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> Comparison:
-    """Every figure that both sides have."""
+    """Compare every metric that both sides have."""
     rng = np.random.default_rng(seed)
     by_run = min(len(a.runs), len(b.runs)) >= _MANY
     rows: list[ComparisonRow] = []
@@ -125,11 +127,11 @@ def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> C
 
 
 class _Sample:
-    """The values of a metric in order, each with the request and the run that it belongs to."""
+    """The values of a metric in ascending order, each with its request and run."""
 
     def __init__(self, side: Side, metric: str, by_run: bool) -> None:
         parts, units = [], []
-        self._requests: list[int] = []  # of each run
+        self._requests: list[int] = []  # requests with values in each run
         count = 0
         for run in side.runs:
             before = count
@@ -153,7 +155,7 @@ class _Sample:
         self._count = count
 
     def at(self, rng: np.random.Generator | None) -> list[float]:
-        """The percentiles; of a sample drawn with replacement if there is a generator."""
+        """Return the percentiles; of a bootstrap sample if a generator is given."""
         if rng is None:
             return [float(v) for v in np.quantile(self.values, list(_POINTS.values()))]
         weights = self._draw(rng)[self._unit]
@@ -162,7 +164,7 @@ class _Sample:
         return [float(v) for v in self.values[np.minimum(at, len(self.values) - 1)]]
 
     def _draw(self, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Return how often each request is in a sample."""
+        """Return how often each request occurs in a bootstrap sample."""
         if not self._by_run:
             picks = rng.integers(0, self._count, self._count)
             return np.bincount(picks, minlength=self._count)
@@ -173,7 +175,7 @@ class _Sample:
             for run in picked
             if self._requests[run]
         ]
-        if not drawn:  # only runs without a value were picked
+        if not drawn:  # only runs without values were drawn
             return np.ones(self._count, dtype=np.int64)
         return np.bincount(np.concatenate(drawn), minlength=self._count)
 
@@ -191,7 +193,7 @@ def _values(record: RequestRecord, metric: str) -> Floats:
 def _rate_row(
     metric: str, a: Side, b: Side, rng: np.random.Generator, resamples: int
 ) -> ComparisonRow:
-    """Throughput, from one figure a run or from stretches of each run."""
+    """Compare throughput, with one value per run, or values of parts of each run."""
     points, draws = [], []
     for side in (a, b):
         totals = [_per_second(run, metric) for run in side.runs]
@@ -214,7 +216,7 @@ def _per_second(run: SavedRun, metric: str) -> float:
 
 
 def _stretches(run: SavedRun, metric: str) -> Floats:
-    """The rate in each of equal parts of the run's time."""
+    """Return the rate in each of equal parts of the run's time."""
     if not run.records:
         return np.zeros(1)
     start = min(r.intended_s for r in run.records)
@@ -231,7 +233,7 @@ def _stretches(run: SavedRun, metric: str) -> Floats:
 
 
 def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
-    """b - a, with Newcombe's interval."""
+    """Compare a share by the difference b - a with Newcombe's interval; None if a side has none."""
     shares, spans = [], []
     for side in (a, b):
         slo = a.runs[0].summary.goodput.slo
@@ -251,8 +253,10 @@ def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
 
 
 def mann_whitney(a: Floats, b: Floats) -> float:
-    """Return the two-sided p by the normal approximation with ties and continuity. 1.0 if all are
-    alike."""
+    """Return the two-sided p of the Mann-Whitney test, 1.0 if all values are equal.
+
+    It uses the normal approximation with ties and continuity correction.
+    """
     both = np.concatenate([a, b])
     _, inverse, counts = np.unique(both, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
@@ -293,7 +297,9 @@ def _warnings(a: Side, b: Side) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on a change. limit: as a share, so +10 % is 0.1; of a share's row, in points."""
+    """A condition on a change. limit: a fraction, so +10 % is 0.1; for shares it is a
+    difference.
+    """
 
     metric: str
     above: bool
@@ -301,7 +307,7 @@ class Condition:
     text: str
 
     def met(self, comparison: Comparison) -> bool:
-        """The change is beyond the limit, and more than chance. Raises ScenarioError."""
+        """Whether the change is beyond the limit and significant. Raises ScenarioError."""
         row = next((row for row in comparison.rows if row.metric == self.metric), None)
         if row is None:
             names = ", ".join(row.metric for row in comparison.rows)
@@ -311,7 +317,7 @@ class Condition:
 
 
 def parse_conditions(text: str) -> list[Condition]:
-    """`p99_ttft>+10%, tokens_per_s<-5%`. Raises ScenarioError."""
+    """Parse conditions such as `p99_ttft>+10%, tokens_per_s<-5%`. Raises ScenarioError."""
     known = [f"{point}_{metric}" for metric in _LATENCIES for point in _POINTS]
     known += [*_RATES, *_SHARES]
     lines = []
@@ -326,7 +332,7 @@ def parse_conditions(text: str) -> list[Condition]:
 
 
 def tidy(metrics: Sequence[ComparisonRow]) -> list[tuple[str, str, str, str, str, str, str]]:
-    """Rows as text: metric, a, b, change, interval, p, verdict."""
+    """Return rows as text: metric, a, b, change, interval, p, verdict."""
     from loadtest.report.charts import duration, number, percent
 
     lines = []

@@ -1,4 +1,4 @@
-"""The page of a comparison: what changed, how surely, and the curves over one another."""
+"""The HTML page of a comparison: changes with their intervals, and both runs' curves."""
 
 from loadtest.report import badges, latency_section, page, subtitle
 from loadtest.report.charts import Range, ranges
@@ -13,7 +13,7 @@ _FOOT = (
 
 
 def comparison_page(found: Comparison) -> str:
-    """A against B; colours: A the first, B the second."""
+    """Return the HTML page that compares A with B; A has the first colour, B the second."""
     rows = tidy(found.rows)
     cells: list[list[Cell | str]] = [
         [name, a, b, change, span, p, Cell(verdict, _TONES[verdict])]

@@ -1,4 +1,6 @@
-"""Pieces of the page. Every text from outside goes through `escape` here and nowhere else."""
+"""The building blocks of HTML pages. `escape` is applied here, and only here, to all outside
+text.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from loadtest.report.style import CSS
 
 Tone = Literal["", "good", "bad", "warn", "dim", "wrap"]
 
-# Whatever got into the page, it may load nothing and run nothing.
+# Even if markup got into the page, it could load and run nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -28,7 +30,7 @@ class SummaryTile:
 
 
 def document(title: str, header: str, body: str, footer: str) -> str:
-    """The whole page. header, body, footer: made by the functions below."""
+    """Return the whole page. header, body, footer: HTML made by the functions below."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -65,13 +67,13 @@ def section(title: str, body: str, note: str = "") -> str:
 
 
 def cards(charts: Iterable[tuple[str, str]]) -> str:
-    """(title, svg), beside one another where there is room."""
+    """Return cards of (title, SVG) pairs, side by side where there is room."""
     cards = "".join(f'<div class="card"><h3>{escape(t)}</h3>{svg}</div>' for t, svg in charts)
     return f'<div class="grid">{cards}</div>'
 
 
 def keys(labels: Sequence[str]) -> str:
-    """The legend that several charts share, in the order of their colours."""
+    """Return the legend that several charts share, in the order of their colours."""
     rows = "".join(
         f'<span><i style="background:var(--s{i % 8})"></i>{escape(text)}</span>'
         for i, text in enumerate(labels)
@@ -80,14 +82,14 @@ def keys(labels: Sequence[str]) -> str:
 
 
 def wide_and_narrow(wide: str, narrow: str) -> str:
-    """Return both drawings of the same thing; the window's width decides which one shows."""
+    """Return both drawings of one chart; CSS shows the one that fits the window's width."""
     return (
         f'<div class="card"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></div>'
     )
 
 
 def table(head: Sequence[Cell | str], rows: Iterable[Sequence[Cell | str]]) -> str:
-    """The first column is the row's name."""
+    """Return an HTML table. The first column is the row's name."""
     parts = []
     for tag, row in [("th", head), *(("td", row) for row in rows)]:
         parts.append("<tr>")
@@ -105,5 +107,5 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Long text that opens with a click."""
+    """Return a long text that unfolds with a click."""
     return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

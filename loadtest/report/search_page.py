@@ -1,4 +1,4 @@
-"""The page of a search or a sweep: throughput against latency, and each load's judgement."""
+"""The HTML page of a search or a sweep: throughput against latency, and each load's verdict."""
 
 from loadtest.report import load_curve, page
 from loadtest.report.charts import duration, number, percent
@@ -14,7 +14,7 @@ _FOOT = (
 
 
 def search_page(search: Search) -> str:
-    """Every trial, in order of load."""
+    """Return the HTML page of a search with every trial in order of load."""
     s = search
     limits = ", ".join(limit.text for limit in s.slo)
     tiles = []

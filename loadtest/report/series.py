@@ -1,4 +1,4 @@
-"""The arrays that reports draw and compare, computed from request records. Seconds everywhere."""
+"""The arrays that reports plot and compare, computed from request records, all in seconds."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run that was read from its folder. records: without warm-up."""
+    """A run as read from its folder. records: without warm-up."""
 
     path: Path
     summary: Summary
@@ -37,8 +37,7 @@ class SavedRun:
 
 
 def read_run(folder: Path) -> SavedRun:
-    """Read a run's folder. Raises ScenarioError for one that no run has written, or that is
-    damaged."""
+    """Read a run's folder. Raises ScenarioError if it is damaged or holds no run."""
     try:
         summary = read_summary(folder / "summary.json")
         records = [r for r in read_records(folder / "requests.jsonl") if not r.warmup]
@@ -50,7 +49,7 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> Floats:
-    """Return the values that percentiles are taken of: one a success, or for itl one a token."""
+    """Return a metric's values for percentiles: one per success, or one per token for itl."""
     good = (r for r in records if r.ok and not r.slow_reader)
     if metric == "itl":
         parts = [_per_token(r) for r in good]
@@ -65,10 +64,9 @@ def _per_token(record: RequestRecord) -> Floats:
 
 
 def cdf(sample: Floats) -> tuple[list[float], list[float]]:
-    """Return (value, share at most that value), with more points where the tail is.
+    """Return (values, share of the sample up to each value), with more points at the tail.
 
-    The points begin at 0.4 %: one token that came with the one before it must not squeeze all
-    others into a corner.
+    Points begin at 0.4 %, since one token that arrived with another would stretch the axis.
     """
     if not len(sample):
         return [], []
@@ -82,10 +80,11 @@ def cdf(sample: Floats) -> tuple[list[float], list[float]]:
 class Timeline:
     """The course of a run, in bins.
 
-    edges: [n] bin starts. Rates are a second, of requests or tokens; in_flight: mean of a bin.
-
-    ttft: {percentile: (seconds, values)} by intended send. errors: rate by class.
-    replicas: how many answered in a bin; empty if the server does not tell.
+    edges: [n] starts of bins.
+    offered, served, tokens, errors: rates per second, of requests or tokens; errors by class.
+    in_flight: mean number of requests in flight.
+    ttft: {percentile: (seconds, values)} by intended send time.
+    replicas: number of replicas that answered in a bin; empty if the server does not report them.
     """
 
     width: float
@@ -150,7 +149,7 @@ def _in_flight(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
     sent = np.sort([r.sent_s for r in records if r.sent_s is not None])
     ended = np.sort([r.end_s for r in records if r.sent_s is not None])
 
-    def passed(times: Floats) -> Floats:  # integral of the number of events before t
+    def passed(times: Floats) -> Floats:  # integral over time of the number of events so far
         sums = np.concatenate([[0.0], np.cumsum(times)])
         before = np.searchsorted(times, edges, side="right")
         return before * edges - sums[before]
@@ -169,6 +168,7 @@ def _replicas(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
 
 
 def silences(records: Iterable[RequestRecord], longer_than: float) -> list[tuple[float, float]]:
-    """Return (start, end) of the stretches beyond so many seconds in which requests waited in
-    vain."""
+    """Return (start, end) of stretches longer than `longer_than` in which requests waited and
+    none got a chunk.
+    """
     return [(start, end) for start, end in service_gaps(records) if end - start > longer_than]

@@ -1,4 +1,4 @@
-"""The page's looks: one style sheet, both colour schemes, from 400 px on."""
+"""The pages' style sheet, with a light and a dark scheme, for windows from 400 px on."""
 
 CSS = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b2330;--soft:#5c6878;--line:#dde2e9;

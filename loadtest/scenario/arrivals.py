@@ -1,7 +1,7 @@
-"""The times when requests are sent: pure functions of their arguments and a seed.
+"""The times at which requests are sent: pure functions of their arguments and a seed.
 
 An open-loop schedule is a process of unit rate (gaps of mean 1 and a given coefficient of
-variation) carried through the inverse of the cumulated rate, so every shape of load is a list of
+variation), mapped through the inverse of the cumulated rate. So every load shape is a list of
 segments:
 
     constant   (inf, r, r)                      rate
@@ -9,8 +9,8 @@ segments:
     steps      (d1, r1, r1), (d2, r2, r2), ...   |   /  |__
     bursts     (on, r, r), (off, q, q), again    |__/________ time
 
-cv 0 is evenly spaced, cv 1 is Poisson, more is burstier. Times are rounded to a microsecond: the
-same seed gives the same bytes on any machine.
+cv 0 is evenly spaced, cv 1 is Poisson, more is burstier. Times are rounded to a microsecond, so
+that a seed gives the same bytes on any machine.
 """
 
 import csv
@@ -29,14 +29,18 @@ Segment = tuple[float, float, float]  # seconds, requests/s at its start, reques
 
 
 def rng_of(seed: int, *what: object) -> random.Random:
-    """Return a generator of its own for each purpose. Text seeds go through SHA-512: alike
-    everywhere."""
+    """Return a random generator for one purpose, seeded by text.
+
+    Python hashes text seeds with SHA-512, so results are the same on all machines.
+    """
     return random.Random("/".join(map(str, (seed, *what))))
 
 
 def unit_gaps(cv: float, rng: random.Random) -> Iterator[float]:
-    """Yield gaps of mean 1 and standard deviation cv, for ever. cv 1: exponential. cv 0: 0, then
-    1s."""
+    """Yield gaps of mean 1 and standard deviation cv, without end.
+
+    cv 1: exponential. cv 0: 0, then only 1.
+    """
     if cv == 0:
         yield 0.0
         yield from repeat(1.0)
@@ -71,14 +75,13 @@ def _mass(seconds: float, low: float, high: float) -> float:
 
 
 def _invert(mass: float, seconds: float, low: float, high: float) -> float:
-    """Return the time after which a rate going from low to high over `seconds` has summed to
-    `mass`."""
+    """Return when the integral of a rate that goes from low to high in `seconds` reaches `mass`."""
     if mass <= 0:
         return 0.0
     slope = 0.0 if math.isinf(seconds) else (high - low) / seconds
     if slope == 0.0:
         return mass / low
-    # low t + slope t^2 / 2 = mass, in the form that does not cancel for a small slope.
+    # Solve low t + slope t^2 / 2 = mass, in a form without cancellation for a small slope.
     return 2 * mass / (low + math.sqrt(max(0.0, low * low + 2 * slope * mass)))
 
 
@@ -87,17 +90,17 @@ def constant(rate: float) -> Iterator[Segment]:
 
 
 def ramp(first: float, last: float, seconds: float) -> Iterator[Segment]:
-    """Return the segments of a rate that goes from first to last, and stays at last."""
+    """Return the segments of a rate that goes from first to last, and stays there."""
     return iter([(seconds, first, last), (math.inf, last, last)])
 
 
 def steps(rates: Iterable[float], seconds: float) -> Iterator[Segment]:
-    """Yield each rate for so many seconds, then end."""
+    """Return segments with each rate for `seconds`, then end."""
     return iter([(seconds, rate, rate) for rate in rates])
 
 
 def bursts(rate: float, on: float, off: float, between: float = 0.0) -> Iterator[Segment]:
-    """Yield `rate` for `on` seconds and `between` for `off` seconds, again and again."""
+    """Return endless segments: `rate` for `on` seconds, then `between` for `off` seconds."""
     return cycle([(on, rate, rate), (off, between, between)])
 
 
@@ -119,7 +122,7 @@ def schedule(
 class TraceRow(NamedTuple):
     """A request of a recorded load.
 
-    t: seconds from the trace's first request. blocks: ids of 512-token prefix blocks.
+    t: seconds since the trace's first request. blocks: ids of 512-token prefix blocks.
     """
 
     t: float
@@ -132,11 +135,12 @@ TRACE_BLOCK = 512
 
 
 def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
-    """Read a recorded load, in the order of time; `speed` 2 plays it in half the time.
+    """Read a recorded load, in order of time.
 
-    JSONL as Mooncake writes it (timestamp in ms, input_length, output_length, hash_ids) or as
-    Azure does (TIMESTAMP, ContextTokens, GeneratedTokens), or Azure's CSV. Raises ScenarioError
-    with the line.
+    speed: 2 plays it in half the time.
+    Formats: JSONL as written by Mooncake (timestamp in ms, input_length, output_length, hash_ids)
+    or Azure (TIMESTAMP, ContextTokens, GeneratedTokens), or Azure's CSV. Raises ScenarioError with
+    the line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -179,7 +183,8 @@ def _trace_row(path: Path, number: int, row: dict[str, object]) -> TraceRow:
             lengths = row["input_length"], row["output_length"]
         else:
             stamp = str(row["TIMESTAMP"])
-            head, _, fraction = stamp.partition(".")  # Azure writes seven digits, at times a zone
+            # Azure writes seven digits, and sometimes a time zone
+            head, _, fraction = stamp.partition(".")
             t = datetime.fromisoformat(f"{head[:19]}+00:00").timestamp()
             t += float(f"0.{fraction[:6]}") if fraction[:6].isdigit() else 0.0
             lengths = row["ContextTokens"], row["GeneratedTokens"]

@@ -1,4 +1,6 @@
-"""English text without a download: questions for a small model, and filler of a length."""
+"""English text without a download: questions for small models, and filler text of a given
+length.
+"""
 
 import random
 
@@ -72,7 +74,9 @@ def question(rng: random.Random, follow_up: bool = False) -> str:
 
 
 def filler(rng: random.Random, tokens: int) -> str:
-    """Sentences of about so many tokens: common words are one token each, a stop is one more."""
+    """Return sentences of about `tokens` tokens. Common words are one token each, a full stop is
+    another.
+    """
     sentences, left = [], tokens
     while left > 0:
         count = min(left, rng.randint(7, 15))

@@ -1,4 +1,4 @@
-"""Distributions of token counts, as a scenario writes them and as the named workloads have them.
+"""Distributions of token counts, as scenarios write them and named workloads use them.
 
 128                            always
 [100, 1024]                    uniform, both ends included
@@ -18,12 +18,15 @@ MAX_LENGTH = 10_000_000
 
 
 class LengthError(ValueError):
-    """The error of a text that is no distribution of lengths."""
+    """Raised for text that is not a distribution of lengths."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """draw(rng) -> a token count of at least 1. mean: expected, where a formula gives it."""
+    """A distribution of token counts.
+
+    draw(rng): returns a count of at least 1. mean: the expected count, if there is a formula.
+    """
 
     draw: Callable[[random.Random], int] = field(repr=False, compare=False)
     mean: float
@@ -31,7 +34,7 @@ class Length:
 
 
 def parse_length(value: Any) -> Length:
-    """Raises LengthError."""
+    """Parse a distribution of token counts. Raises LengthError."""
     if isinstance(value, Length):
         return value
     if isinstance(value, bool):

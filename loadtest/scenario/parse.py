@@ -1,5 +1,6 @@
-"""A scenario from its file's text, which is checked before the first request: a message has the
-file's name, the line, the key and the nearest name that would mean something."""
+"""Parses a scenario file and checks it before the first request. Messages have the file's name,
+the line, the key, and the nearest valid name.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,11 @@ def parse(
     folder: Path = Path(),
     overrides: dict[str, Any] | None = None,
 ) -> Scenario:
-    """A scenario from its text. Raises ScenarioError with every problem found.
+    """Parse a scenario. Raises ScenarioError with every problem found.
 
-    folder: what relative paths in it count from. overrides: values by dotted key, as
-    {"target.url": "http://..."}, {"phases.0.arrivals.rate": 20}.
+    folder: base of relative paths in the scenario.
+    overrides: values by dotted key, as {"target.url": "http://..."}, {"phases.0.arrivals.rate":
+    20}.
     """
     data, lines = yaml_text.parse(text, name)
     if not isinstance(data, dict):
@@ -70,7 +72,7 @@ def _override(data: Any, steps: list[str], value: Any, key: str) -> None:
 
 def _problems(error: ValidationError, lines: dict[yaml_text.Path, int], name: str) -> Iterator[str]:
     for fault in error.errors():
-        # Pydantic puts the chosen kind of a union into the path; the file does not have it.
+        # Pydantic adds a union's chosen kind to the path, which is not in the file.
         path = tuple(
             step
             for step in fault["loc"]
@@ -90,7 +92,7 @@ def _problems(error: ValidationError, lines: dict[yaml_text.Path, int], name: st
         yield f"{where}: {key}: {message}" if key else f"{where}: {message}"
 
 
-# Arrivals by what `kind` says.
+# Models of arrivals by their `kind`.
 _KINDS: dict[str, type[BaseModel]] = {
     get_args(kind.model_fields["kind"].annotation)[0]: kind
     for kind in get_args(get_args(Arrivals)[0])
@@ -111,7 +113,7 @@ _PLACES: dict[str, type[BaseModel]] = {
 
 
 def _names_at(path: tuple[Any, ...], error: ValidationError) -> list[str]:
-    """The keys that the mapping at `path` may have."""
+    """Return the keys that the mapping at `path` may have."""
     words = [step for step in path if isinstance(step, str)]
     place = words[-1] if words else ""
     if place == "arrivals":
@@ -127,7 +129,7 @@ def _names_at(path: tuple[Any, ...], error: ValidationError) -> list[str]:
 
 
 def _anchored(scenario: Scenario, folder: Path) -> Scenario:
-    """The scenario with its relative paths counted from `folder`."""
+    """Return the scenario with its relative paths resolved against `folder`."""
 
     def move(model: Any) -> Any:
         if isinstance(model, Path):

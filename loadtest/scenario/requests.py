@@ -1,9 +1,9 @@
-"""The content of each request: request number i of a phase, as a pure function of the seed.
+"""The content of requests: request number i of a phase, as a pure function of the seed.
 
-Workloads of token ids go to /v1/completions, where a prompt is exactly as long as it says; chats go
-to /v1/chat/completions. Anything may be mixed in: shared prefixes, adapters, tenants, JSON schemas,
-cancellations, slow readers, unary answers. Each aspect draws from a generator of its own, so adding
-one changes no prompt.
+Workloads of token ids use /v1/completions, where a prompt is exactly as long as requested. Chats
+use /v1/chat/completions. Prefixes, adapters, tenants, JSON schemas, cancellations, slow readers and
+unary answers may be mixed in. Each aspect has its own random generator, so adding one changes no
+prompt.
 """
 
 import random
@@ -24,8 +24,8 @@ from loadtest.scenario.lengths import Length, parse_length
 if TYPE_CHECKING:
     from loadtest.scenario.schema import AdapterMix, Prefix, Tenant, Workload
 
-# samples_1024.json of OpenPPL's ppl.llm.serving, Llama 2 tokens, at 0, 5, ... 100 %; the means are
-# those that its authors name.
+# From samples_1024.json of OpenPPL's ppl.llm.serving, in Llama 2 tokens, at 0, 5, ... 100 %. Means
+# are those that its authors give.
 SHAREGPT_INPUT = {
     "cdf": [4, 7, 9, 11, 13, 15, 17, 20, 22, 25, 29, 35, 44, 55, 74, 101, 143, 207, 348, 596, 1007],
     "mean": 114,
@@ -41,7 +41,10 @@ SHAREGPT_OUTPUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedWorkload:
-    """A named workload. ids: token ids are sent, not a chat. prefix: (groups, tokens) shared."""
+    """A named workload.
+
+    ids: token ids are sent instead of a chat. prefix: (groups, tokens) of shared prefixes.
+    """
 
     about: str
     input: Length | None = None
@@ -103,10 +106,12 @@ NAMES: dict[str, NamedWorkload] = {
 
 
 class RequestSpec(NamedTuple):
-    """A request, ready to send. fields: the body's, without those of streaming.
+    """A request, ready to send.
 
-    expected: output tokens if the server keeps to ignore_eos, else None. cancel_chunks,
-    cancel_after: hang up then. key: names the question in a reference file.
+    fields: the request body, without the fields for streaming.
+    expected: output tokens if the server respects ignore_eos, else None.
+    cancel_chunks, cancel_after: hang up after so many chunks, or seconds.
+    key: identifies the question in a reference file.
     """
 
     path: str
@@ -132,7 +137,7 @@ class RequestSpec(NamedTuple):
         return msgspec.json.encode(fields)
 
     def key(self) -> str:
-        """Return the key of a question, alike for any tenant, streamed or not."""
+        """A key of the question, equal for all tenants and with or without streaming."""
         data = msgspec.json.encode([self.path, self.fields])
         return blake2b(data, digest_size=12).hexdigest()
 
@@ -145,7 +150,7 @@ class RequestSpec(NamedTuple):
 class RequestGenerator:
     """The generator of one phase's requests.
 
-    first: whether the phase begins with the lists of workloads.py as they are.
+    first: whether the phase begins with the lists of workloads.py unchanged.
     """
 
     def __init__(
@@ -178,8 +183,9 @@ class RequestGenerator:
         return not self._named.ids
 
     def spec(self, index: int, first: int | None = None) -> RequestSpec:
-        """Return request `index`. first: index of its conversation's first turn, which it
-        continues."""
+        """Return request `index`. first: index of the first turn of the conversation that it
+        continues.
+        """
         work = self._work
         tenant = self._tenant(index if first is None else first)
         output = self._output(index, tenant)
@@ -250,8 +256,9 @@ class RequestGenerator:
         return workloads.build(self._work.name, seed)
 
     def _listed(self, index: int) -> workloads.Request | None:
-        """Return the request of a list in workloads.py, unless the scenario sets lengths of its
-        own."""
+        """Return the request from a list in workloads.py, or None if the scenario sets its own
+        lengths.
+        """
         if self._trace or self._work.name not in workloads.WORKLOADS:
             return None
         number, length = index // self._work.copies, len(self._list(0))
@@ -320,7 +327,8 @@ class RequestGenerator:
             filler = length.draw(rng) - len(asked.split())
             text = f"{filler_text.filler(rng, filler)}\n\n{asked}" if filler > 0 else asked
             messages.append({"role": "user", "content": text})
-            if turn < index:  # an answer of the right length, the same from any server
+            # an earlier answer of the right length, made up so that it is the same for any server
+            if turn < index:
                 reply = filler_text.filler(rng, self._output(turn, None))
                 messages.append({"role": "assistant", "content": reply})
         return messages
@@ -335,7 +343,7 @@ def _pick(sums: list[float], rng: random.Random) -> int:
 
 
 def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str]:
-    """Return (index, rng) -> an adapter's name, "" for the base model."""
+    """Return a function (index, rng) -> adapter's name, "" for the base model."""
     if adapters is None:
         return lambda index, rng: ""
     names, base, kind = adapters.all_names(), adapters.base, adapters.choice
@@ -352,7 +360,7 @@ def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str
 def _prefixes(
     prefix: "Prefix | None", named: NamedWorkload
 ) -> tuple[Callable[[random.Random], int] | None, int]:
-    """Return (rng -> group, tokens of a prefix)."""
+    """Return (function rng -> group or None, tokens of a prefix)."""
     if prefix is None and named.prefix is None:
         return None, 0
     if prefix is None:

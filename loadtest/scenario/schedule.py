@@ -1,5 +1,6 @@
-"""A scenario's schedule: for each phase, which request is sent when. It is the same in every
-process of a run."""
+"""A scenario's schedule: when each request of a phase is sent. It is identical in every process
+of a run.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,8 +27,11 @@ from loadtest.scenario.schema import (
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A client: at t seconds of its phase it sends request `index`, and after each pause in
-    `thinks`, counted from the answer, the next one."""
+    """A simulated client, which sends one request or a conversation.
+
+    t: second of the phase at which it sends request `index`.
+    thinks: pauses between an answer and the next request.
+    """
 
     t: float
     index: int
@@ -36,8 +40,11 @@ class Visit:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The plan of a phase. visits: of an open loop, ascending; empty for a closed one. seconds: how
-    long the phase lasts, None for a closed loop that ends with its requests."""
+    """The plan of a phase.
+
+    visits: of an open loop, ascending; empty for a closed loop.
+    seconds: duration of the phase; None for a closed loop that ends with its requests.
+    """
 
     phase: Phase
     generator: RequestGenerator
@@ -46,11 +53,11 @@ class PhasePlan:
     concurrency: int | None
     requests: int | None
     drain: bool
-    first: int = 0  # of a closed loop: the first request's number, and how far it is to the next
+    first: int = 0  # of a closed loop: number of the first request, and distance to the next
     step: int = 1
 
     def share(self, worker: int, procs: int) -> "PhasePlan":
-        """The part of one of `procs` client processes."""
+        """Return the part of the plan for one of `procs` client processes."""
         if self.concurrency is None:
             return replace(self, visits=self.visits[worker::procs])
         requests = self.requests
@@ -67,14 +74,14 @@ class PhasePlan:
 
     @property
     def total(self) -> int | None:
-        """Requests that it will send; None for a closed loop over a time."""
+        """The number of requests that the plan sends; None for a closed loop over a time."""
         if self.concurrency is not None:
             return self.requests
         return sum(1 + len(visit.thinks) for visit in self.visits)
 
 
 def lay_out(scenario: Scenario, model: str) -> list[PhasePlan]:
-    """Every phase's schedule. Raises ScenarioError for one without a single request."""
+    """Return the plan of each phase. Raises ScenarioError for a phase without requests."""
     plans: list[PhasePlan] = []
     measured = 0
     for phase in scenario.phases:

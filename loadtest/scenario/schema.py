@@ -1,4 +1,4 @@
-"""A scenario: which requests are sent, when and where to, and what must hold.
+"""The schema of a scenario file: which requests are sent, when and where to, and what must hold.
 
 Durations are seconds or text: 500ms, 30s, 5m, 1h.
 """
@@ -66,19 +66,20 @@ class _Model(BaseModel):
 
 
 class Target(_Model):
-    """An OpenAI-compatible server. model: None for the first that /v1/models names."""
+    """An OpenAI-compatible server. model: None for the first that /v1/models lists."""
 
     url: str | list[str] = "http://127.0.0.1:8000"
     model: str | None = None
     key_file: Path | None = None
     headers: dict[str, str] = {}
     gpus: Annotated[int, Field(ge=1)] | None = None
-    about: dict[str, str] = {}  # for the report: device, commit, configuration, ...
+    about: dict[str, str] = {}  # shown in the report: device, commit, configuration, ...
     connect_timeout: Duration = 10.0
-    timeout: Duration = 300.0  # of a whole request
+    timeout: Duration = 300.0  # for a whole request
     chunk_timeout: Duration = 120.0  # without a byte
-    token_ids: bool | None = None  # ask for return_token_ids; None: when answers are verified
-    chunk_usage: bool = False  # ask for stream_options.continuous_usage_stats
+    # whether to ask for return_token_ids; None: if answers are verified
+    token_ids: bool | None = None
+    chunk_usage: bool = False  # whether to ask for stream_options.continuous_usage_stats
 
     @property
     def urls(self) -> list[str]:
@@ -136,7 +137,7 @@ class Steps(_OpenLoop):
 
 
 class AtOnce(_Model):
-    """The arrival of all `requests` at time 0: a queue as long as it can be."""
+    """An arrival of all `requests` at time 0, for the longest possible queue."""
 
     kind: Literal["at_once"]
 
@@ -148,7 +149,7 @@ class Trace(_Model):
 
 
 class Closed(_Model):
-    """A closed loop of so many requests at a time: each answer starts the next request.
+    """A closed loop of `concurrency` requests in flight: each answer starts the next request.
 
     Such a load hides a server's stalls.
     """
@@ -158,12 +159,12 @@ class Closed(_Model):
 
 
 class Sessions(_OpenLoop):
-    """Conversations that begin at a rate; each turn follows the last answer and a pause."""
+    """Conversations that begin at a rate. Each turn is sent a pause after the previous answer."""
 
     kind: Literal["sessions"]
     rate: Rate
     turns: Lengths = parse_length([2, 6])
-    think: Pause = 2.0  # mean; drawn exponentially
+    think: Pause = 2.0  # mean of an exponential distribution
 
 
 Arrivals = Annotated[
@@ -208,7 +209,7 @@ class Tenant(_Model):
 
 
 class Prefix(_Model):
-    """Shared prefixes: the first `tokens` of each prompt are one of `groups` shared ones."""
+    """The shared prefixes: each prompt begins with one of `groups` prefixes of `tokens` tokens."""
 
     groups: Annotated[int, Field(ge=1, le=1_000_000)] = 8
     tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 512
@@ -217,7 +218,9 @@ class Prefix(_Model):
 
 
 class Cancels(_Model):
-    """Requests that hang up after so many chunks (a stream) or so long (a unary answer)."""
+    """The share of requests that hang up, after a number of chunks (streams) or a time (unary
+    answers).
+    """
 
     share: Share
     after_chunks: Lengths = parse_length([1, 32])
@@ -225,26 +228,25 @@ class Cancels(_Model):
 
 
 class SlowReaders(_Model):
-    """Requests that read 1 KiB, then nothing for `pause`."""
+    """The share of requests that read 1 KiB at a time and then pause."""
 
     share: Share
     pause: Duration = 0.1
 
 
 class JsonSchema(_Model):
-    """The share of requests that must answer in a JSON schema. json_schema: None for a shipped
-    one."""
+    """The share of requests with a JSON schema. json_schema: None for a built-in one."""
 
     share: Share
     json_schema: dict[str, Any] | None = None
 
 
 class Workload(_Model):
-    """The content of the requests. name: see `manta loadtest list`. input, output: instead of the
-    workload's own lengths.
+    """The content of the requests.
 
-    copies: each request of a named list is sent so many times, each time with another prompt of the
-    same length: for a server of so many replicas, so many times the work of one.
+    name: see `manta loadtest list`. input, output: lengths that replace the workload's own.
+    copies: how often each request of a named list is sent, each time with another prompt of the
+    same length. With as many copies as replicas, each replica has the work of one server.
     """
 
     name: str = "dialogue"
@@ -253,7 +255,7 @@ class Workload(_Model):
     output: Lengths | None = None
     ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | None = None
     prefix: Prefix | None = None
-    ignore_eos: bool | None = None  # None: as the workload has it
+    ignore_eos: bool | None = None  # None: as the workload specifies
     sampling: dict[str, Any] = {"temperature": 0}
     extra: dict[str, Any] = {}
     stream: Share = 1.0
@@ -287,7 +289,9 @@ class Workload(_Model):
 
 
 class Phase(_Model):
-    """A stretch of load. drain: wait for all answers before the next; default for warm-up."""
+    """A phase of the load. drain: wait for all answers before the next phase; default for
+    warm-up.
+    """
 
     name: str
     arrivals: Arrivals
@@ -317,7 +321,7 @@ Faults = Annotated[str, AfterValidator(chaos.check_syntax)]
 
 
 class Slo(_Model):
-    """The limits that a good request keeps. itl: the request's longest gap between chunks."""
+    """The limits of a good request. itl: its longest gap between chunks."""
 
     ttft: Duration | None = None
     tpot: Duration | None = None
@@ -329,7 +333,7 @@ class Slo(_Model):
 
 
 class Scenario(_Model):
-    """A load test. Relative paths in it count from the file's folder."""
+    """A load test. Relative paths count from the file's folder."""
 
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -338,7 +342,7 @@ class Scenario(_Model):
     phases: Annotated[list[Phase], Field(min_length=1)]
     slo: Slo = Slo()
     asserts: Annotated[list[Assertion], Field(alias="assert")] = []
-    chaos: list[Faults] = []  # faults in the middle of the run: see loadtest/chaos/faults.py
+    chaos: list[Faults] = []  # faults during the run: see loadtest/chaos/faults.py
     no_service_after: Duration = 1.0
     out: Path | None = None
 

@@ -1,7 +1,7 @@
-"""Named, seeded workloads: name and seed give the same requests, byte for byte, everywhere.
+"""Named, seeded workloads: a name and a seed give the same requests, byte for byte, everywhere.
 
-A request is (prompt token ids, output length). Ids are drawn below 32,000, which every model's
-vocabulary holds.
+A request is (prompt token ids, output length). Ids are below 32,000, which every model's vocabulary
+contains.
 """
 
 import random
@@ -54,7 +54,7 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Request]]] = {
 
 
 def build(name: str, seed: int = 0) -> list[Request]:
-    """The requests of a workload. Raises KeyError, listing the names, for one it does not know."""
+    """Return the requests of a workload. Raises KeyError with all names for an unknown name."""
     if name not in WORKLOADS:
         raise KeyError(f"no workload {name!r}; there are: {', '.join(sorted(WORKLOADS))}")
     return WORKLOADS[name](random.Random(seed))

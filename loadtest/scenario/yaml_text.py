@@ -1,5 +1,6 @@
-"""YAML with the line of every key, for error messages. Plain data only: no tags, no anchors, no
-duplicate keys."""
+"""YAML with the line of every key, for error messages. It accepts plain data only: no tags, no
+anchors, no duplicate keys.
+"""
 
 from typing import Any
 
@@ -16,7 +17,9 @@ Path = tuple[str | int, ...]
 
 
 def parse(text: str, name: str) -> tuple[Any, dict[Path, int]]:
-    """(data, line of each key path). Raises ScenarioError as 'name:line: what'."""
+    """Parse YAML, and return (data, line of each key path). Raises ScenarioError as 'name:line:
+    what'.
+    """
     if len(text) > MAX_BYTES:
         raise ScenarioError(f"{name}: more than {MAX_BYTES // 1024} KiB")
     yaml = YAML(typ="safe", pure=True)
@@ -43,7 +46,7 @@ def _plain(
     name: str,
 ) -> Any:
     line = node.start_mark.line + 1
-    if id(node) in seen:  # an alias is the same node again
+    if id(node) in seen:  # an alias repeats the anchor's node
         raise ScenarioError(f"{name}:{line}: aliases are not supported")
     seen.add(id(node))
     if isinstance(node, ScalarNode):
@@ -67,7 +70,7 @@ def _plain(
 
 
 def line_of(lines: dict[Path, int], path: Path) -> int:
-    """The line of a key path, or of its nearest ancestor in the text; 0 if none is."""
+    """Return the line of a key path, or of its nearest ancestor in the text; 0 if there is none."""
     for end in range(len(path), 0, -1):
         if path[:end] in lines:
             return lines[path[:end]]
