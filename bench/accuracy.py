@@ -43,7 +43,7 @@ from kernels.kv.format import KVFormat
 from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent
-TEXT = ROOT / "LICENSE"  # of which two pieces, because prompts are short
+TEXT = ROOT / "LICENSE"  # two pieces of it are used, as prompts are short
 PIECE = 256
 BLOCK = 16
 
@@ -56,17 +56,17 @@ CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, 
 
 
 class Weights:
-    """The float32 tensors of a folder whose matrices are quantised in blocks, one at a time."""
+    """The float32 tensors of a folder with block-quantised matrices, loaded one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the folder's headers. Raises ConfigError for a folder that is none."""
+        """Read the folder's headers. Raises ConfigError if it holds no model."""
         self.config = ModelConfig.from_folder(folder)
         assert self.config.quantized is not None, f"{folder} has no blocks"
         self._types = dict(self.config.quantized.types)
         self._stored = read_index(folder)
 
     def raw(self, name: str) -> Tensor:
-        """Return a tensor as the file stores it."""
+        """Return a tensor as stored in the file."""
         stored = self._stored[name]
         with stored.file.open("rb") as file:
             file.seek(stored.offset)
@@ -91,7 +91,7 @@ def _part(name: str, kind: str, raw: Tensor) -> Part:
 
 
 def quantised(values: Tensor, kind: str) -> Tensor:
-    """Quantise values with gguf: uint8 [rows, bytes]."""
+    """Quantise values with the gguf package, to uint8 [rows, bytes]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -99,7 +99,9 @@ def quantised(values: Tensor, kind: str) -> Tensor:
 
 
 def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
-    """Fill a model's parameters. tensor: returns the checkpoint's tensor of a name."""
+    """Fill a model's parameters, and return the model. tensor: returns a checkpoint tensor by
+    name.
+    """
     for parameter in model.parameters():
         at = 0
         parameter.allocate()
@@ -137,8 +139,10 @@ def model_of(case: str, weights: Weights) -> Model:
 
 
 def converted(folder: Path, name: str) -> Model:
-    """Convert a folder and build the model. folder: of the model in 16 bits. name: the
-    quantisation's."""
+    """Convert a model in 16 bits to a quantisation and build it.
+
+    folder: the model's folder. name: the quantisation's name.
+    """
     with tempfile.TemporaryDirectory() as parent:
         target = Path(parent) / name
         convert_rounded(EngineConfig(model=str(folder), quantization=name), target)
@@ -184,8 +188,10 @@ def texts(tokenizer: Tokenizer) -> Iterator[Tensor]:
 def measure(
     folder: Path, plain_folder: Path, cases: tuple[str, ...] = CASES
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case. folder: of the model in blocks. plain_folder: of the model in 16
-    bits."""
+    """Yield a row for each case.
+
+    folder: the block-quantised model. plain_folder: the model in 16 bits.
+    """
     weights, tokenizer = Weights(folder), Tokenizer.load(str(folder))
     entries = list(texts(tokenizer))
     model = model_of("float32", weights)

@@ -31,12 +31,12 @@ from bench.report.result_file import write
 RUNNING = (1, 32)
 ROWS = (1, 2, 4, 8)
 PROMPT = 128
-MANY = 512  # rows of a chunk of a prompt
+MANY = 512  # tokens of a prompt chunk
 READ = 256 << 20
 
 
 def best(run: Callable[[], object], seconds: float) -> float:
-    """The shortest run, of as many as there is time for."""
+    """Return the shortest of as many runs as fit into the time."""
     run()
     end, least = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
@@ -47,7 +47,7 @@ def best(run: Callable[[], object], seconds: float) -> float:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes a second of all threads, each streaming its share of memory."""
+    """Measure the bytes per second of all threads together, each streaming its own memory."""
     import ctypes
 
     import torch
@@ -71,12 +71,13 @@ def read_bandwidth(threads: int) -> float:
 
         start = [(writer.integers, "zeroinitializer")] * 4
         sums = writer.loop(0, part, start, line, step=16 * writer.lanes)
-        for number, total in enumerate(sums):  # or nothing would be read
+        for number, total in enumerate(sums):  # use the sums, or the compiler would drop the reads
             writer.store(total, writer.at(begin, number * writer.lanes), writer.integers)
 
     writer.claim_shares("%args", str(threads), str(READ // part), stream)
     function = compile_ir(module([(writer, "void @stream(ptr %args)")]))["stream"]
-    memory = torch.ones(READ, dtype=torch.uint8)  # touched: untouched pages are one page of zeros
+    # written once: untouched pages all map to one page of zeros
+    memory = torch.ones(READ, dtype=torch.uint8)
     huge_pages.collapse()
     args = (ctypes.c_int64 * 8)()
     args[2] = memory.data_ptr()
@@ -84,7 +85,7 @@ def read_bandwidth(threads: int) -> float:
 
 
 def peak(quantization: str, threads: int) -> float:
-    """Operations a second of the instruction that the products of a format are made of."""
+    """Measure the operations per second of the instruction that a format's matmuls use."""
     import ctypes
 
     from kernels.cpu.codegen import compiler
@@ -119,7 +120,9 @@ def peak(quantization: str, threads: int) -> float:
 
 
 def products_of(model: Any, rows: int) -> Callable[[], object]:
-    """All matrices of a decoder once, for so many rows."""
+    """Return a function that multiplies by all of a decoder's matrices once, with this many
+    rows.
+    """
     import torch
 
     from kernels.cpu.codegen.program import Buffers, Program
@@ -139,14 +142,14 @@ def products_of(model: Any, rows: int) -> Callable[[], object]:
 
     def run() -> None:
         program.play()
-        if rows != MANY:  # of a prompt's tokens one samples
+        if rows != MANY:  # for a prompt only the last token is sampled
             model.logits(hidden)
 
     return run
 
 
 class Kernels:
-    """Seconds in a step's kernels: its program, and the head."""
+    """The seconds spent in a step's kernels: those of its program, and of the head."""
 
     def __init__(self, model: Any) -> None:
         from kernels.cpu.codegen.program import Program
@@ -165,7 +168,7 @@ class Kernels:
         return timed
 
     def of_the_shortest(self, step: Callable[[], object], seconds: float) -> tuple[float, float]:
-        """(seconds of the shortest step, what of it was in kernels)"""
+        """Return (seconds of the shortest step, seconds of it spent in kernels)."""
         step()
         end, least = time.perf_counter() + seconds, (float("inf"), 0.0)
         while time.perf_counter() < end:
@@ -176,9 +179,12 @@ class Kernels:
 
 
 def checking(core: Any, count: int) -> Callable[[], object]:
-    """The step that would check so many tokens of the one request that runs: each is a decode with
-    a key more than the one before it. The prompt's last ones are computed again, which changes
-    nothing."""
+    """Return a step that verifies `count` tokens of the only running request, as speculative
+    decoding would.
+
+    Each token is a decode with one more key than the previous one. They are the prompt's last
+    tokens, recomputed, so nothing changes.
+    """
     from engine.batch import Batch
 
     (request,) = core.scheduler.running.values()
@@ -189,7 +195,7 @@ def checking(core: Any, count: int) -> Callable[[], object]:
 
 
 def side(model: str, quantization: str, threads: int, seconds: float) -> dict[str, Any]:
-    """Measure in one process: seconds by name."""
+    """Measure one quantisation in this process. Returns seconds by name."""
     import torch
 
     from deployments.checkpoints.resolve import resolve_model
@@ -213,7 +219,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
         started: set[int] = set()
         while len(started) < running:
             started |= {delta.id for delta in core.step() if delta.token_ids}
-        # No longer than contexts stay alike.
+        # stop before contexts have grown much
         step, inside = kernels.of_the_shortest(core.step, min(seconds, 2.0))
         figures[f"step-{running}"], figures[f"host-{running}"] = step, step - inside
         if running == 1:
@@ -230,7 +236,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
     figures["bytes"] = sum(linear.num_bytes for linear in decoder.linears())
     head = decoder.config.vocab_size * decoder.config.hidden_size
     figures["bytes"] += int(figures["bytes"] / figures["weights"] * head) if specs else 0
-    # In turns: what else runs on the machine differs from minute to minute.
+    # Alternate, as the machine's other load differs from minute to minute.
     for _ in range(2):
         for key, count in (("read", threads), ("read-1", 1)):
             figures[key] = max(figures.get(key, 0.0), read_bandwidth(count))
@@ -240,7 +246,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
 
 
 def rows_of(name: str, one: dict[str, Any], all_cores: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases of a format, of what `side` found on one core and on all."""
+    """Return the rows of a format from the results of `side` with one core and with all."""
     rows = []
 
     def row(case: str, ratio: float, unit: str = "") -> None:
@@ -281,7 +287,7 @@ def main() -> None:
         for threads in (1, cores):
             command = [sys.executable, "-m", "bench.cpu_steps", "--model", args.model]
             command += ["--quantization", name, "--seconds", str(args.seconds)]
-            # As the engine process sets them (engine.process.lifeline).
+            # set as in the engine process (engine.process.lifeline)
             threads_of = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "30000"}
             done = subprocess.run(
                 [*command, "--side", str(threads)],

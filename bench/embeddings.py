@@ -39,12 +39,12 @@ from bench.report.result_file import print_ratios, ratio_row, write
 
 Vectors = NDArray[np.float32]
 Embed = Callable[[Sequence[list[int]]], Vectors]
-# The vectors, seconds by the clock and of CPU.
+# returns the vectors, wall-clock seconds and CPU seconds
 Side = Callable[[Sequence[list[int]]], tuple[Vectors, float, float]]
 
 ROOT = Path(__file__).parents[1]
 BATCH = 32  # sentence-transformers' default
-# Of the difference of two vectors of length 1. In bfloat16 each side rounds elsewhere.
+# Largest difference of two unit vectors. In bfloat16 both sides round at different places.
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
 MODELS: dict[str, dict[str, Any]] = {
     "minilm-l6": {
@@ -79,7 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-CASES = {"short": (128, 8, 64), "mixed": (64, 8, 256), "long": (32, 16, 512)}  # texts, of tokens
+# number of texts, fewest and most tokens
+CASES = {"short": (128, 8, 64), "mixed": (64, 8, 256), "long": (32, 16, 512)}
 
 
 def texts_of(case: str) -> list[list[int]]:
@@ -92,10 +93,10 @@ def texts_of(case: str) -> list[list[int]]:
 
 
 def save(folder: Path, sizes: dict[str, Any], dtype: str = "float32") -> Any:
-    """Save a random model with sentence-transformers' files and a tokenizer; return the model of
-    transformers.
+    """Save a random model with sentence-transformers' files and a tokenizer, without which
+    embedders load nothing.
 
-    Embedders load nothing without these files.
+    Returns the model in transformers.
     """
     import torch
     from transformers import AutoConfig, AutoModel
@@ -134,7 +135,7 @@ def is_decoder(model: Any) -> bool:
 
 
 def timed(embed: Embed) -> Side:
-    """Make a side that runs in this process."""
+    """Return a side that runs in this process."""
 
     def run(texts: Sequence[list[int]]) -> tuple[Vectors, float, float]:
         begin, cpu = time.perf_counter(), time.process_time()
@@ -146,9 +147,10 @@ def timed(embed: Embed) -> Side:
 
 @contextmanager
 def peer(name: str, python: str, folder: Path, dtype: str) -> Iterator[Side]:
-    """Start an embedder of `bench.versus.cpu.embedder`. Raises SystemExit if it ends."""
+    """Start a peer, `bench.versus.cpu.embedder`. Raises SystemExit if it ends."""
     script = str(ROOT / "bench/versus/cpu/embedder.py")
-    command = [python, "-P", script, name, str(folder), "--dtype", dtype]  # -P: or http is ours
+    # -P: otherwise `import http` finds our bench/versus/http.py
+    command = [python, "-P", script, name, str(folder), "--dtype", dtype]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -180,7 +182,7 @@ def manta(folder: Path, dtype: str = "float32") -> Embed:
     from engine.pooling import as_array
     from engine.sampling_params import SamplingParams
 
-    # Without the prefix cache, in which a decoder would find the texts of the round before.
+    # No prefix cache: a decoder would find the texts of the previous round in it.
     config = EngineConfig(model=str(folder), device="cpu", dtype=dtype, prefix_caching=False)
     core, _ = build(config)
     params = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
@@ -239,7 +241,8 @@ def compare(
         for case in CASES:
             texts = texts_of(case)
             tokens = sum(map(len, texts))
-            ours, *theirs = (run(texts)[0] for run in sides.values())  # the first is not counted
+            # a warm-up that does not count
+            ours, *theirs = (run(texts)[0] for run in sides.values())
             differences = [float(np.abs(ours - vectors).max()) for vectors in theirs]
             for other, difference in zip(list(sides)[1:], differences, strict=True):
                 said = f"{name}/{dtype}/{case}: vectors of {other} differ by {difference}"

@@ -35,22 +35,22 @@ from typing import NamedTuple
 from bench.report.result_file import Line, RawLines, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
-SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
-ALONE = "tests/engine/scheduling/test_out_of_memory.py"  # takes all memory that there is
-TOGETHER = "tests/engine/process/test_two_gpus.py"  # ranks on devices of their own
+SPLIT = FIRST[1]  # takes longest, so each of its tests is a part, to be spread over devices
+ALONE = "tests/engine/scheduling/test_out_of_memory.py"  # fills the whole memory of a device
+TOGETHER = "tests/engine/process/test_two_gpus.py"  # its ranks need a device each
 GPU = "gpu and not long"
-LONG = ("32768", "131072")  # tokens
-# Of each part. References are small models on the CPU: with a thread for each of 64 cores they take
-# several times as long, and what runs beside them too.
+LONG = ("32768", "131072")  # tokens of the long requests
+# Threads of each part. References are small models on the CPU, which take several times as long
+# with 64 threads and slow down other parts.
 CPU_THREADS = "8"
-_PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
+_PLAIN = {"part", "case", "outcome", "seconds", "why"}  # fields of a line that are not measurements
 
 
 class CheckPart(NamedTuple):
     name: str
     command: list[str]
-    alone: bool = False  # on its device
-    together: bool = False  # on all devices
+    alone: bool = False  # whether it needs a device for itself
+    together: bool = False  # whether it needs all devices
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
@@ -58,18 +58,18 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
     texts = {file: (root / file).read_text() for file in files}
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
-    others: dict[str, list[str]] = {}  # by folder: a process takes seconds to start
+    others: dict[str, list[str]] = {}  # one part per folder, since a process takes seconds to start
     for file in marked:
         if file not in (*FIRST, ALONE, TOGETHER):
             others.setdefault(str(Path(file).parent), []).append(file)
-    # These run on the device where there is one, so that they bear no mark.
+    # These files have no gpu mark, because they use a device only if there is one.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", *extra]
     tests = re.findall(r"^def (test_\w+)", texts.get(SPLIT, ""), re.MULTILINE)
     first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
     parts = [CheckPart(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
-    # Four processes each: their references are in Python.
+    # four processes each, as their references are slow Python
     parts += [
         CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain
     ]
@@ -87,9 +87,9 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
 
 
 def run(part: CheckPart, until: float, device: str) -> list[Line]:
-    """Run a part and return its lines; the last line says how the part ended.
+    """Run a part and return its lines; the last line has the part's outcome.
 
-    until: the end of the time, by time.monotonic().
+    until: deadline by time.monotonic().
     """
     seconds = until - time.monotonic()
     if seconds < 1:
@@ -117,7 +117,7 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
     lines = ended(
         [json.loads(text) for text in output.splitlines() if text.startswith('{"')], unfinished
     )
-    # 5: no test of the file has the mark.
+    # 5: no test of the file has the mark
     good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
     last: Line = {"case": part.name, "outcome": "passed" if good else "failed"}
     if code is None:
@@ -131,7 +131,7 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
 def ended(lines: list[Line], unfinished: str) -> list[Line]:
     """Return the last line of each test.
 
-    unfinished: the outcome of a test that only began, because the process died or its time was up.
+    unfinished: outcome of tests without an end, because the process died or ran out of time.
     """
     last: dict[str, Line] = {}
     for line in lines:
@@ -142,7 +142,7 @@ def ended(lines: list[Line], unfinished: str) -> list[Line]:
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Return an earlier run's lines of the parts that passed."""
+    """Return an earlier run's lines for the parts that passed."""
     good = {
         line["part"]
         for line in lines
@@ -152,8 +152,7 @@ def whole(lines: list[Line]) -> list[Line]:
 
 
 def rows_of(lines: list[Line]) -> list[Line]:
-    """Return rows: test counts by outcome, then the measurements and the tests that did not
-    pass."""
+    """Return rows: test counts by outcome, then measurements and tests that did not pass."""
     outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
     counts: list[Line] = [
         {"case": outcome, "tests": outcomes.count(outcome)} for outcome in sorted(set(outcomes))
@@ -223,7 +222,7 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
 
             with ThreadPoolExecutor(len(places)) as pool:
                 for _ in pool.map(run_one, todo):
-                    pass  # raises what a part raised
+                    pass  # raise a part's exception here
 
         todo = [
             part

@@ -51,12 +51,13 @@ from kernels.dispatch import kernels_for
 GB = 10**9
 CASES = ("ready", "dense", "moe")
 _SHARD = 2 * GB
-_SOURCE = 1 << 30  # bytes of host memory that copies are made from, again and again
+_SOURCE = 1 << 30  # bytes of host memory that are copied repeatedly
 
 
 def dense(gb: float) -> dict[str, Any]:
-    """Return a configuration of as many layers of llama-8b as make so many GB; below 6 GB narrower
-    ones."""
+    """Return the configuration of a llama-8b-like model of `gb` GB; below 6 GB with narrower
+    layers.
+    """
     narrow = 1 if gb >= 6 else 2
     hidden, inner = 4096 // narrow, 14336 // narrow
     layer = 2 * (2 * hidden * hidden + hidden * hidden // 2 + 3 * hidden * inner)
@@ -66,11 +67,11 @@ def dense(gb: float) -> dict[str, Any]:
 
 
 def moe(gb: float, layers: int = 26) -> dict[str, Any]:
-    """Return a configuration of Qwen3-MoE with 393 tensors a layer.
+    """Return the configuration of a Qwen3-MoE with 393 tensors per layer.
 
-    Of these, 384 are of experts, which are narrower than qwen3-30b-a3b's.
+    384 of them are of experts, which are narrower than qwen3-30b-a3b's.
     """
-    # A layer has about 75 h^2 numbers: 3 * 128 * h * (3/16 h) in experts, the rest in attention.
+    # A layer has about 75 h^2 weights: 3 * 128 * h * (3/16 h) in experts, the rest in attention.
     hidden = max(256, round(math.sqrt(gb * GB / 2 / layers / 75) / 256) * 256)
     heads = hidden // 64
     return {
@@ -115,8 +116,7 @@ def _llama(hidden: int, inner: int, vocab: int, layers: int, kv_heads: int) -> d
 
 
 def tensors(folder: Path) -> list[tuple[str, list[int]]]:
-    """Return the names and shapes of the tensors that a checkpoint of the folder's config.json
-    has."""
+    """Return names and shapes of the tensors in a checkpoint for the folder's config.json."""
     meta = build_model(
         ModelConfig.from_folder(folder),
         torch.bfloat16,
@@ -132,9 +132,9 @@ def tensors(folder: Path) -> list[tuple[str, list[int]]]:
 
 
 def make(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Write the folder's checkpoint. Returns the bytes of each tensor."""
+    """Write the folder's checkpoint, and return the bytes of each tensor."""
     (folder / "config.json").write_text(json.dumps(config))
-    # An engine that reads weights reads a tokenizer, too: a token for each row of the head.
+    # An engine needs a tokenizer, too: one token for each row of the head.
     words = {f"<{id}>": id for id in range(config["vocab_size"])}
     Tokenizer(WordLevel(words, "<0>")).save(str(folder / "tokenizer.json"))
     names = tensors(folder)
@@ -179,7 +179,7 @@ def load(folder: Path, device: str) -> None:
 
 
 def copy(source: Tensor, sizes: Sequence[int], device: str) -> list[Tensor]:
-    """Copy bytes of source into new tensors of these sizes, from its start again where it ends."""
+    """Copy bytes into new tensors of these sizes, starting over at the source's end."""
     pieces, at = [], 0
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
@@ -208,7 +208,7 @@ def timed(device: str, work: Callable[[], Any]) -> float:
 
 
 class _Peak:
-    """The most that the process's own memory grows by."""
+    """The peak growth of this process's own memory."""
 
     def __enter__(self) -> "_Peak":
         self._stop = threading.Event()
@@ -233,7 +233,9 @@ def _resident() -> int:
 
 
 def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Line:
-    """Time loading and copies of as many bytes, in turns: the seconds of each round."""
+    """Time loading, and copies of as many bytes, in alternation. Returns the seconds of each
+    round.
+    """
     total = sum(sizes)
     source = torch.empty(min(_SOURCE, total), dtype=torch.uint8).random_()
     ways: dict[str, Callable[[], Any]] = {
@@ -243,7 +245,7 @@ def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Li
     if device == "cuda":
         pinned = source[: 256 << 20].pin_memory()
         ways["pinned"] = lambda: copy(pinned, sizes, device)
-    timed(device, ways["load"])  # the page cache, kernels, the device's context
+    timed(device, ways["load"])  # warms up the page cache, kernels and the device's context
     with _Peak() as peak:
         timed(device, ways["load"])
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -259,7 +261,7 @@ def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Li
 
 
 def starts(folder: Path, count: int) -> Iterator[Line]:
-    """Yield each start's line: its side, when the engine was ready, and its configuration."""
+    """Yield a line for each start: its side, the seconds until ready, and the configuration."""
     for run in range(count):
         for side in ("manta", "vllm"):
             for line in run_side(side, str(folder), [], [], None, load_format="auto"):
@@ -267,7 +269,7 @@ def starts(folder: Path, count: int) -> Iterator[Line]:
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    """Compute the rows of all lines, those of earlier calls included."""
+    """Compute the rows from all lines, those of earlier calls included."""
     rows = [_copy_row(line) for line in lines if "seconds" in line]
     for case in dict.fromkeys(line["case"] for line in lines if "ready_s" in line):
         ours, peer = (
@@ -327,7 +329,8 @@ def main() -> None:
         try:
             sizes = make(folder, config)
             if "ready" in labels and "ready" in names:
-                # Before this process has a context on the device, which both engines want whole.
+                # Run before this process has a context on the device, as both engines want the
+                # whole device.
                 for line in starts(folder, args.starts):
                     raw.keep({"case": labels["ready"], **line})
             if names[-1] in labels:

@@ -31,21 +31,21 @@ OUTPUT = 32
 
 
 def resident() -> float:
-    """The most GiB that this process had in memory."""
+    """Return the peak memory of this process, in GiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(peak) / 2**20
 
 
 def measure(core: EngineCore, tokens: int) -> dict[str, Any]:
-    """A prompt of `tokens` less the output."""
+    """Measure one request of `tokens` tokens, prompt and output together."""
     prompt = tokens - OUTPUT
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     ids = [i % min(core.config.vocab_size, 32_000) for i in range(prompt)]
     begin = time.perf_counter()
     core.add_request(EngineRequest(0, ids, prompt, params, seed=0))
@@ -68,8 +68,10 @@ def measure(core: EngineCore, tokens: int) -> dict[str, Any]:
 
 
 def widened(model: str, positions: int, folder: Path) -> dict[str, str]:
-    """A copy of the model in `folder`, with at least so many positions; what the result has to say
-    about that."""
+    """Copy the model to `folder` with at least `positions` positions.
+
+    Returns what the result file must say about the change.
+    """
     fields = json.loads((Path(model) / "config.json").read_text())
     for path in Path(model).iterdir():
         if path.name != "config.json":

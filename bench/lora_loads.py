@@ -1,6 +1,7 @@
-"""The cost of loading adapters to other requests: the times between tokens of one of many streams
-while adapters are added, read, copied to the device and used once, against the times while as many
-requests, as often, use one that is there. Run by `bench.versus.lora`, in a process of its own."""
+"""The cost of loading adapters to other requests: inter-token times of one of many streams while
+adapters are added, read, copied to the device and used once. The baseline has as many requests,
+equally spaced, that use a loaded adapter. `bench.versus.lora` runs this in a separate process.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 SLOTS = 8
 TURNS = 2
-WARM_TOKENS = 16  # of the streams: then the others' prompts are read
+WARM_TOKENS = 16  # tokens of each stream after which all prompts are computed
 
 
 def measure(
@@ -22,8 +23,11 @@ def measure(
     count: int,
     interval: float,
 ) -> dict[str, Any]:
-    """Percentiles in milliseconds, loading and quiet. tokens: of each stream. adapters: a folder
-    with a0 .. a<count - 1>. interval: seconds from one load to the next, at least."""
+    """Return percentiles of inter-token times in milliseconds, with loading and without.
+
+    tokens: of each stream. adapters: a folder with a0 .. a<count - 1>. interval: least seconds
+    between two loads.
+    """
     from engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
@@ -41,7 +45,7 @@ def measure(
                 raise RuntimeError(f"{name} was not used: {choice.finish_reason} {choice.error}")
 
         def load() -> None:
-            """Each adapter is used once, so that it goes to the device and others leave it."""
+            """Use each adapter once, so that it is loaded to the device and evicts others."""
             nonlocal slowest, took
             start = time.perf_counter()
             for number in range(count):
@@ -53,7 +57,7 @@ def measure(
             took = time.perf_counter() - start
 
         def disturb() -> None:
-            # As long as the loads took: streams grow, and steps with them.
+            # Rest as long as the loads took, because steps grow with the streams.
             nonlocal rested
             start = time.perf_counter()
             for number in range(count):
@@ -70,7 +74,7 @@ def measure(
             loading += gaps_beside(start_streams, load)
             for number in range(count):
                 llm.remove_adapter(f"a{number}")
-            use("there")  # the loads may have taken its slot
+            use("there")  # load it again, as the loads may have evicted it
             quiet += gaps_beside(start_streams, disturb)
         figures = {
             f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
@@ -91,8 +95,11 @@ def _sleep_until(moment: float) -> None:
 
 
 def gaps_beside(start_streams: Callable[[], list[Any]], disturb: Callable[[], None]) -> list[float]:
-    """The times between tokens of the first stream while `disturb` runs in another thread. Streams
-    that end sooner start anew. Raises what `disturb` does: half of the loads would look good."""
+    """Return inter-token times of the first stream while `disturb` runs in another thread.
+
+    Streams that end earlier are restarted. An exception of `disturb` is raised, since incomplete
+    loads would look fast.
+    """
     times: list[float] = []
     other: Future[None] | None = None
     with ThreadPoolExecutor(1) as pool:

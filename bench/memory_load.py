@@ -25,14 +25,18 @@ from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 
-# Bytes. Graphs for sampling are captured when one is first needed, pools have gaps.
+# bytes: sampling graphs are captured on first use, and memory pools fragment
 _GROWTH = 256 << 20
 
 
 @dataclass
 class Report:
-    """seconds, requests that ended and how often; reserved: bytes of the device after a tenth of
-    the time, and at the end; moments: every ten seconds of it, if it was told."""
+    """The outcome of a load.
+
+    seconds: duration. reserved_early, reserved: device bytes after a tenth of the time, and at the
+    end.
+    moments: state every ten seconds, if reporting was on.
+    """
 
     seconds: float = 0.0
     ended: int = 0
@@ -62,7 +66,7 @@ class Report:
 
 
 def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineRequest:
-    """A request of up to `longest` tokens in all; short ones are as likely as long ones."""
+    """Draw a request of up to `longest` tokens; lengths are distributed logarithmically."""
 
     def length(most: int) -> int:
         return max(1, int(most ** rng.random()))
@@ -85,8 +89,10 @@ def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineReq
 
 
 def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) -> Report:
-    """Keep half as many requests again as can run for this long, then abort what is left. unit:
-    "s", or "steps" of the engine, which do not depend on how busy the machine is."""
+    """Keep 1.5 times as many requests as can run for this long, then abort the rest.
+
+    unit: "s", or engine "steps", which do not depend on the machine's load.
+    """
     rng = random.Random(0)
     config, report = core.config, Report()
     wanted = config.max_num_seqs * 3 // 2
@@ -103,7 +109,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
             number += 1
         if open_ids and rng.random() < 0.05 * len(open_ids) / wanted:
             core.abort([rng.choice(sorted(open_ids))])
-        if now >= limit:  # what is left would take as long again
+        if now >= limit:  # the remaining requests would take as long again
             core.abort(sorted(open_ids))
         for delta in core.step():
             report.output_tokens += len(delta.token_ids)
@@ -133,7 +139,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
 
 
 def _reserved() -> int:
-    """Bytes of the device that torch holds; 1 where there is no CUDA device."""
+    """Return the device bytes that torch has reserved; 1 without a CUDA device."""
     import torch
 
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 1

@@ -23,12 +23,14 @@ from bench.report.result_file import print_ratios, write
 from deployments.checkpoints.resolve import resolve_model
 from engine import LLM, SamplingParams
 
-# name: requests, prompt tokens, output tokens
+# name: (requests, prompt tokens, output tokens)
 CASES = {"single": (1, 32, 96), "batch": (8, 32, 64), "prompt": (1, 480, 1)}
 
 
 def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
-    """Seconds and outputs of one round. Prompts are new each round, so no prefix is there yet."""
+    """Return seconds and outputs of one round. Prompts differ each round, so none is in the
+    prefix cache.
+    """
     requests, prompt, output = CASES[case]
     draw = random.Random(f"{case} {number}")
     top = llm.ready.vocab_size - 1
@@ -44,8 +46,11 @@ def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
 def measure(
     folder: Path, ranks: int, dtype: str, rounds: int, cores: int, key: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and raw lines. cores: of each side, so many threads of one rank. key: that says how many
-    ranks there are."""
+    """Return rows and raw lines.
+
+    cores: cores of each side; one rank has that many threads. key: the option that sets the number
+    of ranks.
+    """
     lines: list[dict[str, Any]] = []
     with ExitStack() as stack:
         sides = {
@@ -58,7 +63,7 @@ def measure(
             )
             for name, count in (("one", 1), ("several", ranks))
         }  # fmt: skip
-        for number in range(-1, rounds):  # one to warm up
+        for number in range(-1, rounds):  # -1 warms up
             for case in CASES:
                 for name, llm in sides.items():
                     seconds, tokens = turn(llm, case, number)

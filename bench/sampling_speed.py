@@ -26,11 +26,11 @@ CONFIG: dict[str, Any] = {
     "prefix_caching": False,
 }
 PROMPT, OUTPUT = 64, 128  # tokens
-RUNS = 2  # the best counts
+RUNS = 2  # the best run counts
 
 
 def measure(model: str, together: list[int], fields: dict[str, Any]) -> dict[str, float]:
-    """Return output tokens/s by kind/requests."""
+    """Return output tokens/s by "kind/requests"."""
     from engine import LLM, SamplingParams
 
     rows = {}

@@ -36,8 +36,8 @@ from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, ve
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.http import LOAD_S, READY_S, load
 
-ROUTERS = 4  # for each replica of the largest step
-FIRST_ANSWER_S = 15.0  # promised
+ROUTERS = 4  # routers for each replica of the largest step
+FIRST_ANSWER_S = 15.0  # target in seconds
 SCALES = 0.95
 
 
@@ -63,7 +63,7 @@ def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
 
 
 class Server:
-    """A server in this process's own Ray cluster, with so many replicas at first."""
+    """A server in this process's own Ray cluster, which starts with `replicas` replicas."""
 
     def __init__(self, args: argparse.Namespace, replicas: int) -> None:
         from deployments.cli.serving.cluster import Cluster
@@ -102,7 +102,7 @@ class Server:
         deploy(serve_config(configuration(self.args, replicas)))
 
     def answered(self) -> dict[str, float]:
-        """Return the output tokens by replica, as some router has heard of them."""
+        """Return the output tokens by replica, from the metrics of some router."""
         text = self._get("/metrics") or ""
         lines = {}
         for line in text.splitlines():
@@ -112,7 +112,7 @@ class Server:
         return lines
 
     def ask(self) -> None:
-        """Request one token, with a prompt of its own."""
+        """Request one token with a unique prompt."""
         body = {"model": "m", "prompt": [time.monotonic_ns() % 9973 + 16] * 8, "max_tokens": 1}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
@@ -131,9 +131,11 @@ class Server:
 
 
 def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
-    """Deploy more replicas; time each new replica's first answer in seconds from the decision."""
-    # Soon after a start a router has not heard of all that are there; one that it hears of later
-    # would count as new, with the answers that it gave before.
+    """Deploy more replicas, and time each new replica's first answer from the decision, in
+    seconds.
+    """
+    # After a start a router may not yet know all replicas. A replica that it hears of later would
+    # count as new, with its earlier answers.
     old: set[str] = set()
     limit = time.monotonic() + READY_S
     while len(old := old | server.answered().keys()) < have:
@@ -169,8 +171,7 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> Line:
-    """Run the load and return its line. share: the share of each replica's requests that is
-    sent."""
+    """Run the load and return its line. share: share of each replica's requests that is sent."""
     clients = min(args.streams, 1 if args.cpu else 8)
     line = load(
         url,
@@ -191,16 +192,15 @@ def missing(counts: list[int], lines: list[Line]) -> list[int]:
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Drop the lines of a growth after which no throughput was measured; the growth is done
-    again."""
+    """Drop the lines of a scale-up without a measured throughput; it is done again."""
     done = {line["replicas"] for line in lines if "out_tok_s" in line}
     return [line for line in lines if line["label"] != "grow" or line["to"] in done]
 
 
 def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compute the rows <name>/<replicas>: tokens/s against so many times one replica's.
+    """Compute rows <name>/<replicas>: tokens/s against one replica's times the number.
 
-    Further rows have the longest time to a first answer against the promised one.
+    Further rows have the longest time to a first answer against the target.
     """
     rows: list[dict[str, Any]] = []
 
@@ -241,10 +241,10 @@ def main() -> int:
         raw.keep({**line, "at_s": round(time.monotonic() - began, 1)})
 
     if counts := missing(args.replicas, raw.all):
-        # A count grows from the one before, so that its growth is timed.
+        # Start from the next smaller count, so that the scale-up is timed.
         have = max((count for count in args.replicas if count < counts[0]), default=counts[0])
         with tempfile.TemporaryDirectory(prefix="so") as folder:
-            os.environ["TMPDIR"] = folder  # short: haproxy puts sockets in it
+            os.environ["TMPDIR"] = folder  # a short path, because haproxy puts sockets in it
             with Server(args, have) as server:
                 keep({"label": "start", "replicas_at_start": have, "edge": server.edge})
                 for replicas in counts:

@@ -28,13 +28,13 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from kernels.experts.routing import up_rows
 
-STEPS = 12  # profiled; the first and the last are cut off
-PROMPT = 400  # tokens of the requests that decode
+STEPS = 12  # profiled; the first and the last are dropped
+PROMPT = 400  # prompt tokens of the decoding requests
 CHUNK = 768  # prompt tokens of a mixed step
 BOUNDARY = "_assemble_kernel"  # the first kernel of a step
 COPY = "Memcpy"
 
-# The kind of a kernel by its name; the first that fits.
+# Kinds of kernels by name; the first match counts.
 KINDS = (
     ("decode attention", re.compile(r"_decode_kernel|_merge_kernel|_plan_kernel")),
     ("prefill attention", re.compile(r"_prefill_kernel|flash|fmha")),
@@ -46,7 +46,7 @@ KINDS = (
     ("expert choice", re.compile(r"^_(few_route|topk)_kernel")),
     ("expert sort", re.compile(r"^_(sort|count|place)_kernel")),
     ("expert sum", re.compile(r"^_sum_kernel")),
-    # The library's name of products of 16-bit numbers that give 32-bit ones, as routers' do.
+    # the library's name for GEMMs of 16-bit inputs with 32-bit outputs, such as routers
     ("router product", re.compile(r"^nvjet_sm\d+_tss_")),
     ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
     (
@@ -55,12 +55,12 @@ KINDS = (
     ),
     ("assembly", re.compile(r"_assemble_kernel|_apply_updates")),
 )
-OTHER = "other"  # embedding, selections, copies to and from the host
+OTHER = "other"  # embedding, index selections, copies to and from the host
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A launched kernel. Times in microseconds on the device's clock."""
+    """A launched kernel. Times are microseconds of the device's clock."""
 
     name: str
     start: float
@@ -69,17 +69,18 @@ class Kernel:
 
 @dataclass(slots=True)
 class TimeLine:
-    """The parts of whole steps, in microseconds a step."""
+    """The parts of complete steps, in microseconds per step."""
 
     steps: int = 0
     step_us: float = 0.0
     idle_us: float = 0.0  # gaps of any kind
-    between_us: float = 0.0  # of these, where one step hands over to the next
+    between_us: float = 0.0  # gaps between two steps
     kinds: dict[str, float] = field(default_factory=dict)
-    names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
+    # microseconds and launches per step
+    names: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def launches(self, kind: str) -> float:
-        """Return how often kernels of a kind are launched in a step."""
+        """Return how many kernels of a kind are launched per step."""
         return sum(count for name, (_, count) in self.names.items() if kind_of(name) == kind)
 
 
@@ -88,9 +89,9 @@ def kind_of(name: str) -> str:
 
 
 def time_line(kernels: Sequence[Kernel]) -> TimeLine:
-    """Split the time between the first and the last boundary among kernels and gaps.
+    """Split the time between the first and the last step boundary among kernels and gaps.
 
-    Raises ValueError if there is no whole step.
+    Raises ValueError without a complete step.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in ordered if BOUNDARY in kernel.name]
@@ -105,7 +106,7 @@ def time_line(kernels: Sequence[Kernel]) -> TimeLine:
             continue
         gap = max(0.0, kernel.start - now) / steps
         line.idle_us += gap
-        # A step ends with a copy to the host, and begins with one from it.
+        # A step ends with a copy to the host and begins with a copy from it.
         if BOUNDARY in kernel.name or COPY in kernel.name or COPY in before:
             line.between_us += gap
         if kernel.start >= finish:
@@ -127,10 +128,11 @@ def products_floor_us(
     bandwidth: float,
     rate: float,
 ) -> float:
-    """Return the floor of a step's GEMMs in microseconds. The head sees only the rows that sample.
+    """Return the lower bound of a step's GEMM time in microseconds. The head gets sampled rows
+    only.
 
-    parameters: (name, (outputs, inputs), bytes of an element) of each matrix.
-    bandwidth: in bytes/s. rate: in operations/s.
+    parameters: (name, (outputs, inputs), bytes per element) of each matrix.
+    bandwidth: bytes/s. rate: operations/s.
     """
     total = 0.0
     for name, (outputs, inputs), size in parameters:
@@ -142,25 +144,27 @@ def products_floor_us(
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a layer on this device: how many, of how many that a token chooses among, and
-    the bytes of all of them."""
+    """The experts of a layer on this device.
+
+    here: experts on this device. choices: all experts. chosen: experts per token. num_bytes: of all
+    experts here.
+    """
 
     here: int
     choices: int
     chosen: int
     hidden: int
     size: int
-    up_rows: int  # of an expert's first product
+    up_rows: int  # rows of an expert's first GEMM
     num_bytes: int
 
 
 def mixture_floors_us(
     mixtures: Sequence[Mixture], step: "Step", line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Return kind -> floor of the kinds that experts have.
+    """Return lower bounds by kind, for the kernels of experts.
 
-    The tokens meet as many experts as even routing gives on average; the weights of those are read
-    once.
+    Experts with tokens are as many as under even routing on average; their weights are read once.
     """
     element, floors = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
     floors |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
@@ -175,7 +179,8 @@ def mixture_floors_us(
             floors[kind] += max(read, 2 * pairs_here * share * mixture.hidden / rate)
         router = (mixture.choices + tokens) * mixture.hidden * element
         logits = 4 * tokens * mixture.choices
-        # A few tokens are normed, multiplied and routed in one launch, whose logits stay inside.
+        # With few tokens, norm, router GEMM and routing are one launch, which does not write the
+        # logits.
         of_choice = router + tokens * mixture.hidden * element if fused else logits
         floors["expert choice"] += (of_choice + 8 * pairs) / bandwidth
         floors["router product"] += (router + logits) / bandwidth
@@ -186,23 +191,23 @@ def mixture_floors_us(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of a step, for the floors of all kinds but GEMMs."""
+    """The work of a step, for the lower bounds of all kinds except GEMMs."""
 
     tokens: int
     samples: int
-    prompt: int  # tokens of a prompt that is computed whole
-    keys: float  # read by decodes
+    prompt: int  # tokens of a prompt that is computed in the step
+    keys: float  # keys that decodes read
     block_size: int
-    element: int  # bytes of an activation, a key or a value
+    element: int  # bytes of an activation, key or value element
 
 
 def floors_us(
     config: ModelConfig, step: Step, line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Return kind -> floor of the kinds that ran.
+    """Return lower bounds by kind, for the kinds that ran.
 
-    Fused operations are not counted again: norms, gates and rotary embeddings have floors of as
-    many launches as there were.
+    Fused operations are not counted twice: norms, gates and rotary embeddings count as often as
+    they were launched.
     """
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     seen = step.prompt * (step.prompt + 1) / 2
@@ -214,7 +219,7 @@ def floors_us(
         "rope and KV write": line.launches("rope and KV write")
         * (row * 2 * (heads + 2 * kv_heads) * dim),
         "sampling": step.samples * config.vocab_size * step.element,
-        # Block ids are read and written; a token has an id read and written, a position, a slot.
+        # Block ids are read and written; each token reads and writes an id, a position and a slot.
         "assembly": step.keys / step.block_size * 8 + step.tokens * 20,
     }
     floors = {kind: count / bandwidth * 1e6 for kind, count in num_bytes.items()}
@@ -223,9 +228,9 @@ def floors_us(
 
 
 def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
-    """Return the matrices of a decoder whose weights are not quantised.
+    """Return the matrices of a decoder with unquantised weights.
 
-    The embedding counts as the head of a tied model.
+    The embedding counts as the head of a model with tied embeddings.
     """
     weights = [("layer", linear.state.weight) for linear in model.linears()]
     weights.append(("head", model.embedding if model.head is None else model.head.state.weight))
@@ -236,7 +241,7 @@ def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
 
 
 def _mixtures(model: Any) -> list[Mixture]:
-    """Return the experts of each layer that has some."""
+    """Return the experts of each layer that has experts."""
     rows = []
     for layer in model.layers:
         for stack in layer.stacks:
@@ -252,7 +257,9 @@ def _mixtures(model: Any) -> list[Mixture]:
 
 
 def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
-    """Record STEPS rounds of the loop: the kernels, and the mean of keys that decodes read."""
+    """Record STEPS rounds of the loop. Returns the kernels, and the mean number of keys that
+    decodes read.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -274,8 +281,10 @@ def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
 
 
 def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], float]:
-    """Bring `running` requests to their decodes, then record; with chunk > 0 each step also holds
-    a new prompt of that many tokens. Leaves the core empty."""
+    """Record steps with `running` decoding requests, and leave the core empty.
+
+    chunk: prompt tokens of a new request in each step, 0 for none.
+    """
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
     single = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     number = iter(range(10**6))
@@ -306,7 +315,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
 
 def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[dict[str, Any]]:
     """Profile the three kinds of step, print each, and return their rows."""
-    runner: Any = core._runner  # the model and the cache behind the scheduler
+    runner: Any = core._runner  # the model and the KV cache behind the scheduler
     matrices, mixtures = _matrices(runner.model), _mixtures(runner.model)
     kv = runner.kv
     rows = []

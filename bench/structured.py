@@ -31,7 +31,8 @@ from engine.structured.constraint import Constraint
 from engine.structured.grammar import Grammar
 from engine.structured.step_grammars import StepGrammars
 
-Case = tuple[str, Any, list[tuple[Any, bool]]]  # name, schema, documents and whether they are valid
+# name, schema, and (document, whether it is valid) pairs
+Case = tuple[str, Any, list[tuple[Any, bool]]]
 
 OUTCOMES = ("right", "refused", "invalid_accepted", "valid_rejected", "failed")
 
@@ -45,7 +46,7 @@ def suite_cases(files: list[Path]) -> Iterator[Case]:
 
 
 def maskbench_cases(folder: Path, sample: int) -> Iterator[Case]:
-    """Yield cases of MaskBench, evenly spread over the files, by name."""
+    """Yield `sample` cases of MaskBench, evenly spaced over its files by name."""
     files = sorted(folder.glob("*.json"))
     step = max(1.0, len(files) / sample) if sample else 1.0
     for i in range(min(len(files), sample or len(files))):
@@ -58,7 +59,7 @@ def maskbench_cases(folder: Path, sample: int) -> Iterator[Case]:
 def in_order(value: Any, schema: Any) -> Any:
     """Return a document with its properties in the schema's order.
 
-    Only the schema's own `properties` and `items` give the order.
+    Only the schema's own `properties` and `items` define the order.
     """
     if not isinstance(schema, dict):
         return value
@@ -81,8 +82,11 @@ def in_order(value: Any, schema: Any) -> Any:
 
 
 class Judge:
-    """A judge that compiles schemas and feeds them documents. It keeps the times of compiling and
-    masks, in ms of CPU of this thread. Wall-clock times would be dominated by other programs."""
+    """A judge that compiles schemas and feeds them documents.
+
+    It records compile and mask times in CPU milliseconds of this thread, as wall-clock times would
+    include other programs.
+    """
 
     def __init__(self, vocabulary: Vocabulary, compile_schema: Callable[[Any], Any]) -> None:
         self._vocabulary = vocabulary
@@ -101,7 +105,7 @@ class Judge:
             if error.code != "unsatisfiable_schema":
                 counts["refused"] = len(tests)
                 return counts
-            matcher = None  # nothing is valid, so nothing is written
+            matcher = None  # no document is valid, so none is written
         self.compile_ms.append((time.thread_time() - began) * 1e3)
         for document, valid in tests:
             try:

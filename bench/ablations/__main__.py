@@ -62,8 +62,11 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def write(out: Path, rows: list[AblationRow], options: dict[str, Any]) -> list[AblationRow]:
-    """Write the result files. Rows of other techniques that ran on the same day stay, so that some
-    can be run again; returns all of them."""
+    """Write the result files, and return all rows.
+
+    Earlier rows of the same day for other techniques are kept, so that single techniques can be run
+    again.
+    """
     today = datetime.date.today().isoformat()
     stem = out / f"ablations-{today}"
     path = stem.with_suffix(".json")

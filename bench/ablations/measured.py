@@ -1,7 +1,8 @@
-"""Workloads that fit this machine's CPU, measured on it: a feature on and off, in turns, best of
-the rounds. The default model unless said otherwise, one process with the core in it.
+"""Ablations measured on this machine's CPU: a feature switched on and off in alternation, best of
+several rounds. They use the default model unless stated otherwise, with engine and client in one
+process.
 
-What is measured is processor time of one core, which tells the same on a busy machine.
+The measure is CPU time of one core, which is stable on a busy machine, too.
 """
 
 import contextlib
@@ -42,7 +43,9 @@ def _core(folder: Path, **fields: Any) -> EngineCore:
 
 
 def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
-    """Processor seconds for the groups one after another, each all at once."""
+    """Return the CPU seconds to serve the groups one after another, each group's requests at
+    once.
+    """
     begin = time.process_time()
     number = 0
     for group in groups:
@@ -57,15 +60,18 @@ def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
 
 
 def _in_turns(rounds: int, *sides: Callable[[], float]) -> list[float]:
-    """The best of each side's seconds."""
+    """Return the best seconds of each side over alternating rounds."""
     return [min(times) for times in zip(*[[side() for side in sides] for _ in range(rounds)],
                                         strict=True)]  # fmt: skip
 
 
 @contextlib.contextmanager
 def _unfused() -> Iterator[None]:
-    """The CPU back end without generated kernels: torch's operations one by one, FBGEMM's products
-    with 16-bit weights, decodes padded to one length."""
+    """Disable the CPU back end's generated kernels within the context.
+
+    Torch runs each operation separately, FBGEMM the matmuls with 16-bit weights, and decodes are
+    padded to one length.
+    """
     with (
         mock.patch.object(PackedLinear, "fits", staticmethod(lambda weight: False)),
         mock.patch("kernels.cpu.native.attention_for", lambda *shape: None),
@@ -74,7 +80,9 @@ def _unfused() -> Iterator[None]:
 
 
 def fusion(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """Inputs of 5, 13, 27 and 51 tokens in turn, outputs of one length; fused and unfused."""
+    """Measure fused and unfused kernels: prompts of 5, 13, 27 and 51 tokens, outputs of equal
+    length.
+    """
     output = max(4, int(32 * scale))
     rows = []
     fused = _core(folder)
@@ -103,7 +111,7 @@ def fusion(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
 
 
 def continuous_batching(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """Continuous against static batches, ShareGPT's lengths at a tenth."""
+    """Measure continuous against static batching with ShareGPT's lengths, scaled by a tenth."""
     rows = []
     sizes = sharegpt(max(16, int(32 * scale)), scale=0.1)
     for limit, ideal in ((8, 2.20),):
@@ -137,14 +145,18 @@ TINY = {
 
 
 VOCAB = (
-    1024  # of the detokenization model: with the tokenizer's own its head would be most of a step
+    # vocabulary of the detokenization model: with the tokenizer's own, the head would dominate a
+    # step
+    1024
 )
 
 
 def detokenization(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """256 streams of a model of two tiny layers with the default model's tokenizer: text made in
-    the engine's loop, or beside it. What the loop's process has to do for a token, because that is
-    what bounds it where there are cores for both."""
+    """Measure detokenization in the engine's loop against another process, with 256 streams.
+
+    The model has two tiny layers and the default model's tokenizer. The CPU time of the loop's
+    process counts, since this process limits throughput if each has its own core.
+    """
     count, output = max(16, int(256 * scale)), 64
     tokenizer = Tokenizer.load(folder)
     prompts = [f"Request {i}: tell me about the number {i * 7919}." for i in range(count)]
@@ -185,7 +197,9 @@ def _chunk(text: str) -> bytes:
 def _beside(
     fields: dict[str, Any], tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
 ) -> float:
-    """Processor seconds of the engine's process, for the same steps: all requests come at once."""
+    """Return the CPU seconds of the engine's process for the same steps. All requests arrive at
+    once.
+    """
     with LLM(**fields, tokenizer=tokenizer) as llm:
         begin = _processor_seconds(llm.pid)
         llm.generate([_ids(tokenizer, prompt) for prompt in prompts], params)
@@ -193,7 +207,7 @@ def _beside(
 
 
 def _processor_seconds(pid: int) -> float:
-    """Linux: user and system time of all threads."""
+    """Return the user and system time of all threads of a process, on Linux."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -215,7 +229,7 @@ def _inline(
 
 
 def int8_weights(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """A product with weights in 8 bits and in 16, by rows; Manta has no 4-bit weights here."""
+    """Measure matmuls with 8-bit against 16-bit weights, by number of rows."""
     if not has_int8():
         return []
     torch.set_num_threads(1)
@@ -250,7 +264,7 @@ def int8_weights(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
 
 
 def ragged_prefill(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
-    """Prompts of prefill batches as they are, and filled up to the longest; ShareGPT at a third."""
+    """Measure ragged prefill batches against padded ones, with a third of ShareGPT's lengths."""
     sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(16 * scale)), scale=0.33)]
     core = _core(folder)
     rows = []

@@ -19,11 +19,11 @@ TECHNIQUES = {
 
 @dataclass(frozen=True)
 class AblationRow:
-    """ours with the feature, peer with it switched off; more is better.
+    """The throughput with a feature (ours) and without it (peer).
 
-    case: begins with the technique. how: "simulated", or "measured" on this machine. claimed: the
-    ratio that the technique's authors claim; for continuous-batching and ragged-prefill the bound
-    that the lengths alone allow.
+    case: begins with the technique's name. how: "simulated", or "measured" on this machine.
+    claimed: the ratio that the technique's authors claim. For continuous-batching and
+    ragged-prefill it is the upper bound that the lengths allow.
     """
 
     case: str
@@ -67,7 +67,7 @@ class AblationRow:
 
 
 def table(rows: list[AblationRow]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| technique and workload | with | without | reached | claimed |",
         "| --- | --- | --- | --- | --- |",

@@ -1,10 +1,10 @@
-"""Simulated workloads: Manta's own core, scheduler and block manager, and a device that only says
-how long a step takes.
+"""Simulated ablations: Manta's own core, scheduler and block manager with a device that only
+computes how long a step takes.
 
-The time of a step is the larger of its bytes and its arithmetic on an A100-80G: weights once, keys
-and values of every entry once, two operations for each weight and token. Both sides of a ratio have
-the same step times, so only the technique that is switched off makes a difference. What the
-original systems gained by their own kernels and hosts is not in it.
+A step takes the longer of memory traffic and arithmetic on an A100-80G: it reads the weights once
+and each request's KV cache once, with two operations per weight and token. Both sides of a ratio
+have the same step times, so only the ablated technique matters. Gains of the original systems from
+their own kernels and hosts are not included.
 """
 
 import json
@@ -30,8 +30,11 @@ SLOT = 2048  # tokens that a static slot reserves
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """A model on its machine: bytes of the weights and of a token's keys and values, parameters;
-    bytes/s and operations/s as kernels reach them; seconds that a step costs on top."""
+    """The costs of a model on its device.
+
+    weights: bytes. kv: bytes per token. bandwidth, operations: per second, as achieved by kernels.
+    overhead: seconds added to each step.
+    """
 
     weights: float
     kv: float
@@ -47,8 +50,8 @@ class SimulatedDevice:
         return self.overhead + products + keys * self.kv / self.bandwidth
 
 
-# 2.0 TB/s and 312 TFLOP/s of an A100-80G, 85 % and 70 % of it reached; eight of them in parallel
-# reach 70 % of eight.
+# An A100-80G has 2.0 TB/s and 312 TFLOP/s, of which kernels achieve 85 % and 70 %. Eight in
+# parallel achieve 70 % of eight times that.
 LLAMA_7B = SimulatedDevice(13.5e9, 2**19, 6.7e9, 1.7e12, 218e12)
 LLAMA_65B = SimulatedDevice(130e9, 2.5 * 2**20, 65e9, 5.6 * 1.7e12, 5.6 * 218e12, 0.003)
 
@@ -62,7 +65,7 @@ class _Done:
 
 
 class TimedRunner:
-    """`engine.scheduling.core.Runner` that computes nothing and keeps the time. Its token is 9."""
+    """An `engine.scheduling.core.Runner` that only adds up step times. Each sampled token is 9."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -80,30 +83,30 @@ class TimedRunner:
         return True
 
     def shrink(self, num_blocks: int) -> None:
-        """Nothing is kept."""
+        """Do nothing, as there is no memory."""
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
     seconds: float
     steps: int
-    running: float  # mean requests in a step
-    most: int  # requests at once
-    filled: float  # mean share of the tokens that memory holds which some request has computed
+    running: float  # mean number of requests per step
+    most: int  # most requests at once
+    filled: float  # mean share of KV memory that holds computed tokens
     preemptions: int
 
 
 def serve(
     sizes: Sizes,
     device: SimulatedDevice,
-    capacity: int,  # tokens of memory
+    capacity: int,  # KV memory, in tokens
     *,
-    rate: float = 0.0,  # requests a second, Poisson; 0 = all at once
+    rate: float = 0.0,  # requests per second with Poisson arrivals; 0: all at once
     seed: int = 0,
-    adapters: Sequence[str] = (),  # of each request; none at all: no request has one
-    **changes: Any,  # of CoreConfig
+    adapters: Sequence[str] = (),  # adapter of each request; empty: no adapters
+    **changes: Any,  # fields of CoreConfig
 ) -> SimulatedRun:
-    """Serve requests of these sizes to the end."""
+    """Serve requests of these sizes until all have finished."""
     values: dict[str, Any] = {
         "max_num_seqs": 1024,
         "max_num_batched_tokens": 8192,
@@ -151,7 +154,7 @@ def serve(
 
 
 class _AtOnce(Executor):
-    """Runs what it is given, so that a simulation does not depend on threads."""
+    """An executor that runs work immediately, so that simulations do not depend on threads."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -160,7 +163,9 @@ class _AtOnce(Executor):
 
 
 def _store(names: Sequence[str]) -> AdapterStore:
-    """Adapters of these names without weights, all of which fit on the device."""
+    """Return a store with adapters of these names, without weights, all of which fit on the
+    device.
+    """
     at_once = _AtOnce()
     store = AdapterStore(FakeLoader(), len(names), 1 << 20, disk=at_once, device=at_once)
     with tempfile.TemporaryDirectory(prefix="manta-ablations-") as folder:
@@ -179,7 +184,9 @@ def _store(names: Sequence[str]) -> AdapterStore:
 def serve_in_batches(
     sizes: Sizes, size: int, device: SimulatedDevice, *, fill_prompts: bool = True, **options: Any
 ) -> SimulatedRun:
-    """Batches that begin together and end with their longest; see `batches`."""
+    """Serve static batches, whose requests start together and end with the longest; see
+    `batches`.
+    """
     groups = batches(sizes, size, fill_prompts=fill_prompts)
     parts = [serve(group, device, **options) for group in groups]
     steps = sum(part.steps for part in parts)
@@ -199,7 +206,7 @@ def _rates(
     ours: tuple[str, SimulatedRun],
     others: Sequence[tuple[str, SimulatedRun, float | None]],
 ) -> list[AblationRow]:
-    """Requests/s with the technique over each run without it, beside the claimed ratio."""
+    """Return rows of requests/s with the technique against each run without it."""
     name, mine = ours
     return [
         AblationRow.of(
@@ -218,7 +225,7 @@ def _rates(
 
 
 def paged_kv_under_load(scale: float) -> list[AblationRow]:
-    """ShareGPT at 200 requests/s on LLaMA-7B with memory for 121,060 tokens."""
+    """Simulate ShareGPT at 200 requests/s on LLaMA-7B with KV memory for 121,060 tokens."""
     sizes, memory = sharegpt(int(2000 * scale)), {"capacity": 121_060}
     poisson = {**memory, "rate": 200.0}
     slots = 121_060 // SLOT
@@ -239,8 +246,9 @@ def paged_kv_under_load(scale: float) -> list[AblationRow]:
 
 
 def paged_kv_and_admission(scale: float) -> list[AblationRow]:
-    """Simulate what token attention and the exact peak each add to slots, where slots are what is
-    short."""
+    """Simulate the gains of token-granular KV memory and of exact peak admission over reserved
+    slots, where slots are scarce.
+    """
     rows = []
     for name, device, count, claims in (
         ("LLaMA-7B", LLAMA_7B, 2000, (3.83, 4.02)),
@@ -261,7 +269,7 @@ def paged_kv_and_admission(scale: float) -> list[AblationRow]:
 
 
 def admission(scale: float) -> list[AblationRow]:
-    """Widely different lengths, all at once, memory for 16,000 tokens."""
+    """Simulate widely different lengths, all at once, with KV memory for 16,000 tokens."""
     sizes, count = widely_different(int(600 * scale)), int(600 * scale)
     served = {
         admission: serve(sizes, LLAMA_65B, 16_000, admission=admission)
@@ -277,8 +285,11 @@ def admission(scale: float) -> list[AblationRow]:
 
 
 def continuous_batching(scale: float) -> list[AblationRow]:
-    """Continuous against static batches, which run to their longest output, at a limit of requests.
-    The claim is 2 to 3 times; the ratios of steps that these lengths make possible are between."""
+    """Simulate continuous against static batching, at several limits of concurrent requests.
+
+    Static batches run until their longest output ends. Authors claim 2 to 3 times; the rows have
+    the ratios of steps that these lengths allow.
+    """
     rows = []
     sizes = sharegpt(int(1024 * scale))
     for limit, ideal in ((8, 2.20), (16, 2.56), (32, 2.78), (64, 2.97)):
@@ -294,8 +305,9 @@ def continuous_batching(scale: float) -> list[AblationRow]:
 
 
 def ragged_prefill(scale: float) -> list[AblationRow]:
-    """Tokens of prefill batches, ragged and filled up to the longest prompt. Counted by the steps
-    that the scheduler makes."""
+    """Count the tokens of ragged prefill batches against padded ones, over the scheduler's
+    steps.
+    """
     rows = []
     sizes = [(prompt, 1) for prompt, _ in sharegpt(int(1024 * scale))]
     for size, share in ((4, 0.63), (8, 0.76), (16, 0.81), (32, 0.85)):
@@ -333,7 +345,7 @@ def ragged_prefill(scale: float) -> list[AblationRow]:
 
 
 def paged_kv_capacity(scale: float) -> list[AblationRow]:
-    """Requests at once in the memory of 32 slots of 2,048 tokens (32 GB on 7B)."""
+    """Count concurrent requests in the memory of 32 slots of 2,048 tokens (32 GB for 7B)."""
     sizes = sharegpt(int(2000 * scale))
     capacity = 32 * SLOT
     served = {
@@ -361,9 +373,11 @@ def paged_kv_capacity(scale: float) -> list[AblationRow]:
 
 
 def multi_adapter_batches(scale: float) -> list[AblationRow]:
-    """Two adapters, asked for in blocks of 16 requests or in turns: one adapter a step, first come
-    first served (`batching: split`), against all in one step. The adapters' own products cost
-    nothing here: what is compared is how many requests a step holds."""
+    """Simulate two adapters, requested in blocks of 16 or alternately.
+
+    It compares one adapter per step, first come first served (`batching: split`), with all adapters
+    in one step. LoRA matmuls cost nothing here: only the number of requests per step differs.
+    """
     rows = []
     sizes = [(128, 128)] * int(256 * scale)
     for case, length in (("in blocks of 16", 16), ("in turns", 1)):

@@ -1,4 +1,4 @@
-"""The cases of measure.py: every kernel at the sizes of llama-8b, attention at others too."""
+"""The cases of measure.py: every kernel at llama-8b's sizes, attention also at others."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ Make = Callable[[], KernelWork]
 cuda = kernels_for("cuda")
 
 
-# Keys of each entry, and the least share of copy bandwidth that is promised.
+# KV lengths of the requests, and the target share of copy bandwidth.
 DECODES: dict[str, tuple[list[int], float | None]] = {
     "64 x 4096": ([4096] * 64, 0.9),
     "256 x 1024": ([1024] * 256, 0.9),
@@ -49,7 +49,7 @@ DECODES: dict[str, tuple[list[int], float | None]] = {
     "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
     "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
 }
-# Of these over codes, and the least share of copy bandwidth that is promised for fp8.
+# The same with a quantised KV cache, and targets for fp8.
 CODED: dict[str, float | None] = {
     "64 x 4096": 0.85,
     "256 x 1024": 0.85,
@@ -57,7 +57,7 @@ CODED: dict[str, float | None] = {
     "1 x 32768": None,
     "256 x 512": None,
 }
-# Keys and queries of each entry.
+# KV and query lengths of the requests.
 PREFILLS = {
     "8 x 1024": ([1024] * 8, [1024] * 8),
     "4 x 2048": ([2048] * 4, [2048] * 4),
@@ -65,7 +65,7 @@ PREFILLS = {
     "64 x 128": ([128] * 64, [128] * 64),
 }
 FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-PREFILL_TARGET = 0.95  # of FlashAttention 3's rate
+PREFILL_TARGET = 0.95  # share of FlashAttention 3's rate
 # Prompts whose attention libraries compute, too: keys, and heads if others than the model's.
 PROMPTS = {
     "1 x 2048": (2048, {}),
@@ -73,7 +73,7 @@ PROMPTS = {
     "1 x 8192/16 and 8 heads of 256": (8192, {"heads": 16, "kv_heads": 8, "dim": 256}),
     "1 x 8192": (8192, {}),
 }
-# Outputs and inputs of a weight: rows of x.
+# Outputs and inputs of a weight, and numbers of rows of x.
 LINEARS = {
     "8b qkv": ((6144, 4096), (1, 2, 64, 128, 256, 512)),
     "8b o": ((4096, 4096), (1, 2, 64, 128, 256, 512)),
@@ -93,7 +93,7 @@ def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple
 
 
 def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
-    """Make random quantised keys or values, whose elements are below 1."""
+    """Make a random quantised KV cache, whose elements are below 1."""
     form = FORMATS[s.kv]
     if form.name == "int4":
         form = replace(form, hadamard=s.dim // 2)
@@ -105,7 +105,7 @@ def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
 
 
 def kv_bytes(s: Sizes, tokens: int) -> float:
-    """Return the bytes of the keys and values of so many tokens, with scales."""
+    """Return the bytes of keys, values and scales of this many tokens."""
     if s.kv:
         return 2.0 * tokens * FORMATS[s.kv].token_bytes(s.kv_heads, s.dim)
     return 2.0 * tokens * s.kv_heads * s.dim * s.dtype.itemsize
@@ -116,13 +116,14 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
     kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
     cuda.prepare(meta, s.heads, kv[0][0])
-    # In between, as in a model: attention reads the plan before it waits (kernels/launch/pdl.py).
+    # Prepare q in between, as a model does: attention reads the plan before it waits
+    # (kernels/launch/pdl.py).
     q = s.random(len(kv_len), s.heads, s.dim)
     calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
     return KernelWork(calls, num_bytes, target=target)
 
 
-# q, k_cache, v_cache, meta -> the same by a library
+# (q, k_cache, v_cache, meta) -> a function that computes the same with a library
 Library = Callable[[Tensor, Cache, Cache, AttentionMeta], Callable[[], object]]
 
 
@@ -133,7 +134,7 @@ def prefill(
     target: float | None = None,
     libraries: dict[str, Library] | None = None,
 ) -> KernelWork:
-    """Make a case of prefill attention. libraries: of a single prompt without a prefix."""
+    """Make a case of prefill attention. libraries: peers for a single prompt without a prefix."""
     meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(kv_len, query_len, strict=True))
     q = s.random(sum(query_len), s.heads, s.dim)
@@ -148,9 +149,9 @@ def prefill(
 
 
 def torch_attention(backend: SDPBackend) -> Library:
-    """Make torch's attention with a backend.
+    """Return torch's attention with a backend, as a Library.
 
-    Keys lie in a row and every query head has its own: the form in which a library is fastest.
+    Keys are contiguous, with one KV head per query head: a library's fastest form.
     """
 
     def make(
@@ -188,7 +189,7 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
 
 
 def form_of(to: str, width: int) -> Format:
-    """Return the format of weights with so many inputs, by the format's name."""
+    """Return the weight format of this name, for weights with `width` inputs."""
     return {
         "int4": Format(4, min(width, 128), zero=8),
         "int4-add": Format(4, min(width, 128), offset="add"),
@@ -202,7 +203,7 @@ def form_of(to: str, width: int) -> Format:
 
 
 def random_weight(s: Sizes, form: Format, size: int, width: int) -> PackedWeight:
-    """Make a weight of random codes, with equal scales and equal offsets."""
+    """Make a packed weight with random codes, constant scales and constant offsets."""
     weight = PackedWeight(form, size, width, None, torch.device(s.device))
     codes = weight.codes.view(torch.uint8)
     codes.random_(0, 256)
@@ -219,8 +220,8 @@ def packed_linear(
 ) -> KernelWork:
     """Make a case of a GEMM with packed weights of random codes.
 
-    The bytes are those of codes and scales; the library's weights have 16 bits.
-    units: by `mma4`, whatever its table says.
+    Bytes count codes and scales. The library has 16-bit weights.
+    units: use the kernel `mma4`, whatever its table says.
     """
     form = form_of(to, width)
     num_bytes = PackedWeight.num_bytes(form, size, width)
@@ -228,7 +229,8 @@ def packed_linear(
     weights = [random_weight(s, form, size, width) for _ in range(copies)]
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
-    # Without a device nothing says that it fits, and what a device does shall be tried here too.
+    # Without a device no kernel reports that it fits, but tests on the CPU should reach both
+    # kernels.
     other = to in ("mxfp4", "fp8-block")
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
     if rows == 1 and form.code == "e4m3":
@@ -243,7 +245,7 @@ def packed_linear(
 
 
 def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
-    """Make a case of the norm before a GEMM with 8-bit rows."""
+    """Make a case of an RMS norm that quantises rows to 8 bits for the next GEMM."""
     num_bytes = rows * s.hidden * (s.dtype.itemsize + 1.0)
     xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
     weight = s.random(s.hidden)
@@ -251,8 +253,9 @@ def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
 
 
 def rounded_gate(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
-    """Make a case of the gate before a GEMM with 8-bit rows; the library runs gate and rounding
-    apart."""
+    """Make a case of a gate that quantises rows to 8 bits for the next GEMM. The peer does both
+    separately.
+    """
     num_bytes = rows * s.inner * (2 * s.dtype.itemsize + 1.0)
     xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
     ours = [partial(round_rows, x, to=to, gate="silu") for x in xs]
@@ -265,7 +268,7 @@ def _apart(x: Tensor, to: torch.dtype) -> object:
 
 
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
-    """Make a case of the deterministic mode's GEMM."""
+    """Make a case of deterministic mode's GEMM."""
     weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     x = s.random(rows, width)
     ours = [partial(linear_fixed, x, w) for w in weights]
@@ -290,7 +293,7 @@ def layer_norm(s: Sizes, rows: int) -> KernelWork:
 
 
 def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
-    """Make a case of the activation of an MLP without a gate."""
+    """Make a case of an ungated MLP's activation."""
     num_bytes = 2.0 * rows * s.inner * s.dtype.itemsize
     xs = [s.random(rows, s.inner) for _ in range(copies_for(num_bytes))]
     calls: Calls
@@ -303,8 +306,9 @@ def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
 
 
 def shared_gate(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of a shared expert's output times the sigmoid of a token's gate, added to the
-    residual."""
+    """Make a case of a shared expert: its output times the sigmoid of each token's gate, plus
+    the residual.
+    """
     num_bytes = 4.0 * rows * s.hidden * s.dtype.itemsize
     gate = s.random(1, s.hidden)
     inputs = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
@@ -312,7 +316,9 @@ def shared_gate(s: Sizes, rows: int) -> KernelWork:
 
 
 def output_gate(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of attention's output times the sigmoid of gates that lie between queries."""
+    """Make a case of attention output times the sigmoid of gates that are interleaved with
+    queries.
+    """
     width = s.heads * s.dim
     num_bytes = 3.0 * rows * width * s.dtype.itemsize
     inputs = [
@@ -325,7 +331,7 @@ def output_gate(s: Sizes, rows: int) -> KernelWork:
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
     """Make a case of the GEMM after attention with the residual, then the norm before the MLP.
 
-    The addition has no kernel of its own: it is part of the GEMM.
+    The residual addition is fused into the GEMM.
     """
     weights = [s.random(s.hidden, s.hidden) for _ in range(copies_for(2.0 * s.hidden**2) + 1)]
     x, residual, scale = s.random(rows, s.hidden), s.random(rows, s.hidden), s.random(s.hidden)
@@ -344,9 +350,9 @@ def gate(s: Sizes, rows: int, name: str) -> KernelWork:
 
 
 def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWork:
-    """Make a case of rotary embeddings. Decodes up to 256 rows, a prompt from there on.
+    """Make a case of rotary embeddings: decodes for up to 256 rows, a prompt for more.
 
-    gated: whether each query has a gate behind it.
+    gated: whether a gate follows each query.
     """
     width = ((1 + gated) * s.heads + 2 * s.kv_heads) * s.dim
     read = width - gated * s.heads * s.dim
@@ -369,14 +375,16 @@ def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWor
 
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
-    """Make the parameters of rows: temperature 1 and the named values of
-    kernels/sampling/layout.py."""
+    """Make sampling parameters: temperature 1, and the named values of
+    kernels/sampling/layout.py.
+    """
     words = torch.zeros(rows, layout.NUM_WORDS, dtype=torch.int32)
     words[:, layout.ROW] = torch.arange(rows)
     words[:, layout.SEED] = torch.arange(rows)
     words[:, layout.LOGPROBS] = 5
     for at, count in ((layout.BIAS_IDS, layout.MAX_BIAS), (layout.STOP_IDS, layout.MAX_STOP)):
-        words[:, at : at + count] = torch.arange(count)  # if NUM_BIAS and NUM_STOP say so
+        # used only if NUM_BIAS and NUM_STOP are set
+        words[:, at : at + count] = torch.arange(count)
     fields = {"INV_TEMPERATURE": 1.0, "TOP_P": 1.0, "LOG_MIN_P": -torch.inf, "REPETITION": 1.0}
     for name, value in {**fields, **values}.items():
         at = getattr(layout, name)
@@ -390,7 +398,7 @@ def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
 def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
     """Make a case of sampling.
 
-    The bytes are those of one pass over the logits, which choosing needs; edits touch some of them.
+    Bytes count one pass over the logits, which sampling needs; logit edits touch some of them.
     """
     num_bytes: float = rows * s.vocab * s.dtype.itemsize
     logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
@@ -423,7 +431,7 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
             ban(x, index, positions, words)
 
         calls = [partial(edited, x) for x in logits]
-        bytes_each = 8 + 2 * s.dtype.itemsize  # id, value, logit
+        bytes_each = 8 + 2 * s.dtype.itemsize  # id, value and logit
         num_bytes = rows * (layout.MAX_BIAS * bytes_each + layout.MAX_STOP * (4 + s.dtype.itemsize))
     elif how == "grammars":
         masks = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=s.device)
@@ -443,7 +451,9 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
 
 
 def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
-    """Make a case of a step's layout or of the rows' new blocks, for decodes after 1,000 tokens."""
+    """Make a case of assembling a step's inputs, or of updating block tables, for decodes after
+    1,000 tokens.
+    """
     blocks = 64
     tokens = torch.zeros(rows + 1, 1025, dtype=torch.int32, device=s.device)
     table = torch.zeros(rows + 1, blocks, dtype=torch.int32, device=s.device)
@@ -461,7 +471,7 @@ def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
         table,
         ids,
         positions,
-        torch.zeros(1, rows, dtype=torch.int64, device=s.device),  # one group of KV
+        torch.zeros(1, rows, dtype=torch.int64, device=s.device),  # one KV cache group
         kv_len,
         torch.zeros_like(table)[None],
         16,
@@ -471,9 +481,9 @@ def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
 
 
 def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
-    """Make a case of LoRA shrink and expand, of 16 adapters of rank 16, drawn zipf.
+    """Make a case of LoRA shrink and expand with 16 adapters of rank 16, Zipf-distributed.
 
-    The gate is included where the layer has one.
+    The gate is included for layers that have one.
     """
     layer = bench_lora.LAYER[part]
     rank, count = 16, 16
@@ -492,9 +502,9 @@ def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
 
 
 def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> dict[str, Make]:
-    """Return name -> a maker of the case, its data included.
+    """Return functions that make each case, by name.
 
-    libraries: more libraries for a prompt's attention; ours is compared with the first.
+    libraries: more peers for prompt attention; the first one gives the ratio.
     """
     cases: dict[str, Make] = {}
     for name, (kv_len, target) in DECODES.items():
@@ -521,7 +531,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (1, 256, 8192):
         cases[f"rope and KV write/{rows}"] = partial(rope, s, rows, False)
         cases[f"qk-norm, rope and KV write/{rows}"] = partial(rope, s, rows, True)
-    gated = s._replace(heads=16, kv_heads=2, dim=256)  # of Qwen3-Next
+    gated = s._replace(heads=16, kv_heads=2, dim=256)  # sizes of Qwen3-Next
     for rows in (1, 256, 8192):
         cases[f"qk-norm, rope and KV write beside gates/{rows}"] = partial(
             rope, gated, rows, True, True
@@ -571,7 +581,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         for part, name in enumerate(("qkv", "o", "gate_up", "down")):
             cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
     cases |= mixer_cases(s)
-    # The last cases, because it is not known how a library fails.
+    # Last, because a library may fail in any way.
     others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
     others["any GPU's"] = any_gpus_attention
     for name, (keys, other) in PROMPTS.items():

@@ -30,11 +30,11 @@ Call = Callable[[], object]
 ours = kernels_for("cpu")
 TOKENS = {"decode": 1, "prefill 128": 128, "prefill 512": 512}
 BEFORE = 100  # tokens before a decode
-BLOCK = 16  # tokens of a block
+BLOCK = 16  # tokens per block
 
 
 class Given(torch.nn.Module):
-    """A module that returns a given tensor, in place of a GEMM."""
+    """A module that returns a given tensor, to replace a GEMM."""
 
     def __init__(self, found: Tensor) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Given(torch.nn.Module):
 class Layer:
     """A layer that both sides compute.
 
-    widths: of the GEMMs' results.
-    make: of a dtype, transformers' layer with `Given` in place of its GEMMs, and its configuration.
-    run: ours.
+    widths: widths of the GEMM results that are given.
+    make: returns transformers' layer of a dtype with `Given` for its GEMMs, and its configuration.
+    run: calls Manta's kernels.
     """
 
     hidden: int
@@ -58,9 +58,9 @@ class Layer:
     make: Callable[[list[Given], torch.dtype], tuple[torch.nn.Module, Any]]
     states: tuple[tuple[int, ...], ...]
     run: Callable[[list[Tensor], list[Tensor], AttentionMeta], object]
-    cache: str = "cache_params"  # transformers' name of the argument
-    latent: int = 0  # numbers of a token, in blocks: of attention over latents
-    angles: Tensor | None = None  # of such attention, as transformers takes them
+    cache: str = "cache_params"  # name of the cache argument in transformers
+    latent: int = 0  # elements of a latent per token; 0 without latent attention
+    angles: Tensor | None = None  # rotary angles of latent attention, as transformers takes them
 
 
 def qwen3_next() -> Layer:
@@ -117,7 +117,7 @@ def kimi_linear() -> Layer:
         layer.g_a_proj, layer.g_b_proj, layer.b_proj = torch.nn.Identity(), *products[4:]
         return layer, config
 
-    mixed: list[Tensor] = []  # our product makes the first three in one
+    mixed: list[Tensor] = []  # our GEMM computes the first three together
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
         if not mixed:
@@ -189,7 +189,7 @@ def lfm2() -> Layer:
 def jamba() -> Layer:
     """Make a Mamba layer of Jamba with a dt rank of 16.
 
-    So the dt GEMM, which both sides compute with torch, costs next to nothing.
+    The small rank makes the dt GEMM, which both sides run in torch, negligible.
     """
     from transformers.models.jamba import modeling_jamba as theirs
 
@@ -222,9 +222,8 @@ def jamba() -> Layer:
 def deepseek_v2_lite() -> Layer:
     """Make a layer of latent attention.
 
-    Latents and the matrix that makes keys and values of them are bfloat16 on our side, as in a
-    checkpoint. Neither side is given that GEMM's result, and transformers has the matrix in its own
-    dtype.
+    Our latents and up-projection are bfloat16, as in a checkpoint; transformers has the
+    up-projection in its own dtype. Both sides compute this GEMM themselves.
     """
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
 
@@ -268,7 +267,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 
 
 def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
-    """Return the calls of one request's step: "ours", and transformers' by the dtype's name."""
+    """Return the calls of one request's step: "ours", and transformers' by dtype name."""
     from transformers import DynamicCache
 
     inputs = [torch.randn(tokens, width) for width in layer.widths]
@@ -311,7 +310,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
 
 
 def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
-    """Time each call in turns, in milliseconds: the best of at least three."""
+    """Time the calls in alternation. Returns milliseconds of the best of at least three."""
     best = dict.fromkeys(calls, float("inf"))
     end, turns = time.perf_counter() + seconds, 0
     while turns < 4 or time.perf_counter() < end:
@@ -319,7 +318,7 @@ def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
             began = time.perf_counter()
             call()
             took = time.perf_counter() - began
-            if turns:  # the first compiles
+            if turns:  # the first call compiles
                 best[name] = min(best[name], took * 1e3)
         turns += 1
     return best

@@ -51,13 +51,13 @@ from kernels.experts.sorting import sort
 from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 
-COPIES = 8  # routings that a graph walks over, so that none finds its weights in the cache
-_BEST = 4  # of a sweep, that are printed
+COPIES = 8  # routings per CUDA graph, so that no launch finds its weights in the cache
+_BEST = 4  # number of launches of a sweep that are printed
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The sizes of a layer of experts. experts: their number, of which a token has `chosen`."""
+    """The sizes of a layer of experts. experts: their number; chosen: experts per token."""
 
     experts: int
     chosen: int
@@ -101,7 +101,7 @@ def make_stack(layer: Layer) -> ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A format of packed experts. share: its bytes over those of 16 bits."""
+    """A format of packed experts. share: its bytes relative to 16 bits."""
 
     name: str
     share: float
@@ -111,7 +111,7 @@ MXFP4, FP8 = Bits("MXFP4", 4.5 / 16), Bits("FP8", 0.5)
 
 
 def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
-    """Make packed experts of random codes, of the same sizes."""
+    """Make packed experts of the same sizes with random codes."""
 
     def packed(weight: Tensor) -> PackedWeight:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
@@ -120,7 +120,7 @@ def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
         packed = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
         packed.codes.view(torch.uint8).random_(0, 256)
         if bits is FP8:
-            packed.codes &= 0xBF  # below 2, of both signs
+            packed.codes &= 0xBF  # magnitudes below 2, of both signs
         packed.scale.fill_(2.0**-3 if bits is FP8 else 2.0**-7)
         return packed
 
@@ -131,7 +131,7 @@ def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
 
 @dataclass(slots=True)
 class Step:
-    """One layer's work on so many tokens, with COPIES different routings."""
+    """One layer's work on a number of tokens, with COPIES different routings."""
 
     model: str
     layer: Layer
@@ -139,7 +139,7 @@ class Step:
     x: Tensor
     logits: list[Tensor]
     routed: list[tuple[Tensor, Tensor]]
-    met: float  # experts, on average
+    met: float  # mean number of experts with tokens
 
     @classmethod
     def make(cls, model: str, layer: Layer, stack: ExpertWeights, tokens: int) -> "Step":
@@ -155,7 +155,7 @@ class Step:
 
 
 def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
-    """Yield (name, bytes of weights, the calls to be timed) of each launch, and of all together."""
+    """Yield (name, bytes of weights, calls to time) for each launch, and for all together."""
     kernels, layer, stack, x = kernels_for("cuda"), step.layer, step.stack, step.x
     router = random(layer.experts, layer.hidden)
     routing, residual = Routing(layer.chosen), torch.zeros_like(x)
@@ -231,16 +231,16 @@ def down_tiles(places: int) -> Iterator[tuple[int, int, int]]:
 
 
 def near(pairs: float) -> list[int]:
-    """Return numbers of rows that a tile may have for so many pairs an expert."""
+    """Return tile row counts to try, for a number of pairs per expert."""
     return [size for size in (16, 32, 64, 128) if pairs / 2 <= size <= max(16, 3 * pairs)] or [128]
 
 
 def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
-    """Yield tiles to try for a GEMM with so many pairs an expert.
+    """Yield tiles to try for a GEMM, for a number of pairs per expert.
 
     halves: 2 for the first GEMM, whose weights are gate and up.
     """
-    many = pairs > 24  # operations count, and wide tiles with them
+    many = pairs > 24  # enough rows for operations to matter, and so wide tiles
     every = product(
         near(pairs),
         (64, 128, 256) if many else (32, 64, 128),
@@ -254,7 +254,7 @@ def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
         for swap, tma in ways:
             if swap and outs == 32:  # of 64 rows are the units' tiles
                 continue
-            if halves * size * outs > 32 * 1024:  # more than registers have room for
+            if halves * size * outs > 32 * 1024:  # exceeds the registers
                 continue
             if 64 * 1024 <= stages * depth * (size + halves * outs) * 2 <= 200 * 1024:
                 yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
@@ -269,7 +269,8 @@ def packed_tiles(pairs: float) -> Iterator[packed_moe.PackedTile]:
 def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
     """Yield tiles to try for few tokens.
 
-    places: rows of other experts that a program has beside each of its own.
+    places: experts whose rows a program processes together: 1, or a token's experts rounded up to a
+    power of two.
     """
     if bits is MXFP4:
         for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
@@ -284,18 +285,18 @@ def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
 
 
 def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
-    """Yield tiles to try for a GEMM whose two sides are 8-bit floats.
+    """Yield tiles to try for a GEMM with 8-bit floats on both sides.
 
-    A tile with fewer rows than an expert has pairs would read all weights again.
+    Tiles with fewer rows than an expert has pairs are left out: they would read all weights again.
     halves: as in `grouped_tiles`.
     """
     for size in [size for size in near(pairs) if size >= pairs] or [128]:
-        ways: tuple[tuple[bool, bool], ...] = ((True, False), (True, True))  # swap, tma
+        ways: tuple[tuple[bool, bool], ...] = ((True, False), (True, True))  # (swap, tma)
         if size > 32:
             ways = ((False, True), *(ways if size == 64 else ((False, False),)))
         outs_depths = product((64, 128) if size <= 32 else (64, 128, 256), (128, 256))
         for (outs, depth), stages, (swap, tma) in product(outs_depths, (3, 4, 6), ways):
-            if halves * size * outs > 32 * 1024:  # more than registers have room for
+            if halves * size * outs > 32 * 1024:  # exceeds the registers
                 continue
             if 48 * 1024 <= stages * depth * (size + halves * outs) <= 200 * 1024:
                 yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
@@ -303,17 +304,17 @@ def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch that may have other tiles. tiles: today's first."""
+    """A launch with alternative tiles. tiles: the current one is first."""
 
     name: str
     tiles: list[Any]
     calls: Callable[[Any], Calls]
     num_bytes: float = 0.0
-    most: float = DIFFERS  # by which a result may be apart from today's
+    most: float = DIFFERS  # largest accepted difference from the current launch's result
 
 
 class SortedLaunch(NamedTuple):
-    """A GEMM of pairs that are sorted by expert. tiles: today's first."""
+    """A GEMM over pairs that are sorted by expert. tiles: the current one is first."""
 
     name: str
     call: Callable[..., Tensor]
@@ -321,22 +322,22 @@ class SortedLaunch(NamedTuple):
 
 
 class Sweep:
-    """A timer of launches, until its time is up. copy: bytes a second."""
+    """A timer of launches with a time limit. copy: copy bandwidth in bytes per second."""
 
     def __init__(self, seconds: float, copy: float) -> None:
         self.until, self.copy = time.monotonic() + seconds, copy
         self.compilers = Compilers()
 
     def compile(self, choices: Iterable[Choice]) -> None:
-        """Hand the compilers what has not been compiled; nothing is launched."""
+        """Start compiling the choices' kernels in other processes, without launching them."""
         with self.compilers.collecting():
             for choice in choices:
                 for tile in choice.tiles:
-                    with suppress(Exception):  # told when it is timed
+                    with suppress(Exception):  # reported when it is timed
                         choice.calls(tile)[0]()
 
     def best(self, choice: Choice) -> list[Any]:
-        """Return the best two tiles, and print the best with today's."""
+        """Return the two best tiles, and print the best and the current one."""
         today = choice.tiles[0]
         rows: dict[Any, Timed] = {}
         try:
@@ -368,7 +369,7 @@ class Sweep:
 
 
 def _numbers(result: object) -> Tensor:
-    """Return the result of a launch, the last of several."""
+    """Return the result of a launch as float32; of several results the last."""
     output = result[-1] if isinstance(result, tuple) else result
     assert isinstance(output, Tensor)
     return output.float()
@@ -402,8 +403,9 @@ def by_expert_choices(
     up: SortedLaunch,
     down: SortedLaunch,
 ) -> list[Choice]:
-    """Return the choices of a layer sorted by expert. share: bytes of the weights over those of 16
-    bits."""
+    """Return the choices for a layer sorted by expert. share: bytes of weights relative to 16
+    bits.
+    """
     layer, x = step.layer, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
@@ -456,7 +458,7 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
     layer, x = step.layer, step.x
     today = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     others: list[packed_moe.PackedTile] = []
-    if bits is MXFP4 or len(x) <= 32:  # others of e4m3 take too long to be worth the time
+    if bits is MXFP4 or len(x) <= 32:  # for other cases e4m3 kernels take too long
         others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     up = SortedLaunch(f"up in {bits.name}", packed_up, [today.up, *others])
     down = SortedLaunch(f"down in {bits.name}", packed_down, [today.down, *others])
@@ -464,8 +466,9 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
 
 
 def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
-    """Return the choices of the kernels that go pair by pair; whole layers also grouped by
-    expert."""
+    """Return the choices for kernels that process pairs singly, and for whole layers also sorted
+    by expert.
+    """
     x, layer = step.x, step.layer
     inners = [random(len(x) * layer.chosen, layer.size) for _ in step.routed]
     both = list(zip(inners, step.routed, strict=True))
@@ -501,7 +504,7 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
 
 
 def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
-    """Return the choices of launches with weights and inputs in FP8, rounding included."""
+    """Return the choices for launches with FP8 weights and inputs, quantisation included."""
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     each_has = len(x) * layer.chosen / layer.experts
@@ -511,10 +514,10 @@ def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
 
 
 def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Return a choice of the whole layer: inputs in 16 bits (None), or in FP8 with these tiles and
-    today's.
+    """Return a choice of the whole layer with 16-bit inputs (None), or with FP8 inputs and these
+    tiles.
 
-    The results of the two differ by the rounding of the inputs.
+    Results of the two differ by the quantisation of inputs.
     """
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
@@ -539,11 +542,11 @@ def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: lis
 
 @dataclass(slots=True)
 class Found:
-    """The best tiles of experts in FP8, as the tables of constants have them."""
+    """The best tiles of FP8 experts, in the form of the kernels' tables."""
 
-    few: dict[int, tuple[few_moe.PairTile, few_moe.PairTile]]  # by tokens: of both products
-    rounded: dict[float, Tiles]  # by the pairs of an expert
-    pays: dict[int, bool]  # by tokens: rounding takes less time
+    few: dict[int, tuple[few_moe.PairTile, few_moe.PairTile]]  # tiles of both GEMMs, by tokens
+    rounded: dict[float, Tiles]  # by pairs per expert
+    pays: dict[int, bool]  # whether quantised inputs are faster, by tokens
 
     def tell(self) -> None:
         print("kernels/experts/few_packed.py: UP8, DOWN8, by tokens")
@@ -557,9 +560,9 @@ class Found:
 
 
 def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
-    """Sweep the launches of experts in FP8, for each step, and print the best tiles.
+    """Sweep the launches of FP8 experts for each step, and print the best tiles.
 
-    Launches are tried one by one, then together.
+    Launches are timed separately, then together.
     """
     stacks = {step.model: make_packed(step.stack, FP8) for step in steps}
     sweeps: list[tuple[Step, list[Choice], list[Choice]]] = []
@@ -584,14 +587,14 @@ def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
             ranked = [result[0] for result in sweep.best(together)]
             results.pays[tokens] = ranked[0] is not None
             tiles = next((result for result in ranked if result is not None), None)
-            if tiles is not None:  # else there was no time
+            if tiles is not None:  # None if time ran out
                 results.rounded[tokens * layer.chosen / layer.experts] = tiles
         print(model)
         results.tell()
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
-    """Sweep the launches of each step in turn; the compilers get all kernels first."""
+    """Sweep the launches of each step in turn, after starting to compile all kernels."""
     sweeps: list[tuple[Step, str, list[Choice]]] = []
     for step in steps:
         small = len(step.x) <= MOST

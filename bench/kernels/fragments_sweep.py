@@ -37,11 +37,12 @@ from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-FEW = 16  # tokens up to which pairs are tried one by one
-BITS = 4.5 / 16  # of what `Layer` counts
-_CHECKED = 64  # tokens of a case, at most
-_PAYS = 0.97  # of today's time: less is more than what two visits differ by
-# By products: tiles of lone pairs (of down, rows are a token's experts), and of so many columns.
+FEW = 16  # largest number of tokens for kernels that process pairs singly
+BITS = 4.5 / 16  # bytes relative to what `Layer` counts
+_CHECKED = 64  # most tokens of a case that are checked
+_PAYS = 0.97  # share of the current time: smaller gains are within the noise between two runs
+# Tiles to try by GEMM: for single pairs (in down, rows are a token's experts), and by number of
+# columns.
 UP_ALONE = [
     *(
         FragmentTile(8, 1, 1, 4, 4),
@@ -63,7 +64,7 @@ DOWN_ALONE = [
 
 
 def columns(pairs: float) -> tuple[int, ...]:
-    """Return the column counts of tiles for an expert with so many pairs on average."""
+    """Return column counts of tiles to try, for an average number of pairs per expert."""
     if pairs <= 2:
         return (8,)
     if pairs <= 6:
@@ -105,12 +106,12 @@ class Case:
     old: PackedExperts
     new: PackedExperts
     dense: ExpertWeights
-    sample: Tensor  # of tokens, in the first choice
-    inner: Tensor  # float64 [sample, chosen, size]: what their experts have inside
+    sample: Tensor  # sampled tokens of the first routing
+    inner: Tensor  # float64 [sample, chosen, size]: inner values of the tokens' experts
     want: Tensor  # float64 [sample, hidden]
     times: dict[str, float] = field(default_factory=dict)
     best: dict[str, list[tuple[float, FragmentTile]]] = field(default_factory=dict)
-    ways: dict[str, "Ways"] = field(default_factory=dict)  # by product
+    ways: dict[str, "Ways"] = field(default_factory=dict)  # by GEMM
 
     @property
     def tokens(self) -> int:
@@ -122,7 +123,7 @@ class Case:
 
 
 def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
-    """Make experts of random MXFP4 codes and scales of 2^-9 to 2^-5, in both orders."""
+    """Make experts with random MXFP4 codes and scales of 2^-9 to 2^-5, in both layouts."""
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
     count, size, hidden = layer.experts, layer.size, layer.hidden
 
@@ -145,7 +146,7 @@ def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
 
 
 def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
-    """Return the weights of one expert in float64, from the order of spans."""
+    """Return the weights of one expert in float64, from the layout of spans."""
     rows = weight.shape[0] // count
     part = PackedWeight(weight.form, rows, weight.shape[1], None, weight.codes.device)
     part.codes = weight.codes[expert * rows : (expert + 1) * rows]
@@ -154,7 +155,7 @@ def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
 
 
 def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute float64 results of the sampled tokens.
+    """Compute the float64 results of the sampled tokens.
 
     Returns the inner values of each pair's expert, and the output of each token.
     """
@@ -178,8 +179,7 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One launch, for each choice of experts. check: the distance of its first result from
-    float64."""
+    """One launch for each routing. check: returns the distance of the first result from float64."""
 
     calls: list[Callable[[], Tensor]]
     check: Callable[[Tensor], float]
@@ -225,7 +225,7 @@ def up_ways(case: Case) -> Ways:
 def down_ways(case: Case) -> Ways:
     """Return the ways to compute the down GEMM.
 
-    Inputs are the sample's inner values and random values for other tokens; torch sums over
+    Inputs are the sample's inner values, and random values for other tokens. Torch sums over
     experts.
     """
     step = case.step
@@ -272,7 +272,7 @@ def tiles_of(case: Case, way: str, up: bool) -> list[Any]:
 
 
 def whole_ways(case: Case) -> dict[str, Way]:
-    """Return the ways to compute a whole layer, with the best tiles of each GEMM."""
+    """Return the ways to compute a whole layer with the best tiles of each GEMM."""
     step = case.step
 
     def check(found: Tensor) -> float:
@@ -305,7 +305,9 @@ class Sweep:
         return self.until - time.monotonic()
 
     def us(self, case: Case, label: str, way: Way, bound: float) -> float | None:
-        """Time a way in microseconds; None if it is wrong, does not run or there is no time."""
+        """Time a way in microseconds. Returns None if it is wrong, fails, or there is no time
+        left.
+        """
         if self.left() < 0:
             return None
         try:
@@ -320,7 +322,7 @@ class Sweep:
             return None
 
     def product(self, case: Case, part: str) -> None:
-        """Find each way's best tile of one GEMM."""
+        """Find each way's best tile for one GEMM."""
         up = part == "up"
         layer = case.step.layer
         num_bytes = case.step.met * (layer.up_bytes if up else layer.down_bytes) * BITS
@@ -350,7 +352,7 @@ class Sweep:
 
 
 def agreed(cases: list[Case], key: str) -> FragmentTile | None:
-    """Return the tile that is nowhere much slower than the best."""
+    """Return the tile that is in no case much slower than the best."""
     worst: dict[FragmentTile, float] = {}
     seen: dict[FragmentTile, int] = {}
     for case in cases:
@@ -369,7 +371,7 @@ def told(tiles: tuple[FragmentTile | None, FragmentTile | None]) -> str:
 
 
 def decide(cases: list[Case]) -> str:
-    """Return the constants of `kernels.experts.fragments.tiles`."""
+    """Return the values for the constants in `kernels.experts.fragments.tiles`."""
     both = [case for case in cases if {"few", "grouped"} <= case.times.keys()]
     most = 0
     for tokens in TOKENS:
@@ -421,9 +423,9 @@ def main() -> None:
             sample = torch.randperm(tokens, device="cuda")[:_CHECKED]
             expected = products(step, old, sample)
             case = Case(f"{model}, {tokens}", step, old, new, dense, sample, *expected)
-            case.ways = {"up": up_ways(case), "down": down_ways(case)}  # they sort
+            case.ways = {"up": up_ways(case), "down": down_ways(case)}  # this sorts the pairs
             cases.append(case)
-    # In the order of what is told: neighbours in size first, so that a table cut off is whole.
+    # Order by size, so that output that is cut off still has whole groups.
     cases.sort(key=lambda case: args.tokens.index(case.tokens))
     print(f"weights and float64 are there, {sweep.left():.0f} s left", flush=True)
     with compilers.collecting():
@@ -431,7 +433,7 @@ def main() -> None:
             for part, ways in case.ways.items():
                 for name, make in ways.items():
                     for tile in tiles_of(case, name, part == "up"):
-                        with suppress(Exception):  # told when it is timed
+                        with suppress(Exception):  # reported when it is timed
                             make(tile).calls[0]()
     print(f"{compilers.jobs} kernels are being compiled, {sweep.left():.0f} s left", flush=True)
     for case in cases:

@@ -1,8 +1,9 @@
-"""What LoRA adds to a step of llama-8b on a CUDA device: `python -m bench.kernels.lora [sweep]`.
+"""The time that LoRA adds to a step of llama-8b on a CUDA device: `python -m bench.kernels.lora
+[sweep]`.
 
-Adapters are drawn zipf over the rows, on all seven linear layers. Times are of one decoder layer's
-four calls less the activation that one of them replaces, in CUDA graphs that walk over as many
-layers as it takes to leave the L2 cache behind.
+Rows have Zipf-distributed adapters on all seven linear layers. Times are of one decoder layer's
+four calls, minus the activation that one of them replaces. They run in CUDA graphs over so many
+layers that the L2 cache holds none.
 """
 
 import sys
@@ -66,7 +67,7 @@ def make_step(
 
 
 def layer_us(tokens: int, adapters: int, rank: int) -> dict[str, float]:
-    """Microseconds of each call of one layer."""
+    """Return the microseconds of each call of one layer."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)

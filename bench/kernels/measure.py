@@ -1,10 +1,9 @@
-"""Each kernel's time on a CUDA device, and its rate against the best of the device and libraries.
+"""Measures each kernel's time on a CUDA device, and compares its rate with the device's best and
+with libraries.
 
-`python -m bench.kernels.table` runs what bench/kernels/cases.py lists and keeps the result.
-
-Times are of CUDA graphs that walk over enough layers' worth of data to leave the L2 cache behind,
-as a model's weights and keys do. What is smaller than 5 MB stays in it, as in a model's step, and
-may be faster than a copy.
+`python -m bench.kernels.table` runs the cases of bench/kernels/cases.py and saves the results.
+Times are of CUDA graphs over so much data that the L2 cache holds none, as with a model's weights
+and keys. Data below 5 MB stays in the cache, as in a model's step, and may be faster than a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,22 +14,23 @@ import torch
 from torch import Tensor
 
 Calls = Sequence[Callable[[], object]]
-BYTES, OPERATIONS = "TB/s", "TFLOP/s"  # what a kernel's work is counted in
-_COLD = 300e6  # bytes a graph touches before it comes back to the same data
-_MOST_COPIES = 64  # less than a 64th of that each is in the cache, as it is in a model's step
-_BUSY = 200_000  # cycles: the device waits for none of what it is timed by
+BYTES, OPERATIONS = "TB/s", "TFLOP/s"  # units of a kernel's work
+_COLD = 300e6  # bytes that a graph touches before it reuses data
+_MOST_COPIES = 64  # limits copies of small data, which stay in the cache, as in a model's step
+_BUSY = 200_000  # cycles to occupy the device while the measured graphs are launched
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The calls that are timed: each does equal work on other data."""
+    """The calls to time; each does the same work on other data."""
 
     calls: Calls
-    amount: float  # bytes, or operations, that one call cannot do without
+    amount: float  # bytes or operations that one call needs at least
     unit: str = BYTES
-    target: float | None = None  # of `against`'s rate
-    against: str = ""  # a library; "" = the device: a copy's bandwidth, or a large product's rate
-    libraries: Mapping[str, Calls] = field(default_factory=dict)  # name -> the same by others
+    target: float | None = None  # share of the rate of `against`
+    against: str = ""  # a library; "": the device's copy bandwidth or large-matmul rate
+    # calls that compute the same with other libraries, by name
+    libraries: Mapping[str, Calls] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ Timer = Callable[[Calls], float]
 
 
 def time_us(calls: Calls, repeats: int = 20) -> float:
-    """Time one call in microseconds: a CUDA graph of all `calls`, replayed; the median of
-    `repeats`."""
+    """Return the microseconds of one call: the median over `repeats` replays of a CUDA graph of
+    all calls.
+    """
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -74,34 +75,34 @@ def _events_ms(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """Return the distance of a result from another, as a share of the other's norm."""
+    """Return the distance between two results, relative to the norm of the wanted one."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def copy_bandwidth() -> float:
-    """Measure a large device-to-device copy in bytes a second, read plus written."""
+    """Measure a large device-to-device copy in bytes per second, read plus written."""
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    # Eagerly: in a graph a copy may go to the slower copy engine.
+    # Not in a graph, which may use the slower copy engine.
     return 2 * source.nbytes / min(_events_ms(lambda: target.copy_(source), 10)) * 1e3
 
 
 def matmul_rate() -> float:
-    """Measure a large bfloat16 matmul in operations a second."""
+    """Measure a large bfloat16 matmul in operations per second."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / time_us([lambda: a @ b]) * 1e6
 
 
 def copies_for(num_bytes: float) -> int:
-    """Return how many calls' data leave the cache behind."""
+    """Return how many copies of the data exceed the cache."""
     return max(1, min(_MOST_COPIES, int(_COLD // num_bytes) + 1))
 
 
 def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, Any]:
     """Measure a case and return its row.
 
-    A row has microseconds, the rate, of_best (the share of the device's best) and the libraries'
-    microseconds. Its ratio is the share of the best, or of the library that it is compared with.
+    The row has microseconds, the rate, of_best (share of the device's best) and the libraries'
+    microseconds. ratio is relative to the device's best or the library in `against`.
     """
     us = timer(work.calls)
     rate, unit = work.amount / us * 1e6, work.unit
@@ -116,7 +117,7 @@ def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, 
     for name, calls in work.libraries.items():
         try:
             library_us = timer(calls)
-        except Exception as error:  # a library may not have this shape; ours stands without it
+        except Exception as error:  # a library may not support this shape; our row does without it
             row[f"{name}_failed"] = str(error)[:200]
             continue
         row[f"{name}_us"] = round(library_us, 2)
@@ -124,7 +125,7 @@ def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, 
     device = "copy" if unit == BYTES else "product"
     peers[device] = best.of(unit)
     against = work.against or device
-    if against not in peers:  # it failed
+    if against not in peers:  # the library failed
         against = next(iter(peers))
     row |= {"against": against, "peer": round(peers[against] / 1e12, 3)}
     row["ratio"] = round(rate / peers[against], 3)
@@ -149,7 +150,7 @@ def told(row: Mapping[str, Any]) -> str:
 def rows(
     cases: Mapping[str, Callable[[], KernelWork]], best: Best, timer: Timer
 ) -> Iterator[dict[str, Any]]:
-    """Measure one case after the other. A failed case gives a row that says so."""
+    """Yield the rows of all cases. A failed case yields a row with its error."""
     for case, make in cases.items():
         try:
             yield measure(case, make(), best, timer)

@@ -38,7 +38,7 @@ from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import DecodeLaunch as DeltaLaunch
 
-COMPILE_S = 320  # of all first runs
+COMPILE_S = 320  # seconds for all first runs
 Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
 Change = tuple[Any, str, Any]
 MANY_HEADS = [
@@ -167,7 +167,7 @@ def said(change: Change) -> str:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a constant, or a table by one that always answers `value`."""
+    """Replace a constant within the context; a table becomes one that always returns `value`."""
     old = getattr(module, name)
     table = callable(old) and not callable(value)
     setattr(module, name, (lambda *_: value) if table else value)
@@ -178,7 +178,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def latents(lengths: list[int], heads: int) -> KernelWork:
-    """Make a case of decodes alone, without the GEMMs around them, of blocks of 64 tokens."""
+    """Make a case of latent decodes without the GEMMs around them, with blocks of 64 tokens."""
     num_bytes, count = float(sum(lengths)) * (RANK + ROPE) * LLAMA.dtype.itemsize, len(lengths)
     meta, num_blocks = meta_of(LLAMA, lengths, [1] * count, count, 64)
     copies = range(copies_for(num_bytes))
@@ -218,7 +218,7 @@ def variants(only: list[str]) -> Iterator[Variant]:
 
 
 def by_kernel(work: KernelWork) -> str:
-    """Return the microseconds of each kernel of a call, as text."""
+    """Return a text with the microseconds of each kernel of a call."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -244,7 +244,9 @@ def first(work: KernelWork) -> Any:
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
-    """Return use(the case's work), with the variant's change. The numbers are equal each time."""
+    """Return use(work) for the variant's case with its change. Random numbers are equal each
+    time.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -289,7 +291,7 @@ def main() -> int:
                 if not variant.change:
                     wanted[variant.case] = output
                     parts = f"\n    {run(variant, by_kernel)}"
-            except RuntimeError as error:  # where it is CUDA's, nothing runs after it
+            except RuntimeError as error:  # after a CUDA error no later variant can run
                 row = row._replace(remark=str(error).splitlines()[0])
                 dead = f"not run after {variant.what}" if "CUDA" in str(error) else ""
         rows.setdefault(variant.case, []).append(row)

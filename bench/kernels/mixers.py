@@ -1,5 +1,7 @@
-"""The cases of measure.py for latent attention and recurrent layers: sizes of DeepSeek-V2-Lite, of
-Qwen3-Next, of Kimi Linear, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short convolutions)."""
+"""The cases of measure.py for latent attention and recurrent layers. Sizes are those of
+DeepSeek-V2-Lite, Qwen3-Next, Kimi Linear, Granite 4 H Small (Mamba-2) and LFM2 2.6B (short
+convolutions).
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,15 +23,16 @@ HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE = 128, 64, 128
 MAMBA1_CHANNELS, MAMBA1_STATE = 8192, 16
-LATE = 3  # decodes whose part of a state of the delta rule is written later
+LATE = 3  # decodes after which deferred updates are written to a delta rule's state
 SHORT, SHORT_TAPS = 2048, 3
-# Keys of each entry.
+# KV lengths of the requests
 DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
 
 
 def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
-    """Make a case of absorbed decodes: each latent is read once for all heads. With the GEMMs
-    around it."""
+    """Make a case of absorbed latent decodes, with the GEMMs around them: each latent is read
+    once for all heads.
+    """
     num_bytes = float(sum(kv_len)) * (RANK + ROPE) * s.dtype.itemsize
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), 16)
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(copies_for(num_bytes))]
@@ -40,9 +43,9 @@ def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
 
 
 def latent_prefill(s: Sizes, length: int) -> KernelWork:
-    """Make a case of a latent prompt.
+    """Make a case of latent prefill.
 
-    The operations are those of making each head's keys and values, and of attention.
+    Operations count the expansion to each head's keys and values, and attention.
     """
     meta, num_blocks = meta_of(s, [length], [length], 0, 16)
     meta.query_start_host, meta.kv_len_host = [0, length], [length]
@@ -58,7 +61,8 @@ def latent_prefill(s: Sizes, length: int) -> KernelWork:
 
 def latent_chunk(s: Sizes, length: int, before: int) -> KernelWork:
     """Make a case of an absorbed chunk, as in a CUDA graph, which does not know the number of
-    keys."""
+    keys.
+    """
     meta, num_blocks = meta_of(s, [before + length], [length], 0, 16)
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
     cuda.prepare(meta, HEADS, caches[0], RANK)
@@ -80,7 +84,7 @@ def latent_write(s: Sizes, rows: int) -> KernelWork:
 
 
 def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMeta:
-    """Return a step's metadata in which each request's state is in a row of its own."""
+    """Return a step's metadata with a separate state row for each request."""
     count, tokens = len(kv_len), sum(query_len)
     meta, _ = meta_of(s, kv_len, query_len, count if tokens == count else 0, 16)
     meta = replace(meta, rows=torch.arange(count, device=s.device))
@@ -89,8 +93,9 @@ def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMe
 
 
 def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """Make a case of Mamba-2. The bytes are those of states and convolution tails, read and
-    written, and of the tokens."""
+    """Make a case of Mamba-2. Bytes count states and convolution tails, read and written, and
+    tokens.
+    """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     channels = MAMBA_HEADS * MAMBA_SIZE + 2 * STATE_SIZE
@@ -106,8 +111,7 @@ def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
 
 
 def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """Make a case of Mamba-1. The bytes are those of states, read and written, and of the
-    tokens."""
+    """Make a case of Mamba-1. Bytes count states, read and written, and tokens."""
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     x, dt = (torch.randn(tokens, MAMBA1_CHANNELS, device=s.device) for _ in range(2))
@@ -115,14 +119,14 @@ def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     rates = -torch.randn(MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device).exp()
     skip = torch.randn(MAMBA1_CHANNELS, device=s.device)
     state = torch.zeros(count, MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
-    moved = 2.0 * state.nbytes + 6.0 * x.nbytes + b.nbytes + c.nbytes  # gated in a second launch
+    moved = 2.0 * state.nbytes + 6.0 * x.nbytes + b.nbytes + c.nbytes  # the gate is a second launch
     return KernelWork(
         [partial(cuda.mamba1, x, dt, b, c, rates, skip, x.clone(), state, meta)] * 4, moved
     )
 
 
 def gated_norm(s: Sizes, rows: int) -> KernelWork:
-    """Make a case of the gated norm behind Mamba-2."""
+    """Make a case of the gated norm after Mamba-2."""
     inner = MAMBA_HEADS * MAMBA_SIZE
     tensor = torch.randn(rows, inner, device=s.device)
     gate, weight = s.random(rows, inner), torch.randn(inner, device=s.device)
@@ -140,10 +144,9 @@ def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> Kern
 
 
 def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
-    """Return the metadata of LATE + 1 steps; each step of decodes has a token more than the one
-    before.
+    """Return the metadata of LATE + 1 steps, of which one writes states.
 
-    One of so many steps writes states.
+    Each step of decodes has one token more than the previous step.
     """
     return [replace(meta, kv_len=meta.kv_len + later * decodes) for later in range(LATE + 1)]
 
@@ -151,11 +154,12 @@ def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
 def _states(state: Tensor, late: Tensor, decodes: bool) -> float:
     """Return the bytes of states that a call of `_positions` reads and writes.
 
-    Decodes read the state and the late tokens that it lacks; prompts read and write the state once.
+    Decodes read the state and the deferred tokens; prompts read and write the state once.
     """
     if not decodes:
         return 2.0 * state.nbytes
-    # In n + 1 steps 0, 1, .. n entries are read, n are written, and the state is once.
+    # Over LATE + 1 steps, 0, 1, ... LATE deferred entries are read and LATE written, and the state
+    # is written once.
     return state.nbytes * (1 + 1 / (LATE + 1)) + late.nbytes * (0.5 + 1 / (LATE + 1))
 
 

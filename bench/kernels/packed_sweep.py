@@ -33,10 +33,10 @@ from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 SHAPES = {name: LINEARS[f"8b {name}"][0] for name in ("qkv", "o", "gate_up", "down")}
-SECONDS, COMPILING = 155, 0.45  # of all, and the share of it that first launches have
+SECONDS, COMPILING = 155, 0.45  # seconds of the whole run, and the share of it for first launches
 EPS, GATE = 1e-5, "silu"
-AGAINST = "the other way"  # a launch of kernels that others' results are held against
-LAYER = "layer"  # not a table: a product with what an engine has around it
+AGAINST = "the other way"  # launch of other kernels, with whose results all others are compared
+LAYER = "layer"  # not a table: a GEMM with the operations that an engine fuses around it
 LAYERS = {
     "fp8-block": (1, 2, 8, 32, 64, 128, 256),
     "int4": (1, 16, 64, 128, 256),
@@ -71,7 +71,7 @@ BLOCKS = {
         *((128, 64, 8, 4), (128, 64, 4, 4)),
     ],
 }
-# Of `packed_dot` with 4 bits: tiles, and whether scales come to codes.
+# Tiles of `packed_dot` for 4 bits, and whether scales are multiplied into codes.
 LATE = {
     16: [
         *((64, 16, 32, 2, 3), (64, 16, 32, 2, 4), (64, 16, 32, 2, 5), (64, 16, 32, 4, 4)),
@@ -100,8 +100,10 @@ BYTES = {
 
 
 class Step(NamedTuple):
-    """The inputs of a GEMM: x [tokens, in], and for the MLP's down GEMM the pair that x was made
-    of."""
+    """The inputs of a GEMM.
+
+    x: [tokens, in]. pair: for the MLP's down GEMM, the gate and up outputs that x was made of.
+    """
 
     shape: str
     tokens: int
@@ -113,11 +115,11 @@ class Step(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One launch.
+    """One launch to try.
 
     what: the table whose launches are tried, or LAYER.
-    launch: None for a table as it is, the name of another way, or else (tile, shares of the
-        columns, ...).
+    launch: None for the current table, the name of another way, or (tile, shares of the columns,
+    ...).
     """
 
     what: str
@@ -146,7 +148,7 @@ def step_of(s: Sizes, shape: str, tokens: int) -> Step:
 
 @cache
 def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
-    """Make the weights of a shape. many: whether there are so many that the cache keeps none."""
+    """Make the weights of a shape. many: whether to make so many that the cache holds none."""
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     count = copies_for(PackedWeight.num_bytes(form, outputs, width)) + 1 if many else 1
@@ -166,7 +168,7 @@ def around(step: Step) -> dict[str, Any]:
 def whole(step: Step, weight: PackedWeight) -> Tensor:
     """Compute the GEMM with the operations around it in an engine's step.
 
-    The gate belongs to gate and up, or to the rounding before the down GEMM.
+    The gate belongs to gate and up, or to the quantisation before the down GEMM.
     """
     how = around(step)
     x = step.x
@@ -182,7 +184,7 @@ def case_of(to: str, tokens: int) -> str:
 
 
 def tries(s: Sizes = LLAMA) -> Iterator[Try]:
-    """Yield all launches to try, those of a case and a shape in a row, AGAINST first."""
+    """Yield all launches to try, grouped by case and shape, each group beginning with AGAINST."""
     launch: Any
     for to, counts in LAYERS.items():
         for tokens, shape in product(counts, SHAPES):
@@ -233,7 +235,7 @@ def _with(
 
 
 def _decoded(step: Step, weight: PackedWeight) -> Tensor:
-    """Multiply x, rounded to 8 bits and back, by dequantised weights."""
+    """Multiply x, quantised to 8 bits and dequantised, by dequantised weights."""
     rows, scales = (tensor[: step.tokens].float() for tensor in step.rounded)
     return packed_dot((rows * scales.repeat_interleave(128, 1)).to(step.x.dtype), weight)
 
@@ -258,14 +260,15 @@ def _dot(step: Step, launch: Any, weight: PackedWeight) -> Tensor:
 
 
 def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
-    """Whether a launch has one share of the columns, or no more programs than a GPU runs at
-    once."""
+    """Whether a launch does not split the columns, or has no more programs than run on a GPU at
+    once.
+    """
     programs = -(-SHAPES[step.shape][0] // tile[0]) * -(-step.tokens // tile[1])
     return split == 1 or split * programs <= 132 * 4
 
 
 def now(table: str, to: str, shape: str, tokens: int) -> str:
-    """Return a table's launch today, with the shares of the columns."""
+    """Return a table's current launch, with the shares of the columns."""
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     weight = PackedWeight(form, outputs, width, None, torch.device("meta"))
@@ -296,8 +299,9 @@ def layer_lines(found: Found) -> Iterator[str]:
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
-    """Yield the best launch of each shape beside today's, and the tile that is best for all
-    four."""
+    """Yield the best launch of each shape and the current one, and the best common tile of all
+    four.
+    """
     for (what, case), shapes in found.items():
         if not what.endswith(".tile"):
             continue
@@ -331,10 +335,10 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 
 
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
-    """Return a launch's result, and its distance from the wanted result."""
+    """Return a launch's result, and a remark on its distance from the wanted result."""
     each.step.residual.zero_()
     output = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
-    output = output.clone()  # of the residual
+    output = output.clone()  # a copy, as the result may be the residual's memory
     return output, differs(output, wanted)
 
 
@@ -376,7 +380,7 @@ def main() -> int:
         line = f"{trial.what:<15} {trial.case:<22} {trial.step.shape:<8} {trial.launch}"
         weights = weights_of(LLAMA, trial.to, trial.step.shape, True)
         error, remark, us = failed.get(number, ""), "", 0.0
-        error = "" if error == NO_TIME else error  # it is compiled when it is timed
+        error = "" if error == NO_TIME else error  # without time it is compiled when it is timed
         try:
             if not error:
                 output, remark = check(trial, wanted)

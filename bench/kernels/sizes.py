@@ -1,4 +1,4 @@
-"""The sizes of the timed kernels' inputs, and the places of their keys."""
+"""The sizes of the timed kernels' inputs, and step metadata with scattered blocks."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
     vocab: int = 128256
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    kv: str = ""  # "int8", "fp8", "int4": keys and values in fewer bits
+    kv: str = ""  # "int8", "fp8", "int4": quantised KV cache
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -34,7 +34,7 @@ LLAMA = Sizes()
 def meta_of(
     s: Sizes, kv_len: list[int], query_len: list[int], num_decodes: int, block_size: int
 ) -> tuple[AttentionMeta, int]:
-    """Return metadata of entries whose blocks lie scattered, and the number of blocks."""
+    """Return metadata of requests with scattered blocks, and the number of blocks."""
     blocks = [-(-n // block_size) for n in kv_len]
     order = torch.randperm(sum(blocks)).int().split(blocks)
     table = torch.zeros(len(kv_len), max(blocks), dtype=torch.int32)

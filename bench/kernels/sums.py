@@ -38,18 +38,18 @@ from engine.parallel.peer_group import PeerGroup
 from kernels import all_reduce
 from kernels.norm import rms_norm
 
-COLUMNS = 8192  # elements of a row, so many as a model of 70 billion parameters has
+COLUMNS = 8192  # elements per row, as in a model with 70 billion parameters
 SIZES = tuple(1 << power for power in range(13, 25))  # bytes: 8 kB to 16 MB
-CALLS = 20  # in a graph
+CALLS = 20  # calls in a graph
 OURS = ("one_shot", "two_shot", "apart", "with_norm")
 LIBRARY = ("nccl", "nccl_apart")
 
-# What is swept: of `kernels.all_reduce`, the first as it is.
+# Swept settings of `kernels.all_reduce`; the first is the current one.
 SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14, 1 << 15))
 SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
 HIDDEN = (4096, 8192, 2048)
 TOKENS = (1, 64, 128, 256, 512, 1024, 2048, 8192)
-SMALL = 256 << 10  # bytes that single streams wait for, at most
+SMALL = 256 << 10  # largest all-reduce, in bytes, that single streams wait for
 
 Line = dict[str, Any]
 Setting = tuple[int, int]  # programs, tile
@@ -63,7 +63,7 @@ def measure(
     ways: Collection[str],
     repeats: int = 20,
 ) -> Line:
-    """Measure the microseconds of one size by each of the given ways. Every rank takes part."""
+    """Measure the microseconds of one size by each of the given ways. All ranks must call it."""
     x = torch.ones(rows, columns, device=device).bfloat16() / 64
     residual, weight, memory = torch.zeros_like(x), x[0].clone(), group.memory
 
@@ -89,7 +89,8 @@ def measure(
 
 
 def crossings(lines: list[Line]) -> tuple[int, int]:
-    """Return the bytes up to which one shot is fastest, and up to which either shot beats NCCL.
+    """Return the bytes up to which one-shot is fastest, and up to which one-shot or two-shot beats
+    NCCL.
 
     Both count from the smallest size on.
     """
@@ -106,7 +107,9 @@ def crossings(lines: list[Line]) -> tuple[int, int]:
 
 
 def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -> None:
-    """Sweep each setting by size, and with the norm by rows of each width; then say what to set."""
+    """Sweep each setting by size, and with the norm by rows of each width. Then print what to
+    set.
+    """
     region, _ = group.memory.holder
     bare = [(size // 2 // min(COLUMNS, size // 2), min(COLUMNS, size // 2)) for size in SWEPT]
     normed = [(tokens, hidden) for hidden in HIDDEN for tokens in TOKENS]
@@ -117,7 +120,7 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
     }
     lines: dict[Setting, list[Line]] = {}
     for programs, all_reduce.TILE in SETTINGS:
-        # All is laid out anew in the same memory, by all ranks while none uses it.
+        # All ranks set up the same memory again, while none uses it.
         torch.cuda.synchronize(device)
         group.least(0)
         region.zero_()
@@ -142,8 +145,9 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
 
 
 def over_the_first(lines: dict[Setting, list[Line]], setting: Setting) -> tuple[float, float]:
-    """Return geometric means of the setting's times over the first's: of small all-reduces, of
-    others."""
+    """Return geometric means of the setting's times relative to the first setting: for small
+    all-reduces, and for others.
+    """
 
     def mean(small: bool) -> float:
         ratios = [
@@ -163,7 +167,7 @@ def ours(line: Line) -> float:
 def best_of(lines: dict[Setting, list[Line]]) -> Setting:
     """Return the best setting.
 
-    Another than the first has to be 2 % faster, and at most 2 % slower with small all-reduces.
+    A setting replaces the first if it is 2 % faster, and at most 2 % slower for small all-reduces.
     """
     better = {}
     for programs in lines:
@@ -174,7 +178,7 @@ def best_of(lines: dict[Setting, list[Line]]) -> Setting:
 
 
 def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
-    """Return the values to set in CROSSINGS and in `kernels.all_reduce`."""
+    """Return the values for CROSSINGS and `kernels.all_reduce`."""
     best = best_of(lines)
     _, most = crossings(
         [{"bytes": line["rows"] * line["columns"] * 2, **line} for line in lines[best]]
@@ -205,7 +209,7 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     torch.cuda.set_device(device)
     if one_gpu:
         rendezvous.BACKEND = "gloo"
-    if swept:  # the largest region of all settings
+    if swept:  # the largest memory of all settings
         all_reduce.PROGRAMS = max(programs for programs, _ in SETTINGS)
         all_reduce.LARGEST = SWEPT[-1]
     store = TCPStore("127.0.0.1", port, is_master=not number, wait_for_workers=False)
@@ -233,7 +237,7 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     group.check()
     group.least(0)
     sys.stdout.flush()
-    os._exit(0)  # without the end of NCCL, which waits for others
+    os._exit(0)  # Exit without NCCL's shutdown, which waits for other ranks.
 
 
 def main() -> None:
@@ -264,7 +268,7 @@ def main() -> None:
 
 
 def _free_port() -> int:
-    """Return a free port: the store that found it is closed at once."""
+    """Return a free port, found by a store that is closed at once."""
     return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 

@@ -1,5 +1,7 @@
-"""The common parts of launch sweeps. Each launch runs once in another process before any is timed,
-and its result is compared with the wanted one. The table of times ends with what to set."""
+"""The common parts of launch sweeps. Each launch runs once in another process before any is
+timed, and its result is compared with the wanted one. The table of times ends with recommended
+settings.
+"""
 
 import math
 import os
@@ -19,18 +21,18 @@ import torch
 from bench.kernels.measure import apart
 
 PROCESSES = 12
-EACH_S = 80.0  # of one launch: one that takes longer never ends
+EACH_S = 80.0  # seconds for one launch; a longer one never ends
 NO_TIME = "no time"
-PAYS = 0.97  # of today's time: less is more than what two visits differ by
-DIFFERS = 0.02  # of a result's norm, by which two launches may be apart
-WRONG = "WRONG"  # begins the remark on a launch that is further apart
+PAYS = 0.97  # share of the current time: smaller gains are within the noise between two runs
+DIFFERS = 0.02  # largest accepted difference of two results, relative to their norm
+WRONG = "WRONG"  # prefix of the remark on a launch with a larger difference
 
 
 class Timed(NamedTuple):
     """The time of one launch.
 
-    us: inf where it did not run.
-    table: the table that the launch is for; "" for today's launch.
+    us: inf if it did not run.
+    table: the table that the launch belongs to; "" for the current launch.
     """
 
     us: float
@@ -48,7 +50,7 @@ class Timed(NamedTuple):
 
 
 def differs(found: Any, wanted: Any, most: float = DIFFERS) -> str:
-    """Return a remark on the distance of a result from the wanted one, where both are given."""
+    """Return a remark on the distance between two results, or "" if one is missing."""
     if found is None or wanted is None:
         return ""
     error = apart(found, wanted)
@@ -60,9 +62,9 @@ def pays(us: float, today: float) -> bool:
 
 
 def to_set(rows: Iterable[Timed]) -> str:
-    """Return the fastest launch of each table, if it pays.
+    """Return the fastest launch of each table, if the gain is large enough.
 
-    Each launch was changed alone: time them together as well.
+    Each launch was changed alone, so time them together, too.
     """
     ran = sorted(row for row in rows if row.right)
     if not ran:
@@ -76,7 +78,7 @@ def to_set(rows: Iterable[Timed]) -> str:
 
 
 def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
-    """Yield the `most` fastest launches, today's in any case, and what to set."""
+    """Yield the `most` fastest launches and the current one, and what to set."""
     ranked = sorted(rows)
     for number, row in enumerate(ranked):
         if most is None or number < most or not row.table:
@@ -85,13 +87,13 @@ def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
 
 
 def first_launches(module: str, arguments: list[str], count: int, seconds: float) -> dict[int, str]:
-    """Run each of a module's `count` launches once, in several processes. So Triton's cache has all
-    kernels, and a launch that faults or never ends is known before anything is timed.
+    """Run each of a module's `count` launches once, in several processes.
 
-    A process is `python -m MODULE ARGUMENTS --these NUMBERS`, which calls `launch_these`. One that
-    ends at a launch leaves the rest of its numbers to another. Returns by number why a launch
-    failed; NO_TIME of those that were not reached within `seconds`. Raises SystemExit without a
-    CUDA device.
+    This fills Triton's cache, and finds launches that fault or hang before anything is timed. A
+    process is `python -m MODULE ARGUMENTS --these NUMBERS`, which calls `launch_these`. If it dies
+    at a launch, another process runs the remaining numbers.
+    Returns the reason by number for failed launches; NO_TIME for launches not reached within
+    `seconds`. Raises SystemExit without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here")
@@ -115,7 +117,9 @@ def first_launches(module: str, arguments: list[str], count: int, seconds: float
 
 
 def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
-    """Run launches in a process of `first_launches`: print a line for each launch that is done."""
+    """Run launches in a process of `first_launches`, and print the number of each finished
+    launch.
+    """
     for number in numbers:
         launch(number)
         torch.cuda.synchronize()
@@ -123,7 +127,7 @@ def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
 
 
 def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, str]:
-    """Run numbers in one process; return how many it did, and why it did not do the next."""
+    """Run launches in one process. Returns how many finished, and why the next did not."""
     ran, late = 0, False
     with (
         TemporaryFile("w+") as errors,
@@ -132,7 +136,7 @@ def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, st
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # an assembler that it waits for ends with it
+            start_new_session=True,  # so that an assembler that it waits for is killed, too
         ) as process,
     ):
         assert process.stdout is not None
@@ -155,5 +159,5 @@ def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, st
 
 
 def _end(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended
+    with suppress(ProcessLookupError):  # it has ended already
         os.killpg(pid, signal.SIGKILL)

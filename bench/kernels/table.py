@@ -24,7 +24,9 @@ COMPILE_S = 60
 
 
 def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
-    """FlashAttention 3 in vLLM's build: keys in a row, and on the same pages as ours."""
+    """Return FlashAttention 3 in vLLM's build, with contiguous keys and with the same pages as
+    ours.
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
     )
@@ -35,7 +37,7 @@ def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
             q,
             key,
             value,
-            max_seqlen_q=meta.max_kv_len,  # prompts, from their first tokens on
+            max_seqlen_q=meta.max_kv_len,  # prompts from their first token on
             cu_seqlens_q=meta.query_start,
             max_seqlen_k=meta.max_kv_len,
             causal=True,
@@ -76,7 +78,7 @@ def main() -> int:
     if args.fa3:
         try:
             libraries = fa3()
-        except Exception as error:  # whatever stops another package's import
+        except Exception as error:  # another package's import may raise anything
             print(f"without FlashAttention 3: {error}", flush=True)
     cases = {
         name: make
@@ -86,12 +88,12 @@ def main() -> int:
     if not cases:
         parser.error(f"--only: no case begins with {' or '.join(args.only)}")
     if args.these is not None:
-        # The others would disturb its times.
+        # No tuning here: other processes would disturb its timings.
         kernels_for("cuda").tune_linear = lambda weights, sizes, add: None
         all_rows = list(cases.values())
         launch_these(args.these, lambda number: all_rows[number]().calls[0]())
         return 0
-    # What fails or is missing then will fail, or be compiled, when it is timed.
+    # Failing cases fail again when timed; others are compiled now.
     first_launches("bench.kernels.table", ["--only", *args.only], len(cases), COMPILE_S)
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
     best = measure.Best(measure.copy_bandwidth(), measure.matmul_rate())

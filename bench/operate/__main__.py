@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 
-# By case its module, which is imported when it runs: those of a GPU need no Ray.
+# Module of each case, imported when it runs, since GPU cases need no Ray.
 CASES = {
     "wheel": "wheel",
     "two-models": "two_models",
@@ -40,7 +40,7 @@ PEERS = {
 
 
 def missing() -> list[str]:
-    """The packages that Manta depends on, by pyproject.toml, and this Python does not have."""
+    """Return the packages of pyproject.toml's dependencies that this Python lacks."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     missing = []
     for requirement in project["dependencies"]:
@@ -64,7 +64,7 @@ def main() -> int:
     if args.model is None and any(name in args.cases for name in ON_GPU):
         parser.error(f"{', '.join(ON_GPU)} need --model, a folder with a config.json")
     served = [name for name in args.cases if name not in ON_GPU]
-    if served and (packages := missing()):  # before a server is started that would die of it
+    if served and (packages := missing()):  # check before starting a server that would fail
         sys.exit(
             f"{', '.join(served)} serve a model, for which {sys.executable} lacks "
             f"{', '.join(packages)}: install the checkout's dependencies (pip install -e .)"

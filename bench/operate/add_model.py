@@ -1,15 +1,15 @@
-"""`add-model/itl_p99`: the times between the tokens of one model while another is added beside it.
+"""`add-model/itl_p99`: inter-token times of one model while another model is added to the server.
 
-`manta serve` with one model, and streams to it that never pause. A round takes the gaps between
-their chunks for some seconds, then while a model is added over HTTP and until it is ready, and
-removes it again. Ours is the p99 of the second, the peer that of the first; failed streams are
-counted, and there may be none. What streams has half of the cores to itself (the first model's
-engine, routers, HAProxy, and the client), Ray and what is added the other half: on shared cores a
-start takes time from whatever runs beside it, and that is the machine's doing. The two threads of a
-core are in one half. With fewer than four cores nothing is pinned, because all that streams does
-not fit on one. A round takes half a minute. `longest` are the longest gaps while the model was
-added: when, in seconds since it was asked for, and milliseconds.
-MANTA_TEST_MODEL: the default model's file, on a machine that cannot fetch it.
+`manta serve` runs one model, and streams to it never pause. A round measures the gaps between their
+chunks for some seconds, then again while a model is added over HTTP until it is ready, and removes
+it. Ours is the second p99, the peer the first; failed streams are counted and must be 0.
+All processes of the streams (engine, routers, HAProxy, client) are pinned to half of the cores, Ray
+and the added model to the other half. On shared cores a start takes time from every other process,
+whatever the server does. Both threads of a core are in the same half. With fewer than four cores
+nothing is pinned, because one core is too few for the streams. A round takes half a minute.
+`longest` lists the longest gaps while the model was added: seconds since the request, and
+milliseconds.
+MANTA_TEST_MODEL: the default model's file, for machines that cannot download it.
 """
 
 import json
@@ -42,8 +42,10 @@ MODEL = {
 
 
 class Streams:
-    """Threads that stream answers of model `one` without end. gaps: (when, seconds) of each chunk
-    after another of its stream; failed: the errors."""
+    """Threads that stream answers of model `one` without end.
+
+    gaps: (time, seconds) between two chunks of a stream. failed: errors.
+    """
 
     def __init__(self, port: int) -> None:
         self.gaps: list[tuple[float, float]] = []
@@ -107,7 +109,7 @@ def _ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[int, int]]:
-    """Run `manta serve` with one of several models; yield its port, and the process."""
+    """Run `manta serve` with one of several models. Yields its port and its pid."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     keys = folder / "admins"
@@ -138,7 +140,7 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield port, process.pid
     finally:
-        for _ in range(2):  # the second does not wait for streams
+        for _ in range(2):  # the second SIGINT does not wait for streams
             process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         try:
@@ -147,13 +149,13 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-# In the command lines of what carries streams: engines' actors and routers; HAProxy and the actor
-# that starts it again when something changes; Serve's own proxy where there is no HAProxy.
+# Parts of the command lines of streaming processes: actors of engines and routers; HAProxy and the
+# actor that restarts it on changes; Serve's own proxy without HAProxy.
 _STREAM = (b"ray::servereplica", b"haproxy", b"ray::proxyactor")
 
 
 def _half(cores: list[int]) -> set[int]:
-    """Return the logical cores of half of the cores."""
+    """Return the logical cores of half of the physical cores."""
     whole: dict[str, list[int]] = {}
     for core in cores:
         path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
@@ -166,7 +168,7 @@ def _pin(server: int) -> int:
     """Pin the streaming processes to half of the cores, all other processes of the server to the
     rest.
 
-    Processes that the server starts later go with the rest. Returns how many cores a half has; 0:
+    Processes that the server starts later inherit the other half. Returns the cores of a half; 0 if
     nothing was pinned.
     """
     children: dict[int, list[int]] = {}
@@ -180,7 +182,7 @@ def _pin(server: int) -> int:
         return 0
 
     def pin(pid: int, streams: bool) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().lower()
             streams |= any(name in command for name in _STREAM)
             for task in Path(f"/proc/{pid}/task").iterdir():
@@ -195,7 +197,7 @@ def _pin(server: int) -> int:
 
 
 def _wait(port: int, status: str | None) -> None:
-    """Wait until the added model has this status. status: None for a model that is gone."""
+    """Wait until the added model has this status. status: None until it is removed."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:

@@ -1,14 +1,13 @@
-"""`tpot-50ms/itl_p99` and `tpot-50ms/goodput`: what `target_tpot_ms` keeps, and what it costs.
+"""`tpot-50ms/itl_p99` and `tpot-50ms/goodput`: whether `target_tpot_ms` is kept, and what it costs.
 
-An engine with random weights, without Ray, routers and HTTP, is offered 1,024 streams of the
-workload `dialogue` at a time, from one second to the next without a pause: once with the target and
-once without. Measured is until the last request has been handed over, so that as many are offered
-throughout. The times between a request's tokens are those at which their frames come out of the
-engine's process. Tokens count for goodput if they came within the target; its peer is the
-throughput of the engine that has no target.
+An engine with random weights, without Ray, routers and HTTP, gets 1,024 concurrent streams of the
+workload `dialogue`, once with the target and once without. Measurement ends when the last request
+has been submitted, so concurrency is constant. Inter-token times are those at which frames leave
+the engine's process. Goodput counts tokens that came within the target; its peer is the throughput
+of the engine without a target.
 
-Two more figures say where a late token comes from: the p99 by the engine's own clock, between the
-results of two steps, and how many of the late tokens came while the streams began.
+Two more numbers show where late tokens come from: the p99 by the engine's own clock, between the
+results of two steps, and how many late tokens came while the streams started.
 """
 
 import asyncio
@@ -25,13 +24,16 @@ from loadtest.scenario import workloads
 TARGET_MS = 50.0
 STREAMS = 1024
 BEGIN_SECONDS = 3.0
-ROUNDS_OF_STREAMS = 2  # requests a stream; the last are not waited for
+ROUNDS_OF_STREAMS = 2  # requests per stream; the last ones are not awaited
 MAX_MODEL_LEN = 4096
 
 
 class Offered:
-    """Keeps STREAMS requests at an engine. gaps: seconds between a request's tokens. steps: the
-    same by the engine's clock. begin: gaps that were over when BEGIN_SECONDS were."""
+    """A source of requests that keeps STREAMS of them at an engine.
+
+    gaps: seconds between a request's tokens. steps: the same by the engine's clock. begin: number
+    of gaps in the first BEGIN_SECONDS.
+    """
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
@@ -40,19 +42,19 @@ class Offered:
         self._began = self._busy = 0.0
         self.tokens = 0
         self.failed: list[str] = []
-        self.rows: list[int] = []  # that ran, in each frame
-        self.over = asyncio.Event()  # every request was handed over
+        self.rows: list[int] = []  # rows that ran, per frame
+        self.over = asyncio.Event()  # every request was submitted
         self.client = EngineClient(self._take, lambda error: self._died(str(error)))
         requests = workloads.build("dialogue") * ROUNDS_OF_STREAMS
         self._left = iter(enumerate(requests, 1))
-        self._last: dict[int, float] = {}  # when its last tokens came
+        self._last: dict[int, float] = {}  # time of each request's last tokens
 
     def _died(self, why: str) -> None:
         self.failed.append(why)
         self.over.set()
 
     def offer(self) -> None:
-        """One more."""
+        """Submit one more request."""
         prompt = next(self._left, None)
         if prompt is None:
             self.over.set()
@@ -122,14 +124,16 @@ async def _measure(model: str, target_ms: float) -> Line:
 
 
 def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
-    """Two lines a round: with the target, and without."""
+    """Yield two lines per round: with the target, and without."""
     for _ in range(rounds):
         for target in (TARGET_MS, 0.0):
             yield {**asyncio.run(_measure(model, target)), "model": name}
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    """The worst p99 of the rounds, and the least goodput against the best throughput."""
+    """Compute the rows: the worst p99 of the rounds, and the least goodput against the best
+    throughput.
+    """
     capped = [line for line in lines if line["target_ms"]]
     free = [line for line in lines if not line["target_ms"]]
     p99 = max(line["itl_p99_ms"] for line in capped)

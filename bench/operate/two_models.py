@@ -1,17 +1,18 @@
-"""`two-models/path`: what a chunk costs a router of two models, against a router of one. See
-tests/deployments/several_models/path_of_two.py; the ratios are of the least of the rounds."""
+"""`two-models/path`: the cost of a chunk in a router of two models, against a router of one.
+tests/deployments/several_models/path_of_two.py measures it; ratios are of the best rounds.
+"""
 
 from collections.abc import Iterator
 
 from bench.report.result_file import Line
 from tests.deployments.several_models.path_of_two import best, measure
 
-STREAMS = 48  # of a model
+STREAMS = 48  # streams per model
 SECONDS = 2.0
 
 
 def lines(rounds: int) -> Iterator[Line]:
-    """A line for each round, way and figure."""
+    """Yield a line for each round, setup and metric."""
     for line in measure(STREAMS, SECONDS, rounds):
         yield {"case": "two-models/path", **line}
 

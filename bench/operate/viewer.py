@@ -1,10 +1,9 @@
-"""`page/viewer`: the CPU time that a router spends on a viewer of the live view, who looks once a
-second as the page does.
+"""`page/viewer`: the router's CPU time for one viewer of the live view, which polls once a second.
 
-A router has STREAMS in flight, more than a look tells of, and slow steps, so that the looks are
-most of what it does. Windows with LOOKS a second and windows without take turns. The difference is
-CPU time, and the least of each kind counts, as other work on the machine only adds to it. HTTP and
-JSON are in it. The call between two routers, which Ray makes, is not.
+A router has STREAMS in flight, more than one poll reports, and slow steps, so that polls are most
+of its work. Windows with LOOKS polls a second and windows without alternate. The result is the
+difference in CPU time of the best windows, since other work on the machine only adds time. It
+includes HTTP and JSON, but not the call between two routers, which Ray makes.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ from bench.report.result_file import Line
 from tests.deployments.path_cost import process, spend
 
 STREAMS = 300
-LOOKS = 20  # a second
+LOOKS = 20  # polls per second
 SECONDS = 4.0
-_STEP = 0.25  # seconds
+_STEP = 0.25  # seconds per step
 
 
 async def _looks(port: int) -> None:
-    """Request the live view LOOKS times a second until cancelled."""
+    """Poll the live view LOOKS times a second until cancelled."""
     due = time.monotonic()
     while True:
         await asyncio.to_thread(_look, port)
@@ -37,7 +36,7 @@ def _look(port: int) -> None:
 
 
 async def _window(port: int, pid: int, seen: bool) -> Line:
-    """Measure the router's CPU in a window, in milliseconds a second."""
+    """Measure the router's CPU time in a window, in milliseconds per second."""
     looking = asyncio.create_task(_looks(port)) if seen else None
     spent = await spend([port], STREAMS, SECONDS, [pid], routers=False)
     if looking is not None:
@@ -62,5 +61,5 @@ def rows(lines: list[Line]) -> list[Line]:
         min(line["ms"] for line in lines if bool(line["looks"]) is wanted)
         for wanted in (True, False)
     )
-    share = round((seen - alone) / LOOKS / 10, 3)  # of a second, in percent
+    share = round((seen - alone) / LOOKS / 10, 3)  # percent of a second
     return [{"case": "page/viewer", "ours": share, "peer": 1.0, "unit": "%", "ratio": share}]

@@ -1,10 +1,10 @@
 """`wake/NAME`: from a request to the first token of an engine that sleeps with its weights in host
-memory, on a GPU; without Ray, routers and HTTP.
+memory, on a GPU without Ray, routers and HTTP.
 
-One engine with random weights. A round lets it sleep and then asks: ours is the median of the
-seconds to the first token, the peer is the promise. Beside it: how long falling asleep takes (the
-first time makes the copy in host memory), a first token of the engine that is awake, the start that
-waking replaces, and what of the device is taken while it sleeps.
+An engine has random weights. Each round puts it to sleep and sends a request. Ours is the median of
+the seconds to the first token, the peer is the target. The line also has: the time to fall asleep
+(the first time copies weights to host memory), a first token of the engine when awake, the start
+that waking replaces, and the device memory held while asleep.
 """
 
 import statistics
@@ -16,11 +16,11 @@ from engine import LLM, SamplingParams
 
 PROMISE_S = 2.0
 PROMPT, ANSWER = 128, 32  # tokens
-AWAKE = 5  # first tokens that are measured before
+AWAKE = 5  # first tokens measured before the first sleep
 
 
 def _ask(llm: LLM) -> tuple[float, list[int]]:
-    """Seconds to the first token, and all tokens."""
+    """Return the seconds to the first token, and all tokens."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ANSWER)
     began, first, ids = time.perf_counter(), 0.0, []
     with llm.start_request(list(range(10, 10 + PROMPT)), params, detokenize=False) as handle:
@@ -31,7 +31,7 @@ def _ask(llm: LLM) -> tuple[float, list[int]]:
 
 
 def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
-    """A line a round."""
+    """Yield a line per round."""
     began = time.perf_counter()
     fields = {"load_format": "dummy", "sleep_in_host_memory": True, "prefix_caching": False}
     with LLM(model, **fields) as llm:

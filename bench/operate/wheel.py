@@ -1,10 +1,9 @@
 """`wheel/first-token`: from a wheel and an empty environment to the first token of a streamed
 answer of the default model.
 
-A round makes a virtual environment, installs Manta's wheel into it, starts `manta serve` there in
-an empty folder, with a cache of its own, and asks. Not in the figure is what is downloaded: the
-dependencies, which the environment takes from this process's, and the default model, which is
-fetched and unpacked before the clock starts. The peer is the promise.
+A round makes a virtual environment, installs Manta's wheel, starts `manta serve` in an empty folder
+with its own cache, and sends a request. Downloads are excluded: dependencies come from this
+process's environment, and the default model is fetched and unpacked before. The peer is the target.
 """
 
 import json
@@ -31,12 +30,14 @@ READY_S = 180.0
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout as it is, in this folder. Raises CalledProcessError."""
+    """Build the wheel of this checkout, uncommitted changes included, in this folder. Raises
+    CalledProcessError.
+    """
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in PACKAGES:  # a build leaves files beside its sources
+    for name in PACKAGES:  # copied, because a build writes next to its sources
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     _run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source))
@@ -45,15 +46,15 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Make a virtual environment with the wheel in it; its dependencies are found where this
-    process has them.
+    """Make a virtual environment with the wheel, and return its `manta`. Raises CalledProcessError.
 
-    Returns its `manta`. Raises CalledProcessError.
+    Dependencies are found in this process's environment.
     """
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     paths = {"base": str(folder), "platbase": str(folder)}
     own = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    # A path file in a folder that is named in one is not read: an editable install stays out.
+    # Path files in folders listed in a path file are ignored, so this environment's editable
+    # install is not seen.
     ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (own / "dependencies.pth").write_text("".join(f"{path}\n" for path in sorted(ours)))
     python = folder / "bin" / "python"
@@ -76,8 +77,9 @@ def _run(*command: str, **options: object) -> None:
 
 
 def round_(wheel: Path, folder: Path, cache: Path) -> Line:
-    """Measure the seconds from nothing to the installed command, the ready server and the first
-    token."""
+    """Measure the seconds until the command is installed, the server is ready, and the first
+    token comes.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shutil.copytree(cache, folder / "cache")
@@ -116,7 +118,7 @@ def round_(wheel: Path, folder: Path, cache: Path) -> Line:
 
 
 def _ask(port: int) -> tuple[str, float]:
-    """Return the streamed answer, and when its first token came."""
+    """Return the streamed answer, and the time of its first token."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
     question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -17,9 +17,9 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results"
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
 SPEEDS = Path(__file__).parents[2] / "deployments" / "configs" / "speeds.yaml"
-_CHAT = "dialogue"  # the workload of chat prompts and answers that keeps the device full
+_CHAT = "dialogue"  # workload of chat prompts and answers that saturates the device
 
-# What made the files whose names begin so; the longest that fits.
+# The command that made a file, by prefix of the file's name; the longest match counts.
 MADE_BY = {
     "accuracy": "`python -m bench.accuracy`: next-token distributions of each format of weights",
     "ablations": "`python -m bench.ablations`: each technique switched on and off",
@@ -69,7 +69,7 @@ _LESS_IS_BETTER = ("s", "ms", "us", "MB")
 _NAME = re.compile(r"(.+)-(\d{4}-\d\d-\d\d)\.json")
 
 _WIDTH, _LEFT, _BAR, _PAIR, _TOP, _FOOT = 760, 190, 13, 46, 66, 34
-_ROOM = 350  # for a bar; its value stands behind it
+_ROOM = 350  # width for a bar, with its value behind it
 
 STYLE = """
 .bg{fill:#fff;stroke:#d5dbe3}.ink{fill:#1b2330}.soft{fill:#5c6878}
@@ -83,7 +83,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu San
 
 @dataclass(frozen=True)
 class Result:
-    """A result file. name: the file's, without its date."""
+    """A result file. name: the file's name without its date."""
 
     path: Path
     name: str
@@ -92,8 +92,7 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that compare two sides in a picture; [] for results that the docs draw
-        otherwise."""
+        """The rows that compare two sides; [] for results with other pictures."""
         if self.name.startswith(("ablations", "simulate", "kernels")):
             return []
         rows = self.document.get("rows", [])
@@ -111,7 +110,7 @@ class Result:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Read all result files of a folder, by name and date."""
+    """Read all result files of a folder, sorted by name and date."""
     results = []
     for path in sorted(folder.glob("*.json")):
         if match := _NAME.fullmatch(path.name):
@@ -124,7 +123,7 @@ def newest(results: list[Result]) -> list[Result]:
 
 
 def picture(result: Result) -> str:
-    """Draw two bars a row, ours and the peer's; the longer of the two has the full length."""
+    """Draw two bars per row, ours and the peer's; the longer one has the full width."""
     rows = result.rows
     height = _TOP + _PAIR * len(rows) + _FOOT
     parts = [
@@ -164,7 +163,7 @@ def _pair(row: dict[str, Any], case: str, y: float) -> str:
     longest = max(ours, peer)
     less = unit in _LESS_IS_BETTER
     better = ours <= peer if less else ours >= peer
-    agrees = row.get("agrees")  # a comparison of tools: nearer is better
+    agrees = row.get("agrees")  # a comparison of tools: closer is better
     if agrees is None and abs(ours / peer - 1) < 0.01:
         tone = "soft"
     else:
@@ -224,11 +223,11 @@ def table(results: list[Result]) -> str:
 
 
 def speeds(results: list[Result]) -> str:
-    """Return the text of deployments/configs/speeds.yaml: the measured speeds that `manta plan`
-    knows."""
+    """Return the text of deployments/configs/speeds.yaml, the measured speeds for `manta plan`."""
     rows: dict[tuple[str, str, str], str] = {}
     engine = [result for result in results if result.name.startswith("versus-engine")]
-    for result in sorted(engine, key=lambda result: result.date):  # the newest replaces older ones
+    # newer results replace older ones
+    for result in sorted(engine, key=lambda result: result.date):
         document = result.document
         dtype = document["config"]["ours"].get("dtype", "bfloat16")
         for row in result.rows:

@@ -1,5 +1,5 @@
-"""A pytest plugin: --lines FILE gets a JSON line when a test begins and one when it is done, so
-that what is known survives a process that dies or is ended.
+"""A pytest plugin: --lines FILE gets a JSON line when a test begins and when it ends, so that
+results survive if the process dies or is killed.
 
     python -m pytest -p bench.report.pytest_lines --lines FILE
 """
@@ -33,7 +33,7 @@ class _Lines:
         self._say(case=nodeid, outcome="began")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a test's line, with what it recorded by `record_property` and why it failed."""
+        """Write a test's line, with its recorded properties and its failure."""
         if report.when != "call" and report.passed:
             return
         line: dict[str, Any] = {"case": report.nodeid, "outcome": report.outcome}

@@ -1,4 +1,4 @@
-"""A result file and the raw lines beside it, as bench/results keeps them."""
+"""Result files and their raw lines, in the form of bench/results."""
 
 import datetime
 import json
@@ -14,7 +14,7 @@ Line = dict[str, Any]
 
 
 def commit(folder: Path | None = None) -> str:
-    """Return the commit that a folder has checked out, by default this process's."""
+    """Return the commit checked out in a folder, by default the working directory."""
     command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     return done.stdout.strip() or "unknown"
@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def ask_device(what: str) -> str:
-    """Return a property of the first GPU, without a context on it; "" if there is none."""
+    """Return a property of the first GPU without creating a context on it; "" without a GPU."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -40,8 +40,9 @@ def ask_device(what: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return what a side of a comparison ran on: the device and its driver, Python, CUDA, torch,
-    triton and these packages, as far as they are there."""
+    """Return the versions that this process runs on: device, driver, Python, CUDA, torch, triton
+    and these packages. Missing ones are left out.
+    """
     import torch
 
     versions = {"device": device_name(), "python": sys.version.split()[0]}
@@ -58,25 +59,26 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, str]:
-    """Return the versions that a program with another environment than this one runs on."""
+    """Return the versions that a program runs on in another environment."""
     command = [sys.executable, "-m", "bench.report.result_file", *packages]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:  # a comparison is worth having without it
+    if done.returncode:  # a comparison is useful without versions, too
         return {"unknown": done.stderr[-400:]}
     versions: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return versions
 
 
 class RawLines:
-    """The file <out>/<name>-<date>.jsonl: each line is written at once, so that a run that is cut
-    off loses nothing and can be taken up again."""
+    """The file <out>/<name>-<date>.jsonl. Each line is written at once, so that an interrupted
+    run loses nothing and can be resumed.
+    """
 
     def __init__(
         self, out: Path, name: str, whole: Callable[[list[Line]], list[Line]] | None = None
     ) -> None:
-        """Begin the day's file, or take it up.
+        """Create the day's file, or resume it.
 
-        whole: returns those of the file's lines that are kept; None begins a new file.
+        whole: returns the lines of the existing file to keep; None starts a new file.
         """
         out.mkdir(parents=True, exist_ok=True)
         self.date = datetime.date.today().isoformat()
@@ -85,7 +87,7 @@ class RawLines:
         self.all: list[Line] = []
         if whole and self._path.exists():
             text = self._path.read_text()
-            # Without its end, a last line was being written when the run was cut off.
+            # A last line without a line break was cut off.
             ended = text[: text.rfind("\n") + 1]
             self.all = whole([json.loads(line) for line in ended.splitlines()])
         self._path.write_text("".join(json.dumps(line) + "\n" for line in self.all))
@@ -101,7 +103,9 @@ class RawLines:
     def finish(
         self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str = ""
     ) -> None:
-        """Write the table, <name>-<date>.json, beside the lines. device: if it is not this one."""
+        """Write the table, <name>-<date>.json, next to the lines. device: if it is not this
+        machine's.
+        """
         document = {
             "commit": commit(),
             "date": self.date,
@@ -120,8 +124,8 @@ def write(
     lines: Iterable[Line],
     device: str = "",
 ) -> None:
-    """Write the files of a run that is over: <out>/<name>-<date>.json, the table, and .jsonl, the
-    raw lines.
+    """Write the files of a finished run: the table <out>/<name>-<date>.json, and the raw lines
+    .jsonl.
 
     The versions of this process are added to the configuration.
     """
@@ -132,13 +136,13 @@ def write(
 
 
 def ratio_row(case: str, ours: float, peer: float, unit: str, digits: int = 3) -> Line:
-    """Return a row of a table: two figures, and ours by the peer's. A ratio to 0 is None."""
+    """Return a row of a table: two values, and ours divided by the peer's (None if that is 0)."""
     ratio = round(ours / peer, digits) if peer else None
     return {"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio}
 
 
 def print_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line for each row that has ours, peer, unit and ratio."""
+    """Print a line for each row with ours, peer, unit and ratio."""
     for row in rows:
         figures = f"{row['ours']!s:>12} {row['peer']!s:>12} {row['unit']:<6} {row['ratio']!s:>7}"
         print(f"{row['case']:<38} {figures}")

@@ -1,1 +1,3 @@
-"""A fleet in events, driving the real routing and scaling functions: docs/routing.md."""
+"""A discrete-event simulation of a fleet with the real routing and scaling functions:
+docs/routing.md.
+"""

@@ -1,8 +1,8 @@
-"""What a step of the real engine costs on this machine, and how far the simulator is from it.
+"""The cost of the real engine's steps on this machine, and the simulator's error.
 
-Two seeded runs of the same kind at the engine itself, requests arriving at random. The first is
-fitted by the model that routers use (step_cost.py). The second is predicted: each stretch of
-steps by the fit, and the times to first tokens by SimReplica with the same arrivals.
+Two seeded runs with random arrivals are made with the engine. The routers' step-cost model
+(step_cost.py) is fitted to the first run. The second run is predicted: each stretch of steps by the
+fit, and times to first token by SimReplica with the same arrivals.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from engine.sampling_params import SamplingParams
 class Load:
     """The requests of a run.
 
-    rate: requests a second. prompts: tokens, one of these. outputs: tokens, from, below.
+    rate: requests per second. prompts: prompt lengths to choose from. outputs: range of output
+    lengths.
     """
 
     rate: float
@@ -44,19 +45,19 @@ class Load:
         return jobs
 
 
-LOADS = {  # by device; about half of what the replica that it is meant for can do
+LOADS = {  # by device; about half of the capacity of a typical replica
     "cpu": Load(1.0, 60, (20, 60, 150, 400), (8, 40), 32, 512),  # the default model
     "cuda": Load(20.0, 400, (100, 400, 1000, 2000), (50, 200), 256, 2048),  # 8B
 }
-_WARM = 0.2  # of the requests, before the two runs: kernels are compiled
-_PASSES = 100  # over the stretches, so that the prior weighs next to nothing
+_WARM = 0.2  # share of the requests sent before the two runs, to compile kernels
+_PASSES = 100  # passes over the stretches, so that the prior has almost no weight
 
 
 @dataclass(slots=True)
 class Observed:
     """The observations of a run.
 
-    firsts: seconds to the first token, by request. gaps: seconds a token after the first.
+    firsts: seconds to the first token, by request. gaps: mean seconds per later token.
     """
 
     frames: list[EngineStats]
@@ -65,13 +66,13 @@ class Observed:
     kv_tokens: int
     rows: int
     step_tokens: int
-    ahead: bool  # a step is launched before the one before it has ended
+    ahead: bool  # whether a step is launched before the previous one has ended
     gaps: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The engine's work in so many busy seconds."""
+    """A stretch of the engine's work: steps, tokens and busy seconds."""
 
     steps: int
     outputs: int
@@ -117,8 +118,8 @@ def compare(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Compare the simulation with the second run.
 
-    Returns rows: the costs fitted to the first run, then the prediction (ours) and the second run
-    (peer). Returns also lines: the second run's stretches and requests.
+    Returns rows: the costs fitted to the first run, then predictions (ours) and the second run
+    (peer). Also returns lines: the second run's stretches and requests.
     """
     cost = fit(first)
     stretches = intervals(second)
@@ -185,7 +186,7 @@ def fit(observed: Observed) -> StepCost:
 
 
 def simulate(real: Observed, cost: StepCost) -> list[Job]:
-    """Simulate the run's requests at one SimReplica."""
+    """Simulate the run's requests with one SimReplica."""
     speed = Speed("", *cost, real.kv_tokens, real.rows, real.step_tokens, ahead=real.ahead)
     work = [Job(job.arrival, job.prompt, job.output) for job in real.jobs]
     return run([speed], RoundRobin(), work, routers=1).jobs

@@ -1,8 +1,7 @@
-"""What routing itself costs: microseconds of a decision, and of recording which replica has which
+"""The cost of routing itself: microseconds of a decision, and of recording which replica has which
 prefix.
 
-CPU time, the best of many rounds: on a busy machine too it is what the work takes, less what others
-do to the caches.
+It is CPU time, the best of many rounds, so other load on the machine matters little.
 """
 
 import time
@@ -19,7 +18,7 @@ from deployments.routing.route import route
 from engine.messages import EngineStats
 
 PROMPT = 2048  # tokens
-_GOALS = {64: 50.0, 1000: 500.0}  # us a decision, by replicas
+_GOALS = {64: 50.0, 1000: 500.0}  # target microseconds per decision, by number of replicas
 _PAIRS = 50_000
 
 
@@ -28,7 +27,7 @@ def all_rows() -> list[RoutingRow]:
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
     prefix_hashes = hash_prefix(tokens)
     num_hashes = len(pack_hashes(prefix_hashes))
-    # A replica that only computes prompts, each of them new: most of them, and nothing to share.
+    # The most hashes per second: a replica that computes only prompts, all of them new.
     a_second = num_hashes / (PROMPT * GPU.token)
     rows = [decision(count) for count in _GOALS]
     rows += [
@@ -58,7 +57,7 @@ def all_rows() -> list[RoutingRow]:
 
 
 def decision(count: int) -> RoutingRow:
-    """One decision among so many replicas; the goal beside it."""
+    """Measure one decision among `count` replicas, against its target."""
     dice, fleet = Random(1), _fleet(count)
     work = RoutingRequest(2100, 200, prefix_hashes=[dice.randbytes(8) for _ in range(32)])
     for row in range(count):
@@ -70,7 +69,7 @@ def decision(count: int) -> RoutingRow:
 
 
 def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float:
-    """Microseconds of one call."""
+    """Return the microseconds of one call."""
     least = 1.0
     for _ in range(rounds):
         began = time.process_time()
@@ -100,7 +99,7 @@ def _recorded(prefix_hashes: list[bytes]) -> None:
 
 
 def _memory(count: int) -> float:
-    """Bytes of a pair of name and holder."""
+    """Return the bytes per (prefix, replica) pair."""
     dice, index = Random(3), PrefixIndex()
     tracemalloc.start()
     for _ in range(_PAIRS):
@@ -111,7 +110,7 @@ def _memory(count: int) -> float:
 
 
 def _frames(count: int) -> Callable[[], None]:
-    """A frame's figures put into the columns."""
+    """Return a function that writes a frame's state to the fleet's columns."""
     fleet, step = _fleet(count), 0
 
     def take() -> None:

@@ -1,9 +1,9 @@
-"""Overload: routers and replica servers as they are, over connections in memory and in virtual
-time, before simulated engines whose steps are as long as those of a CPU.
+"""Overload: the real routers and replica servers in virtual time, over in-memory connections, with
+simulated engines whose steps are as long as a CPU's.
 
-Everything between a request and its engine is the service's own code: admission, queue, routing,
-channel, replica server. So what an engine that is busy for a second at a time makes of them can be
-seen in seconds, and the same way each time.
+All code between a request and its engine is the service's own: admission, queue, routing, channel,
+replica server. So its behaviour with engines that are busy for seconds is simulated quickly and
+reproducibly.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 
-PROMISE = 2.0  # seconds to the first token: scaling.ttft
-WAIT = 2 * PROMISE  # the same in an overload
+PROMISE = 2.0  # target seconds to the first token: scaling.ttft
+WAIT = 2 * PROMISE  # accepted seconds in an overload
 
-# The default model with a core for each engine: twice what `calibrate` found on two.
+# The default model with one core per engine: twice the costs that `calibrate` measured with two.
 CORE = Speed("cpu", 0.021, 0.0010, 0.0023, 60_000, 64, 512)
 # Two engines on one core: a step of a full batch takes 0.17 s, and a request of 32 tokens 6 s.
 HALF = Speed("cpu", 0.042, 0.0020, 0.0046, 60_000, 64, 512)
-# The same on a core half as fast: a request of 32 tokens takes 25 s.
+# A core half as fast: a request of 32 tokens takes 25 s.
 QUARTER = HALF.slower(2)
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request. Monotonic seconds; -1 is never.
+    """One request; times are monotonic seconds, -1 for never.
 
-    sent: to a replica. retry_after: of a refusal, in seconds.
+    sent: when it was sent to a replica. retry_after: seconds, if it was refused.
     """
 
     at: float
@@ -56,9 +56,9 @@ class Asked:
 class Found:
     """The outcome of a run.
 
-    asked: by arrival.
-    most_waiting: in an engine beyond its rows, at any time.
-    began: monotonic seconds; other times are from then.
+    asked: requests by arrival.
+    most_waiting: most requests waiting in an engine at any time.
+    began: monotonic seconds, from which other times are counted.
     """
 
     asked: list[Asked] = field(default_factory=list)
@@ -66,8 +66,9 @@ class Found:
     began: float = 0.0
 
     def good(self, since: float, until: float, wait: float = WAIT) -> float:
-        """Return the answers a second that ended in this part of the run, with the first token in
-        time."""
+        """Return the answers per second that ended in [since, until) with the first token in
+        time.
+        """
         count = sum(
             since <= request.end - self.began < until and request.first - request.at <= wait
             for request in self.asked
@@ -76,8 +77,9 @@ class Found:
         return count / (until - since)
 
     def first(self, share: float, since: float = 0.0) -> float:
-        """Return the seconds to the first token that this share of the admitted requests stays
-        below."""
+        """Return the quantile of the seconds to the first token of admitted requests. share:
+        e.g. 0.99.
+        """
         waits = sorted(
             request.first - request.at
             for request in self.asked
@@ -86,7 +88,7 @@ class Found:
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
 
     def let_in(self) -> list[int]:
-        """Return the number of admitted requests in each stretch of 5 s."""
+        """Return the number of admitted requests in each 5 s."""
         counts: dict[int, int] = {}
         for request in self.asked:
             part = int((request.at - self.began) // 5)
@@ -98,8 +100,9 @@ Lengths = Callable[[Random], tuple[int, int]]  # prompt, output tokens
 
 
 def alike(dice: Random) -> tuple[int, int]:
-    """Draw equal lengths: requests that begin together end together, and the whole batch is
-    renewed."""
+    """Draw equal lengths, so that requests of a batch end together and the whole batch is
+    replaced.
+    """
     return 24, 32
 
 
@@ -108,12 +111,12 @@ def mixed(dice: Random) -> tuple[int, int]:
 
 
 def chats(dice: Random) -> tuple[int, int]:
-    """Draw the lengths of requests that keep their rows for 25 s."""
+    """Draw the lengths of requests that occupy their rows for 25 s."""
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
 class _Service:
-    """Routers and replicas, connected."""
+    """Routers and replicas, connected with each other."""
 
     def __init__(self, speeds: Sequence[Speed], routers: int, queue_seconds: float) -> None:
         self.engines: list[SimEngine] = []
@@ -218,8 +221,7 @@ async def _run(
 
 
 def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
-    """Run a closed loop: as many users as rows, each with one request after the other, at two
-    routers."""
+    """Run a closed loop at two routers, with as many users as rows."""
     users = sum(speed.max_num_seqs for speed in speeds)
     return virtual_time.run(_run(speeds, 2, lengths, seconds, 0.0, users))
 
@@ -232,7 +234,7 @@ def open_loop(
     routers: int = 2,
     seconds: float = 60.0,
 ) -> Found:
-    """Run Poisson arrivals, whatever becomes of them."""
+    """Run Poisson arrivals at `rate` per second, whatever becomes of the requests."""
     return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0))
 
 
@@ -250,8 +252,8 @@ CASES = {
 def case(name: str) -> tuple[float, Found, float]:
     """Measure a closed loop and a flood of ten times its rate.
 
-    Returns the loop's answers a second, the flood, and the seconds at the flood's beginning that do
-    not count. Those are two rounds of the batch, since the flood finds empty engines.
+    Returns the loop's answers per second, the flood, and the flood's first seconds that do not
+    count: two rounds of the batch, since the flood starts with empty engines.
     """
     lengths, speed = CASES[name]
     speeds = (speed, speed)
@@ -261,7 +263,7 @@ def case(name: str) -> tuple[float, Found, float]:
 
 
 def rows() -> list[RoutingRow]:
-    """Measure a flood of ten times a closed loop's rate, for a minute, in each case."""
+    """Measure, for each case, a minute of a flood with ten times a closed loop's rate."""
     rows = []
     for name in CASES:
         capacity, flood, begin = case(name)

@@ -1,4 +1,4 @@
-"""Line pictures as SVG text, without a library."""
+"""Line charts as SVG text, without a library."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ class Line:
     label: str
     points: Sequence[tuple[float, float]]
     steps: bool = False  # constant until the next point
-    colour: int = -1  # of the palette; default: by its place
+    colour: int = -1  # index in the palette; default: by its place
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes. log: the horizontal axis."""
+    """One pair of axes. log: whether the horizontal axis is logarithmic."""
 
     title: str
     x: str
@@ -28,7 +28,7 @@ class Panel:
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """The panels below each other."""
+    """Return an SVG with the panels below each other."""
     total = 34 + sum(panel.height for panel in panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {total}" '

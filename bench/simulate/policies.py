@@ -1,7 +1,7 @@
-"""Routing policies: Manta's own function, and what others do.
+"""Routing policies: Manta's own function, and those of other systems.
 
-The others get better news than they have in life: exact counts of requests in flight at any moment,
-and one prefix tree for all routers.
+The others get better information than in reality: exact counts of requests in flight at any time,
+and one prefix tree shared by all routers.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE
 from deployments.routing.route import route
 
-_NEWS = 0.05  # seconds: a router without tokens in a step hears of a replica this often
-_FRAME_GAP = 0.02  # seconds: closer frames are taken as one, to keep the simulation quick
+_NEWS = 0.05  # seconds after which a router without tokens in a step learns of a replica's frames
+_FRAME_GAP = 0.02  # seconds within which frames are merged, to speed up the simulation
 
 
 class _Counting:
@@ -48,7 +48,7 @@ class _Counting:
 
 
 class RoundRobin(_Counting):
-    """A policy by which each router takes one replica after the other."""
+    """A policy by which each router takes the replicas in rotation."""
 
     name = "round-robin"
 
@@ -58,8 +58,7 @@ class RoundRobin(_Counting):
 
 
 class TwoChoices(_Counting):
-    """Ray Serve's default policy: two replicas by lot, of which the one with fewer requests in
-    flight."""
+    """Ray Serve's default policy: of two random replicas, the one with fewer requests in flight."""
 
     name = "two-choices"
 
@@ -72,7 +71,7 @@ class TwoChoices(_Counting):
 class OurSlots(TwoChoices):
     """The policy of two choices in front of engines with Manta's adapter slots.
 
-    A gain over this policy is the gain of routing alone.
+    Gains over this policy are due to routing alone.
     """
 
     name = "two-choices, our slots"
@@ -80,12 +79,13 @@ class OurSlots(TwoChoices):
 
 
 class PrefixTree(TwoChoices):
-    """A policy of the longest match in a tree of sent prompts, unless loads are too uneven. A poor
-    match goes to the replica with the least in the tree.
+    """A policy that takes the longest match in a tree of sent prompts, unless loads are too uneven.
 
-    threshold: share of the prompt that must match. uneven: (most - least requests in flight, most /
-    least) beyond which load decides; SGLang's router has (64, 1.5) and takes the least loaded, Ray
-    Serve LLM's prefix router never does. A match in Ray's goes by two choices if poor.
+    threshold: share of the prompt that must match; else the replica with the smallest tree is
+    taken.
+    uneven: (largest - smallest, largest / smallest) requests in flight beyond which load decides.
+    SGLang's router has (64, 1.5) and takes the least loaded replica. Ray Serve LLM's prefix router
+    has no such limit, and falls back to two choices for a poor match.
     """
 
     def __init__(self, name: str, threshold: float, uneven: tuple[float, float] | None) -> None:
@@ -128,7 +128,7 @@ class PrefixTree(TwoChoices):
 
 
 class MantaRouting:
-    """Manta's own `route` over a `Fleet`, each router with its own."""
+    """Manta's own `route`, with a `Fleet` for each router."""
 
     name = "manta"
     popular = True

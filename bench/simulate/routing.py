@@ -1,4 +1,4 @@
-"""The routing cases: fleets, workloads, policies; rows of results."""
+"""The routing cases: fleets, workloads, policies, and rows of results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from bench.simulate.fleet.speeds import CPU, GPU, SLOW
 from bench.simulate.fleet.workload import Mix, ideal_hits, jobs
 from bench.simulate.policies import MantaRouting, OurSlots, PrefixTree, RoundRobin, TwoChoices
 
-LOAD = 0.8  # of what the fleet could do
+LOAD = 0.8  # share of the fleet's capacity
 SEED = 1
-# By one seed the loads at the exponent 2 are anything from 4.9 to 5.9 times fewer.
+# With a single seed, Zipf exponent 2 gives between 4.9 and 5.9 times fewer loads.
 ADAPTER_SEEDS = (1, 2, 3, 4)
 _ROUTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A fleet and a workload. seconds: simulated, the first third to warm up."""
+    """A fleet and a workload. seconds: simulated time, of which the first third is warm-up."""
 
     name: str
     speeds: tuple[Speed, ...]
@@ -42,7 +42,7 @@ class RoutingRow:
 def fleet(kind: str, count: int) -> tuple[Speed, ...]:
     """Return the replicas' speeds.
 
-    kind: "mixed" = a quarter CPU, a tenth slow GPUs; "slow" = a tenth slow GPUs; "gpu" = all alike.
+    kind: "mixed": a quarter CPUs, a tenth slow GPUs; "slow": a tenth slow GPUs; "gpu": all equal.
     """
     slow = 0 if kind == "gpu" else max(1, count // 10)
     cpu = count // 4 if kind == "mixed" else 0
@@ -56,8 +56,9 @@ def mix(kind: str, count: int) -> Mix:
 
 
 def capacity(speeds: Sequence[Speed], work: Sequence[Job]) -> float:
-    """Return the most requests a second of a fleet that finds every prefix and fills every
-    batch."""
+    """Return the most requests per second of a fleet that hits every prefix and fills every
+    batch.
+    """
     count = len(work)
     computed = (sum(job.prompt for job in work) - ideal_hits(work)) / count
     output = sum(job.output for job in work) / count
@@ -92,8 +93,9 @@ def peers() -> list[RoutingPolicy]:
 
 
 def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
-    """Compare p99 and p50 of the time to first token with the best peer; hit rate with the
-    ideal."""
+    """Compare p99 and p50 of the time to first token with the best peer, and the hit rate with
+    the ideal.
+    """
     outcomes = [outcome(case, policy) for policy in [MantaRouting(), *peers()]]
     ours, others = outcomes[0], outcomes[1:]
     rows = []
@@ -125,8 +127,9 @@ def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
 
 
 def _ideal(case: Case) -> float:
-    """Return the ideal hit rate of the requests after the warm-up, of a cache that keeps all
-    earlier prompts."""
+    """Return the hit rate of requests after the warm-up in a cache that keeps all earlier
+    prompts.
+    """
     work = jobs(case.mix, case.rate, case.seconds, _ROUTERS, SEED)
     before = [job for job in work if job.arrival < case.seconds / 3]
     after = work[len(before) :]
@@ -136,7 +139,8 @@ def _ideal(case: Case) -> float:
 def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
     """Measure 200 adapters over 4 replicas of 16 slots.
 
-    Peers are routing by load alone, with LRU slots and with ours; means over ADAPTER_SEEDS.
+    Peers route by load alone, with LRU slots and with Manta's slots. Values are means over
+    ADAPTER_SEEDS.
     """
     case = Case(f"adapters-zipf-{zipf:g}/4", (GPU,) * 4, Mix(adapters=200, zipf=zipf), seconds, 50)
     policies = (MantaRouting, TwoChoices, OurSlots)
@@ -171,7 +175,9 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
 
 
 def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:
-    """Return the fewest loads possible, by Belady: the adapter that is wanted latest goes."""
+    """Return the fewest possible loads, by Belady's rule: the adapter that is needed last is
+    evicted.
+    """
     following: list[int] = [0] * len(work)
     last: dict[str, int] = {}
     for at in range(len(work) - 1, -1, -1):

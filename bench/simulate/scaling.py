@@ -1,8 +1,8 @@
-"""The scaling cases: demand over time, policies, rows of results.
+"""The scaling cases: demand over time, policies, and rows of results.
 
-A fluid queue with a tick of one second, in the order of arrival. Work arrives with Poisson noise; a
-pool of n ready replicas does n seconds of it a second. A request's wait is the backlog it finds
-over the capacity that is then there; `FIRST` comes on top. Replicas cost from the decision on.
+Work flows through a first-come-first-served queue in ticks of one second. It arrives with Poisson
+noise, and n ready replicas do n seconds of it per second. A request waits for the backlog that it
+finds divided by the current capacity, plus `FIRST`. Replicas cost from the scaling decision on.
 """
 
 import math
@@ -31,25 +31,27 @@ CPU = PoolModel(
 )
 PROMISE = ServiceObjective()
 FIRST = 0.25  # seconds to the first token with no queue
-PROMPT, OUTPUT = 500, 200  # tokens of a request, computed ones
-_POINTS = 240  # of a line in a picture
-LATENCY = 5.0  # seconds of a request, for policies that count those in flight
+PROMPT, OUTPUT = 500, 200  # tokens of a request that are computed
+_POINTS = 240  # points of a line in a picture
+LATENCY = 5.0  # seconds of a request, for policies that count requests in flight
 
-Shape = Callable[[float], float]  # second -> GPU replicas' worth of work
+Shape = Callable[[float], float]  # maps a second to the work of so many GPU replicas
 
 
 def step(t: float) -> float:
-    """2, then 10 times as much."""
+    """Return a load of 2, then ten times as much."""
     return 2.0 if t < 900 else 20.0
 
 
 def daily(t: float) -> float:
-    """A day in four hours: 3 at night, 30 in the afternoon."""
+    """Return a day's load within four hours: 3 at night, 30 in the afternoon."""
     return 16.5 - 13.5 * math.cos(2 * math.pi * t / 14_400)
 
 
 def flash(t: float) -> float:
-    """6; within two minutes 30, for ten; back within five."""
+    """Return a load of 6 that rises to 30 within two minutes, stays for ten, and falls back
+    within five.
+    """
     if t < 1800:
         return 6.0
     up, down = (t - 1800) / 120, (t - 1800 - 720) / 300
@@ -57,12 +59,12 @@ def flash(t: float) -> float:
 
 
 def leak(t: float) -> float:
-    """8, growing by half an hour's 5."""
+    """Return a load of 8 that grows by 5 every half hour."""
     return 8 + t / 360
 
 
 def quiet(t: float) -> float:
-    """Nothing, a trickle that a CPU can do, a working hour, a trickle, nothing."""
+    """Return no load, a trickle that a CPU can do, a working hour, a trickle, no load."""
     if t < 600 or t > 7200:
         return 0.0
     return 0.03 if t < 2400 or t > 6000 else 4.0
@@ -79,9 +81,13 @@ CASES: dict[str, tuple[Shape, float]] = {
 
 @dataclass(slots=True)
 class ScalingRun:
-    """The result of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
-    requests within the promise. turns: changes of direction of the GPU count. minutes: of each,
-    requests that arrived in it, and those of them within the promise."""
+    """The result of a policy.
+
+    cost: GPU replica hours; CPU hours count by their price. kept: share of requests within the
+    target.
+    turns: changes of direction of the GPU count.
+    minutes: per minute, requests that arrived in it, and those within the target.
+    """
 
     case: str
     policy: str
@@ -106,8 +112,7 @@ class ScalingRun:
 
 
 class ScalingPolicy:
-    """A policy, whose target(now, ...) is asked every second for the replicas that should be
-    there."""
+    """A policy whose target(now, ...) returns every second how many replicas there should be."""
 
     name = ""
 
@@ -134,9 +139,11 @@ class MantaScaling(ScalingPolicy):
 
 
 class ServeDefault(ScalingPolicy):
-    """Ray Serve's: requests in flight, averaged over 30 s, over a target; up after 30 s, from none
-    at once, down after 600 s. The target is the best one: what a replica has in flight when as busy
-    as ours may be."""
+    """Ray Serve's policy: requests in flight, averaged over 30 s, divided by a target.
+
+    It scales up after 30 s (from none at once) and down after 600 s. The target is the best
+    possible: the requests in flight of a replica at the utilisation that Manta allows.
+    """
 
     name = "serve"
 
@@ -165,7 +172,9 @@ class ServeDefault(ScalingPolicy):
 
 
 class Clairvoyant(ScalingPolicy):
-    """Knows the demand: starts in time, stops at once, plans replicas 97 % busy."""
+    """A policy that knows the demand: it starts replicas in time, stops at once, and plans for
+    97 % utilisation.
+    """
 
     name = "clairvoyant"
 
@@ -182,7 +191,7 @@ class Clairvoyant(ScalingPolicy):
         return {"gpu": max(1, math.ceil(coming / 0.97)), "cpu": 0}, ""
 
 
-_CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas for one GPU
+_CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas that equal one GPU
 
 
 def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
@@ -217,7 +226,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
             head = queue[0]
             part = min(head[1], left)
             share = head[2] * part / head[1]
-            # Within the second, it waits for what was before it in the second.
+            # Within a second, work waits for earlier work of the same second.
             wait = max(0.0, now - head[0]) + FIRST
             served += share
             if wait <= PROMISE.ttft:
@@ -278,7 +287,9 @@ def _poisson(dice: Random, mean: float) -> int:
 
 
 def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
-    """Promise kept against Serve's default; cost against the clairvoyant policy."""
+    """Compare the share within the target with Serve's default policy, and cost with the
+    clairvoyant policy.
+    """
     ours = simulate(case, MantaScaling())
     default = simulate(case, ServeDefault())
     best = simulate(case, Clairvoyant(CASES[case][0]))
@@ -317,7 +328,7 @@ def all_rows() -> Iterator[tuple[list[RoutingRow], list[ScalingRun]]]:
 
 
 def picture(case: str, runs: list[ScalingRun]) -> str:
-    """Load and replicas, requests that wait, and the promise, over time."""
+    """Draw load and replicas, waiting requests, and the share within the target, over time."""
     every = max(1, len(runs[0].at) // _POINTS)
     load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
     counts = [Line("work", load, colour=2)]

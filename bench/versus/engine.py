@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import Line, print_ratios, ratio_row, versions
-from bench.report.result_file import commit as commit  # others ask for it here
+from bench.report.result_file import commit as commit  # re-exported for other benchmarks
 from bench.versus import offline
 from bench.versus.harness import Harness, Piece, lines_of
 from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
@@ -41,9 +41,9 @@ from loadtest.scenario.workloads import Request
 MAX_MODEL_LEN = 9216
 MAX_NUM_SEQS = 1024
 MEMORY_FRACTION = 0.85
-# What is run where --workloads does not say, by label: what docs/performance.md has a column for.
+# Workloads without --workloads, by model: the columns of docs/performance.md.
 ALL = ["single", "uniform", "dialogue", "prefill"]
-TABLE = {  # of a small model's prompts nothing is wanted, nor of these
+TABLE = {  # models that do not run ALL
     "qwen3-0.6b": ALL[:3],
     "qwen3-30b-a3b": ALL[:2],
     "gpt-oss-20b": ALL[:2],
@@ -55,15 +55,16 @@ TABLE = {  # of a small model's prompts nothing is wanted, nor of these
     ],
 }
 
-PLAIN = "manta-as-it-is"  # without the change
-BEFORE = "manta-before"  # of another checkout
-_FORMER = ("bench.versus_engine", "loadtest.versus_engine")  # this module in older checkouts
+PLAIN = "manta-as-it-is"  # Manta without the change
+BEFORE = "manta-before"  # Manta of another checkout
+# names of this module in older checkouts
+_FORMER = ("bench.versus_engine", "loadtest.versus_engine")
 
 
 def _needs(names: list[str]) -> dict[str, Any]:
-    """Return what the workloads need of their engine.
+    """Return the engine options that the workloads need.
 
-    The workloads of one call need alike: run_side starts an engine for each such group.
+    Workloads of one call need the same: run_side starts an engine per such group.
     """
     return {key: value for name in names for key, value in offline.NEEDS.get(name, {}).items()}
 
@@ -87,7 +88,7 @@ def run_manta(
     side: str = "manta",
     load_format: str = "dummy",
 ) -> None:
-    """Start Manta's engine and run each workload once; print a JSON line for each."""
+    """Start Manta's engine and run each workload once. Prints a JSON line per workload."""
     from engine import LLM, SamplingParams
 
     began = time.perf_counter()
@@ -129,7 +130,7 @@ def run_vllm(
     change: dict[str, Any] | None = None,
     load_format: str = "dummy",
 ) -> None:
-    """Start vLLM's engine and run each workload once; print a JSON line for each.
+    """Start vLLM's engine and run each workload once. Prints a JSON line per workload.
 
     Settings are vLLM's defaults, except those that must equal Manta's, and the change.
     """
@@ -149,9 +150,9 @@ def run_vllm(
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": needs.get("prefix_caching", False),
-        # Recurrent states as Manta has them. Its default is the model's own 16 bits for most.
+        # Recurrent states in float32, as in Manta; vLLM's default is 16 bits for most models.
         "mamba_ssm_cache_dtype": "float32",
-        # FlashInfer's kernels, the default for DeltaNet, are compiled by nvcc; these by Triton.
+        # FlashInfer's kernels, vLLM's default for DeltaNet, need nvcc; these need only Triton.
         "additional_config": {"gdn_prefill_backend": "triton"},
         **({"worker_cls": WORKER} if drawn else {}),
         **(change or {}),
@@ -194,9 +195,9 @@ def run_side(
     against: Path | None,
     load_format: str = "dummy",
 ) -> Iterator[Line]:
-    """Yield the lines of one run as they come, from a process for each group of workloads.
+    """Yield the lines of one run as they arrive, from one process per group of workloads.
 
-    The workloads of a group need the same of an engine. names: none for a start alone.
+    Workloads of a group need the same engine options. names: empty to measure only the start.
     """
     module, folder = "bench.versus.engine", None
     if side == BEFORE:
@@ -216,7 +217,7 @@ def run_side(
 
 
 def best(lines: list[dict[str, Any]], side: str, name: str) -> float:
-    """Return a side's best figure of a workload. See `offline.best`."""
+    """Return a side's best result of a workload. See `offline.best`."""
     mine = (line for line in lines if line["side"] == side and line.get("workload") == name)
     return offline.best(name, mine)
 
@@ -231,12 +232,13 @@ def compare(
     against: Path | None = None,
     title: str = "versus-engine",
 ) -> None:
-    """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is, or
-    Manta and an older one.
+    """Alternate two sides and print the table.
 
-    models: label -> folder. names: of the workloads; none: those of the TABLE. against: another
-    checkout. Writes <out>/<title>-<date>.json (the table) and .jsonl (the raw lines); with a
-    change, change-<change>-<date>; against another checkout, before-after-<its commit>-<date>.
+    Sides are Manta and vLLM, Manta with and without a change, or Manta and an older checkout.
+    models: label -> folder. names: of workloads; empty for those of TABLE. against: another
+    checkout.
+    Writes <out>/<title>-<date>.json (the table) and .jsonl (the raw lines); with a change,
+    change-<change>-<date>; against another checkout, before-after-<its commit>-<date>.
     """
     other, name = "vllm", title
     if change:
@@ -257,7 +259,8 @@ def compare(
     harness = Harness(out, name, ("model", "run", "side"), finished, resume)
     harness.run(product(models, range(runs), sides), run_piece)
     raw = harness.raw
-    labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
+    # includes the models of earlier calls
+    labels = dict.fromkeys(line["model"] for line in raw.all)
     rows = [row for label in labels for row in _rows(label, raw.all, other)]
     configs = {
         side: next(li["config"] for li in raw.all if li["side"] == side and "config" in li)
@@ -268,7 +271,7 @@ def compare(
 
 
 def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
-    """Return the rows of one model: each workload that both sides did, and when each was ready."""
+    """Return the rows of one model: each workload that both sides ran, and when each was ready."""
     mine = [line for line in lines if line["model"] == label]
     did = [
         dict.fromkeys(

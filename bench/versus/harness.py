@@ -1,7 +1,8 @@
-"""Harness: runs the pieces of a comparison in order, keeps their lines and takes them up again.
+"""Harness: runs the pieces of a comparison in order, saves their lines and resumes an interrupted
+run.
 
-A piece is one run of one side: a tuple of values of the fields that name it, such as a model, the
-number of the run and the side. Each line of a piece bears these fields.
+A piece is one run of one side: a tuple of the values that identify it, such as model, run number
+and side. Each line of a piece has these values as fields.
 """
 
 import contextlib
@@ -24,11 +25,11 @@ Piece = tuple[Any, ...]
 
 
 class SideFailed(Exception):
-    """A side ended before it was done."""
+    """Raised when a side ends before it is done."""
 
 
 class Harness:
-    """A comparison's raw lines, and what is still to run."""
+    """A comparison's raw lines, and its pieces that remain to be run."""
 
     def __init__(
         self,
@@ -38,10 +39,10 @@ class Harness:
         finished: Callable[[Piece, list[Line]], bool] = lambda piece, lines: True,
         resume: bool = False,
     ) -> None:
-        """Begin the day's file, or take up its finished pieces.
+        """Create the day's file, or resume it with its finished pieces.
 
-        fields: what names a piece. A line without one of them has None there.
-        finished: whether these lines are a whole piece; half a piece runs again.
+        fields: names of the values of a piece; None for values that a line lacks.
+        finished: whether lines are a complete piece; incomplete pieces run again.
         """
         self._fields, self._finished = fields, finished
         self.raw = RawLines(out, name, self._whole if resume else None)
@@ -52,7 +53,7 @@ class Harness:
         return self._whole(self.raw.all)
 
     def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Return those of the pieces, each once, of which there is no line."""
+        """Return the pieces without lines, each once."""
         there = {self._piece(line) for line in self.raw.all}
         return [piece for piece in dict.fromkeys(pieces) if piece not in there]
 
@@ -64,12 +65,12 @@ class Harness:
         seconds: float = math.inf,
         go_on: bool = False,
     ) -> tuple[list[Piece], list[Piece]]:
-        """Run the pieces that are missing and keep their lines.
+        """Run the missing pieces and save their lines.
 
-        expected: the seconds that a piece takes. A piece that would not end within `seconds` is
-            not begun.
-        go_on: whether other pieces run after one that failed.
-        Returns the pieces that were not begun, and those that failed. Raises SideFailed.
+        expected: returns the seconds that a piece takes. A piece that would not end within
+        `seconds` is not started.
+        go_on: whether other pieces run after a failure.
+        Returns the pieces that were not started, and those that failed. Raises SideFailed.
         """
         end = time.monotonic() + seconds
         left, failed = [], []
@@ -93,7 +94,7 @@ class Harness:
                 failed.append(piece)
                 print(f"{name} failed: {failure}", flush=True)
             finally:
-                getattr(lines, "close", lambda: None)()  # a generator's server ends with it
+                getattr(lines, "close", lambda: None)()  # closing a generator ends its server
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         for piece in left:
             name = " ".join(map(str, piece))
@@ -120,12 +121,12 @@ def lines_of(
     environment: Mapping[str, str] | None = None,
     seconds: float = math.inf,
 ) -> Iterator[Line]:
-    """Run a program in a session of its own and yield its JSON lines as they come.
+    """Run a program in its own session, and yield its JSON lines as they arrive.
 
-    What else it prints goes to this process's stderr.
-    folder: where it runs, and imports from.
-    seconds: after these it is killed, its own processes too, which would keep the device's memory.
-    Raises SideFailed with the cause and the end of the log, after the last line.
+    Other output goes to this process's stderr.
+    folder: working directory, and first import path.
+    seconds: time limit, after which it is killed with its children, which would hold device memory.
+    Raises SideFailed after the last line, with the cause and the end of the log.
     """
     variables = dict(os.environ if environment is None else environment)
     if folder is not None:
@@ -172,13 +173,13 @@ def lines_of(
     finally:
         timer.cancel()
         process.wait()
-        errors.join(5)  # a process that it left behind may hold the pipe
+        errors.join(5)  # a remaining child process may hold the pipe open
     if code:
         raise SideFailed(f"exit code {code}\n{explain(log)}")
 
 
 def _json_of(text: str) -> Line | None:
-    """Parse a line of ours; None for a line that a library printed."""
+    """Parse a JSON line; None for other output."""
     if text.startswith("{"):
         with contextlib.suppress(ValueError):
             line: Line = json.loads(text)
@@ -189,7 +190,7 @@ def _json_of(text: str) -> Line | None:
 def explain(log: list[str]) -> str:
     """Return the line that names the cause, and the last 40 lines.
 
-    The first exception is the cause: what comes after it tells of the processes that waited.
+    The first exception is the cause; later ones are of processes that waited for the failed one.
     """
     error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
     cause = next((line.strip() for line in log if error.search(line)), "no exception was printed")

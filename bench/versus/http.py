@@ -51,13 +51,14 @@ if TYPE_CHECKING:
     from engine import LLM
 
 STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
-WARM = 64  # requests before these, all at once, of another workload
+WARM = 64  # warm-up requests of another workload, all at once
 PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
 PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 420
-# Of llama-8b on an H200, from the start to the end of a side, with some to spare.
+# Expected seconds of each side for llama-8b on an H200, with a margin.
 EXPECTED = {"offline": 110, "manta": 140, "vllm": 190, "ray-serve-llm": 560}
-QUEUE_SECONDS = 120  # of Manta's routers: neither peer refuses anything, so neither does it
+# Queue limit of Manta's routers: the peers refuse no requests, so neither do these.
+QUEUE_SECONDS = 120
 PORT = 8000
 URL = f"http://127.0.0.1:{PORT}"
 
@@ -107,16 +108,16 @@ finally:
 
 
 def clients_of(streams: int) -> int:
-    """Return the number of client processes, which divide the requests and the streams."""
+    """Return the number of client processes, among which requests and streams are divided."""
     return 1 if streams == 1 else 8
 
 
 def run_offline(model: str) -> None:
-    """Run Manta's engine in this process at each number of streams. Prints JSON lines."""
+    """Run Manta's engine in this process with each number of streams. Prints JSON lines."""
     from engine import LLM
 
-    # One engine with the server's settings for all: with fewer rows it is another engine, with
-    # fewer graphs, and not what stands behind the endpoint.
+    # One engine with the server's settings for all: with fewer rows it would have fewer graphs and
+    # not be the engine behind the endpoint.
     with LLM(
         model,
         load_format="dummy",
@@ -126,7 +127,7 @@ def run_offline(model: str) -> None:
         memory_fraction=MEMORY_FRACTION,
         prefix_caching=False,
     ) as llm:
-        generate(llm, workloads.build("uniform")[:64], 64)  # warm, as the servers are
+        generate(llm, workloads.build("uniform")[:64], 64)  # warm-up, as for the servers
         for streams, count in STREAMS.items():
             requests = workloads.build("dialogue")[:count]
             start = time.perf_counter()
@@ -140,7 +141,7 @@ def run_offline(model: str) -> None:
 
 
 def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
-    """Generate all requests with so many in flight; return the output tokens of each.
+    """Generate all requests with `streams` in flight. Returns the output tokens of each.
 
     Requests and streams are divided as among the load tester's processes.
     """
@@ -152,20 +153,20 @@ def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> lis
             for _, num_out in some
         ]
         prompts = [ids for ids, _ in some]
-        # Without a bar: there can be only one, and there are many threads.
+        # No progress bar, as there are many threads.
         outputs = llm.generate(prompts, params, detokenize=False, progress=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     if streams >= len(requests):
-        return run(requests)  # nothing waits for a stream, so no threads need to start for it
+        return run(requests)  # no request waits for a stream, so no threads are needed
     clients = clients_of(streams)
     counts = [0] * len(requests)
 
     def run_one(number: int) -> None:
         (counts[number],) = run([requests[number]])
 
-    # Threads, not the asyncio engine: a blocked thread wakes at the end of its request only, a
-    # waiting coroutine with every token, and that work would make the offline figure too low.
+    # Threads, not asyncio: a thread wakes only at the end of its request, a coroutine with every
+    # token, which would lower the offline result.
     with ExitStack() as pools:
         futures = []
         for client in range(clients):
@@ -223,10 +224,10 @@ def environment_of(side: str, first_path: str) -> dict[str, str]:
 
 @contextmanager
 def server(side: str, model: str, first_path: str) -> Iterator[float]:
-    """Run a server; yield the seconds until it answered. Ends the server and the processes that it
-    started.
+    """Run a server and yield the seconds until it answered. Ends the server and its child
+    processes.
 
-    Raises SystemExit if it does not start, and if another is in its place.
+    Raises SystemExit if it does not start, or another server is running.
     """
     refuse_if_held(side)
     with tempfile.TemporaryDirectory() as name:
@@ -261,8 +262,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) ->
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT to the process's session, which has only its own children; SIGKILL to what
-    remains."""
+    """Send SIGINT to the process's session, which has only its own children, then SIGKILL to the
+    rest.
+    """
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -275,9 +277,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def held() -> str:
-    """Return what a remaining server holds: the port, or much of the device's memory.
+    """Return what a leftover server holds: the port, or much device memory; "" if nothing.
 
-    A server takes the memory before it answers.
+    A server takes memory before it answers.
     """
     try:
         socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
@@ -295,8 +297,9 @@ def held() -> str:
 
 
 def refuse_if_held(side: str) -> None:
-    """Raise SystemExit if a server of an earlier call is left, as it would answer in this side's
-    place."""
+    """Raise SystemExit if a server of an earlier call still runs, as it would answer in this
+    side's place.
+    """
     if what := held():
         raise SystemExit(f"{side} is not started: another program has {what}; end it first")
 
@@ -320,10 +323,10 @@ def load(
     clients: int,
     copies: int = 1,
 ) -> Line:
-    """Send the first `count` requests of a workload, with so many streams at once; return the load
+    """Send the first `count` requests of a workload with `streams` in flight. Returns the load
     tester's line.
 
-    copies: how often each request is sent, each time with a prompt of its own.
+    copies: how often each request is sent, each time with a different prompt.
     ok in the line: requests that got all their tokens.
     Raises SystemExit if the load takes too long.
     """
@@ -372,7 +375,7 @@ def load(
 def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> Line:
     """Run a load. Raises SystemExit unless all requests got all their tokens.
 
-    A server that refuses some has less to do, and its figures are not those of this load.
+    A server that refuses requests has less work, and its results would not be comparable.
     """
     clients = clients_of(streams)
     line = load(url, side, workload, streams=streams, count=count, clients=clients)
@@ -401,7 +404,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the sides that are missing; with all of them, write the table. Returns the exit code."""
+    """Run the missing sides. Writes the table once all are there. Returns the exit code."""
     harness = Harness(args.out, "versus-http", ("label",), finished, args.resume)
     left, _ = harness.run(
         [(side,) for side in ("offline", "manta", *args.peers)],
@@ -435,13 +438,14 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def finished(piece: Piece, lines: list[Line]) -> bool:
-    """Whether a side saw every load."""
+    """Whether a side has a line for every load."""
     return {line.get("concurrency") for line in lines} >= STREAMS.keys()
 
 
 def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
-    """Compute rows <label>/<streams>/<peer>: tokens/s, then time to first token and ITL p99 in
-    ms."""
+    """Compute rows <label>/<streams>/<peer>: tokens/s, then time to first token and p99 ITL in
+    ms.
+    """
 
     def find(side: str, streams: int) -> dict[str, Any]:
         return next(x for x in lines if x["label"] == side and x.get("concurrency") == streams)

@@ -44,16 +44,17 @@ from loadtest.scenario import workloads
 
 RANK = 16
 WORKLOAD = "dialogue"
-OFF, ON = ("none", "none"), ("adapters", "none", "adapters")  # the runs of one process
-STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # of the measurement while adapters load
-LOAD_SECONDS = 0.4  # from one load to the next, at least
+# runs of one process, without and with adapters
+OFF, ON = ("none", "none"), ("adapters", "none", "adapters")
+STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # load of the measurement while adapters load
+LOAD_SECONDS = 0.4  # least seconds between two loads
 SIDES = ("manta", "vllm", "loads")
-# Of llama-8b on an H200: to start and warm up, a run without adapters, one with 64.
+# Seconds for llama-8b on an H200: start and warm-up, a run without adapters, a run with 64.
 EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
 EXPECTED_LOADS = 125
-WRITE_SECONDS = 0.25  # an adapter's files, of 84 MB
-TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # --cpu
-# Without the second vLLM wants a compiler at the start.
+WRITE_SECONDS = 0.25  # seconds to write an adapter's files, 84 MB
+TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # load with --cpu
+# Without the second variable vLLM needs a compiler at its start.
 VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -63,14 +64,16 @@ VLLM_ENVIRONMENT = {
 
 
 def runs_of(side: str, count: int) -> tuple[str, ...]:
-    """Return the names of the runs in a side's process with so many adapters; `loads` has one."""
+    """Return the names of the runs in a side's process with `count` adapters; `loads` has one
+    run.
+    """
     if side == "loads":
         return ("loads",)
     return ON if count else OFF
 
 
 def expected_seconds(side: str, count: int) -> int:
-    """Return how long a side's process is expected to take."""
+    """Return the expected seconds of a side's process."""
     if side == "loads":
         return EXPECTED_LOADS
     start, without, full = EXPECTED[side]
@@ -78,7 +81,7 @@ def expected_seconds(side: str, count: int) -> int:
 
 
 def writing_seconds(count: int, made: int) -> int:
-    """Return how long it takes to make the missing adapters. made: those that exist."""
+    """Return the seconds to make the missing adapters. made: number that exists."""
     return round(max(0, count - made) * WRITE_SECONDS)
 
 
@@ -103,15 +106,16 @@ def build_requests(cpu: bool) -> list[workloads.Request]:
 
 
 def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
-    """Make random adapters out/a<made> .. out/a<count - 1> in PEFT's format; return how many there
-    are."""
+    """Make random adapters out/a<made> .. out/a<count - 1> in PEFT's format. Returns their total
+    number.
+    """
     if count <= made:
         return made
     import torch
     from safetensors.torch import save_file
 
-    # Thousands of small copies: with a thread for each of 64 cores they took minutes, and the cores
-    # from the sides that ran meanwhile.
+    # Thousands of small copies take minutes with a thread for each of 64 cores, and slow down the
+    # sides that run meanwhile.
     torch.set_num_threads(1)
 
     config = json.loads((model / "config.json").read_text())
@@ -137,7 +141,8 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
         "target_modules": [name.split(".")[1] for name in shapes],
         "base_model_name_or_path": str(model),
     }
-    # Slices of the same numbers: to draw billions of them takes longer than the comparison.
+    # Slices of one random tensor: drawing billions of numbers would take longer than the
+    # comparison.
     generator = torch.Generator().manual_seed(0)
     pool = (torch.randn(1 << 24, generator=generator) * 0.02).bfloat16()
 
@@ -162,7 +167,7 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
 
 
 def pick(count: int, requests: int) -> list[int]:
-    """Return the adapter of each request; none if there are none."""
+    """Return the adapter of each request; [] without adapters."""
     if not count:
         return []
     rng = random.Random(1)
@@ -244,7 +249,7 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
 
 
 def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
-    """Run the side `loads` in this process; print the percentiles of the times between tokens."""
+    """Run the side `loads` in this process, and print percentiles of inter-token times."""
     streams, tokens, interval = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
     config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
@@ -276,7 +281,7 @@ def _print(**line: Any) -> None:
 
 
 def wait_for_device() -> None:
-    """Wait until the earlier side's memory is free."""
+    """Wait until the previous side's memory is free."""
     for _ in range(30):
         used = ask_device("memory.used")
         if not used.isdigit() or int(used) < 2000:
@@ -285,15 +290,15 @@ def wait_for_device() -> None:
 
 
 def finished(piece: Piece, lines: list[Line]) -> bool:
-    """Whether a side's process did all of its runs. piece: side, adapters, which start of it."""
+    """Whether a side's process completed its runs. piece: side, adapters, number of the start."""
     count = sum("run" in line or "loading_p99_ms" in line for line in lines)
     return count >= len(runs_of(*piece[:2]))
 
 
 def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
-    """Compute the rows of whole runs: <label>/<adapters>, and <label>/loads, of the sides that ran.
+    """Compute the rows <label>/<adapters> and <label>/loads from complete runs.
 
-    *_none: the speed with as many slots, of which no request uses any.
+    *_none: the speed with as many adapter slots, none in use.
     """
 
     def best(side: str, run: str, count: int | None = None) -> float | None:
@@ -329,20 +334,22 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
 
 
 def plan(args: argparse.Namespace) -> list[Piece]:
-    """Return the pieces, sides in turns; the adapters' cases after the bases."""
+    """Return the pieces with alternating sides, cases with adapters after those without."""
     pieces: list[Piece] = [
         (side, LOADED if side == "loads" else count, start)
         for count in sorted(args.counts)
         for start in range(args.runs)
         for side in args.sides
     ]
-    # Last: no peer waits for it.
+    # `loads` comes last, as no peer is compared with it.
     return sorted(dict.fromkeys(pieces), key=lambda piece: piece[0] == "loads")
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
-    lines in .jsonl. Returns the exit code."""
+    """Alternate the sides and print the shares. Returns the exit code.
+
+    Writes <out>/versus-lora-<date>.json, and the lines in .jsonl.
+    """
     end = time.monotonic() + args.seconds
     fields = ("side", "adapters", "start")
     harness = Harness(args.out, "versus-lora", fields, finished, args.resume)

@@ -46,10 +46,10 @@ Peers = dict[str, Callable[[], Calls]]
 
 
 class Case:
-    """A case: ours, and peers that are made when they are due.
+    """A case: our calls, and peers that are made when needed.
 
-    read: returns a side's result in a common form.
-    parts: peers that do a part of the work, for which no ratio is reported.
+    read: converts a side's result to a common form.
+    parts: peers that do only a part of the work, for which no ratio is reported.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
 
 
 def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] | None) -> Case:
-    """Make the case of a prompt from the work of `mixers.delta` or kimi.
+    """Make the case of a prompt from the work of `mixers.delta` or `mixers.kimi`.
 
-    The peer's rule gets the values that the layer's other parts make of the work's inputs.
-    layer: the peer's whole layer, given the same inputs as ours; None where it has none.
+    rule: the peer's rule, given the values that the layer's other parts compute from the inputs.
+    layer: the peer's whole layer, given our inputs; None if it has none.
     """
     call = work.calls[0]
     x, z, a, b, heads, tail, state, meta, *_ = call.args
@@ -152,7 +152,7 @@ def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] |
     def read(side: str, output: Any) -> Tensor:
         if side != "fla":
             return torch.as_tensor(output).float()
-        rule_output = output[0][0].float()  # less the norm and the gate that ours has
+        rule_output = output[0][0].float()  # without our norm and gate
         mean = rule_output.square().mean(-1, keepdim=True)
         normed = rule_output * (mean + heads.eps).rsqrt() * heads.norm
         gate = z.float()
@@ -183,8 +183,7 @@ def _delta_rule(
 def _delta_layer(
     x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: Any, initial: Tensor, starts: Tensor
 ) -> Calls:
-    """Return calls of vLLM's QwenGatedDeltaNetAttention between its GEMMs, for a prompt that
-    begins."""
+    """Return calls of vLLM's QwenGatedDeltaNetAttention without its GEMMs, for a new prompt."""
     from vllm.model_executor.layers.fla.ops import (
         chunk_gated_delta_rule,
         fused_post_conv_prep,
@@ -205,7 +204,7 @@ def _delta_layer(
     )
     taps = heads.conv.shape[1]
     conv = heads.conv.to(x.dtype)
-    # Its blocks of states have channels last; block 0 is nobody's.
+    # vLLM's blocks of states have channels last; block 0 is reserved.
     tails = x.new_zeros(2, taps - 1, x.shape[1]).transpose(1, 2)
     where = torch.ones(1, dtype=torch.int32, device=x.device)
     begins = torch.zeros(1, dtype=torch.bool, device=x.device)
@@ -243,7 +242,7 @@ def _kimi_rule(
     gates = a.unflatten(1, (heads.key_heads, -1))[None].contiguous()
     how = {"initial_state": initial, "output_final_state": True, "cu_seqlens": starts}
 
-    def call() -> Any:  # its results take the place of values
+    def call() -> Any:  # the results replace the values
         return chunk_kda_with_fused_gate(
             q, k, v.clone(), gates, beta, heads.decay, heads.bias, **how
         )
@@ -270,7 +269,7 @@ def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
 
 
 def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a case: each side's best of TURNS, and what failed; the row last."""
+    """Yield the lines of a case: each side's best of TURNS, and failures; the row comes last."""
     with torch.inference_mode():
         wanted = case.read("ours", case.ours[0]())
         sides: dict[str, Calls] = {"ours": case.ours}
@@ -282,7 +281,7 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
                 torch.cuda.synchronize()
                 sides[peer] = calls
                 differs[peer] = round(float((output - wanted).norm() / wanted.norm()), 4)
-            except Exception as error:  # whatever another package raises
+            except Exception as error:  # another package may raise anything
                 yield {
                     "case": name,
                     "side": peer,
@@ -311,9 +310,9 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
 
 
 def compile_all(only: list[str]) -> None:
-    """Fill Triton's cache in several processes, each of which tries some of the launches.
+    """Fill Triton's cache in several processes, each with a share of the launches.
 
-    flash-linear-attention tries tens of launches of each kernel, which take minutes in one process.
+    flash-linear-attention autotunes tens of launches per kernel, which take minutes in one process.
     """
     base = [sys.executable, "-m", "bench.versus.mixer_kernels", "--only", *only, "--share"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -324,7 +323,9 @@ def compile_all(only: list[str]) -> None:
 
 
 def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int) -> None:
-    """Run the index-th of every `count` launches that peers try, and ours in the first process."""
+    """Run every count-th launch that peers autotune, from the index-th on, and ours in the first
+    process.
+    """
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run
@@ -344,7 +345,7 @@ def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int)
             for peer in case.peers.values():
                 try:
                     peer()[0]()
-                except Exception as error:  # it will fail again, and be told
+                except Exception as error:  # it will fail again and be reported then
                     print(error, file=sys.stderr)
 
 

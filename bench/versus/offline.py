@@ -1,5 +1,6 @@
-"""The offline workloads, and the figure of each that counts: the load tester's workloads, one
-request at the end of a long context, and conversations that go on from the prefix cache."""
+"""The offline workloads, and which result of each counts: the load tester's workloads, one
+request after a long context, and conversations that continue from the prefix cache.
+"""
 
 import random
 from collections.abc import Callable, Iterable
@@ -8,7 +9,7 @@ from typing import Any
 from loadtest.scenario import workloads
 from loadtest.scenario.workloads import Request
 
-# Requests -> the tokens of each, and the seconds that all took.
+# takes requests; returns the tokens of each, and the seconds for all
 Generate = Callable[[list[Request]], tuple[list[list[int]], float]]
 
 LONG_CONTEXT, DECODED = 131_072, 256
@@ -17,7 +18,7 @@ HISTORY, NEXT, TIMES = 8192, 64, 5
 
 
 class Turned:
-    """The conversations of one generator, and the tokens of all prompts and answers."""
+    """The conversations of one run, with token counts of all prompts and answers."""
 
     def __init__(self, generate: Generate, count: int, opening: int, seed: int = 0) -> None:
         self.generate, self.rng = generate, random.Random(seed)
@@ -28,7 +29,7 @@ class Turned:
         return [self.rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(count)]
 
     def answer(self, tokens: int) -> float:
-        """Run a turn of all conversations; return its seconds."""
+        """Run a turn of all conversations, and return its seconds."""
         answers, seconds = _asked(self.generate, [(ids, tokens) for ids in self.history])
         self.seconds += seconds
         self.num_in += sum(map(len, self.history))
@@ -43,7 +44,7 @@ class Turned:
 
 
 def _asked(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
-    """Generate the requests. Raises SystemExit if one did not get the tokens that it is to have."""
+    """Generate the requests. Raises SystemExit if one did not get its number of tokens."""
     token_ids, seconds = generate(requests)
     if [len(ids) for ids in token_ids] != [wanted for _, wanted in requests]:
         raise SystemExit("a request did not give the tokens it was asked for")
@@ -60,7 +61,7 @@ def _speeds(num_in: int, num_out: int, seconds: float) -> dict[str, Any]:
 
 
 def decode_128k(generate: Generate) -> dict[str, Any]:
-    """Measure the decoding of one request; the better of two times of its prompt is taken off."""
+    """Measure the decoding of one long request. The better of two prompt times is subtracted."""
     rng = random.Random(0)
     length = LONG_CONTEXT - DECODED - 1
     ids = [rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(length)]
@@ -70,7 +71,7 @@ def decode_128k(generate: Generate) -> dict[str, Any]:
 
 
 def conversations(generate: Generate) -> dict[str, Any]:
-    """Measure the whole time of all turns, prompts too."""
+    """Measure the time of all turns, prompts included."""
     turned = Turned(generate, CONVERSATIONS, OPENING)
     for turn in range(TURNS):
         if turn:
@@ -80,7 +81,7 @@ def conversations(generate: Generate) -> dict[str, Any]:
 
 
 def second_turn(generate: Generate) -> dict[str, Any]:
-    """Measure one conversation after the other: the median of TIMES, the first left out."""
+    """Measure the second turn of single conversations: the median of TIMES, after one warm-up."""
     seconds = []
     for seed in range(TIMES + 1):
         turned = Turned(generate, 1, HISTORY, seed)
@@ -94,17 +95,18 @@ def second_turn(generate: Generate) -> dict[str, Any]:
 OURS: dict[str, Callable[[Generate], dict[str, Any]]] = {
     f.__name__: f for f in (decode_128k, conversations, second_turn)
 }
-# Of the engine, where it is not as of every other workload.
+# Engine options of workloads that need other than the defaults.
 NEEDS: dict[str, dict[str, Any]] = {
     "decode_128k": {"max_model_len": LONG_CONTEXT},
     "conversations": {"prefix_caching": True},
     "second_turn": {"prefix_caching": True},
 }
-FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}  # else out_tok_s
+# the result that counts; else out_tok_s
+FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}
 
 
 def measure(name: str, generate: Generate) -> dict[str, Any]:
-    """Run a workload. Raises KeyError for a workload that does not exist."""
+    """Run a workload. Raises KeyError if it does not exist."""
     if name in OURS:
         return OURS[name](generate)
     requests = workloads.build(name)
@@ -113,9 +115,9 @@ def measure(name: str, generate: Generate) -> dict[str, Any]:
 
 
 def by_engine(names: Iterable[str]) -> list[list[str]]:
-    """Group the workloads that one start of an engine serves together.
+    """Group the workloads that can share one start of an engine.
 
-    Returns [[]] for no names: then a start alone is wanted.
+    Returns [[]] for no names, which measures a start alone.
     """
     commands: list[list[str]] = []
     for name in names:
@@ -129,10 +131,10 @@ def by_engine(names: Iterable[str]) -> list[list[str]]:
 
 
 def best(name: str, lines: Iterable[dict[str, Any]]) -> float:
-    """Return the best figure of several runs' lines of a workload.
+    """Return the best result of a workload over several runs' lines.
 
-    The figure is output tokens/s; for prefill all tokens/s, because that is the work; for
-    second_turn milliseconds.
+    It is output tokens/s; for prefill all tokens/s, which is its work; for second_turn
+    milliseconds.
     """
     key = FIGURES.get(name, "out_tok_s")
     some = [float(line[key]) for line in lines]

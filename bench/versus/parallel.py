@@ -28,14 +28,14 @@ from bench.report.result_file import Line, print_ratios, ratio_row, versions
 from bench.versus.engine import best, run_side
 from bench.versus.harness import Harness, Piece, lines_of
 
-PAIRED = ["single", "uniform"]  # workloads of tensor parallelism
-STAGED = ["uniform"]  # of a pipeline, whose gain is in many streams
-SUMS = (None, None, "sums")  # the piece that measures all-reduces, of no model
-STAGED_MODELS = ("llama-8b",)  # what fits on one GPU too
+PAIRED = ["single", "uniform"]  # workloads for tensor parallelism
+STAGED = ["uniform"]  # workloads for pipeline parallelism, which gains only with many streams
+SUMS = (None, None, "sums")  # the piece that measures all-reduces, which has no model
+STAGED_MODELS = ("llama-8b",)  # models that fit on one GPU, too
 
 
 def sides_of(label: str, ranks: int, vllm: bool) -> list[tuple[str, str, list[str], list[str]]]:
-    """Names of the runs of a model, and of each: side, change, workloads."""
+    """Return (name, side, changes, workloads) of each run of a model."""
     sides = [("tp", "manta", [f"tensor_parallel={ranks}"], PAIRED)]
     if vllm:
         sides.append(("tp-vllm", "vllm", [f"tensor_parallel_size={ranks}"], PAIRED))

@@ -54,7 +54,7 @@ def _eight_bits(kind: str, form: str) -> dict[str, Any]:
 
 
 def _mxfp4() -> dict[str, Any]:
-    """Return the `quantization_config` of MXFP4 experts that a file names one by one."""
+    """Return the `quantization_config` of MXFP4 experts with one tensor per expert."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True}
     group = _group(
         {**weights, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
@@ -76,10 +76,11 @@ GPT_OSS = {
 
 
 class Form(NamedTuple):
-    """A format of weights or of keys and values.
+    """A format of weights or of the KV cache.
 
-    config: quantization_config, or nothing.
-    manta, vllm: options of each engine, "key=value"; vllm is None where it has no such format.
+    config: quantization_config, or None.
+    manta, vllm: options of each engine, "key=value"; vllm is None if it does not support the
+    format.
     """
 
     config: dict[str, Any] | None = None
@@ -120,11 +121,11 @@ FORMATS = {
 
 
 def with_format(model: Path, name: str, folder: Path) -> Path:
-    """Make a folder whose config.json is the model's with this format."""
+    """Make a folder with the model's config.json for this format."""
     config = json.loads((model / "config.json").read_text())
     chosen = FORMATS[name].config
     if name == "mxfp4" and config.get("model_type") == "gpt_oss":
-        chosen = GPT_OSS  # whose files have all experts of a layer in one tensor
+        chosen = GPT_OSS  # gpt-oss has all experts of a layer in one tensor
     if chosen:
         config["quantization_config"] = chosen
     target = folder / name
@@ -134,7 +135,7 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
-    """Return (PLAIN or a format, side, changes of the engine), in the order of a run."""
+    """Return (PLAIN or a format, side, engine options) in the order of a run."""
     sides: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
         for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):
@@ -144,8 +145,9 @@ def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
 
 
 def rows_of(label: str, lines: list[Line]) -> list[Line]:
-    """Compute rows <label>-<format>/<workload>: `ratio` to vLLM, where it ran, `own` to Manta's
-    bfloat16."""
+    """Compute rows <label>-<format>/<workload>: `ratio` to vLLM if it ran, `own` to Manta's
+    bfloat16.
+    """
     plain = [line for line in lines if line["model"] == PLAIN]
     names = dict.fromkeys(line["workload"] for line in plain if "workload" in line)
     rows: list[Line] = []
@@ -168,7 +170,7 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
 def measure(
     model: Path, formats: list[str], names: list[str], runs: int, raw: RawLines, own: bool
 ) -> None:
-    """Run what is missing in raw, and keep its lines."""
+    """Run the measurements that are missing in raw, and save their lines."""
     there = {_of(line) for line in raw.all}
     with tempfile.TemporaryDirectory() as parent:
         folders = {name: with_format(model, name, Path(parent)) for name in formats}
@@ -181,7 +183,7 @@ def measure(
 
 
 def _of(line: Line) -> tuple[str, int, str, str]:
-    """Return the key of a line's measurement."""
+    """Return the key that identifies a line's measurement."""
     return line["model"], line["run"], line["side"], line.get("workload", "")
 
 

@@ -71,7 +71,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-# kind, tokens, whether texts are wanted -> each stream's ids, and its text or ""
+# (kind, tokens, whether texts are wanted) -> each stream's ids, and its text or ""
 Generate = Callable[[str, int, bool], list[tuple[Sequence[int], str]]]
 
 
@@ -152,10 +152,9 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
 
 
 def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **change: Any) -> None:
-    """Run a side: start, a short turn of each kind that does not count, then the turns.
+    """Run a side: start, a short warm-up turn of each kind, then the turns.
 
-    Prints a JSON line for each turn. Raises SystemExit: a stream is shorter than asked, or no
-    document.
+    Prints a JSON line for each turn. Raises SystemExit if a stream is too short or not a document.
     """
     began = time.perf_counter()
     start = run_manta if side == "manta" else run_vllm
@@ -180,7 +179,7 @@ def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **cha
 
 
 def rows_of(label: str, streams: int, lines: list[Line], sides: Sequence[str]) -> list[Line]:
-    """Compute rows of each side's `kept` beside the other's, and the speeds that it is made of."""
+    """Compute rows of each side's `kept` against the other's, and the speeds behind it."""
     best = {
         (side, kind): max(
             line["out_tok_s"] for line in lines if (line["side"], line.get("kind")) == (side, kind)

@@ -140,14 +140,14 @@ def _call(program: str, verb: str, options: dict[str, Any], switches: list[str])
 
 
 def _version(program: str, package: str) -> str:
-    """Return the version of a package in the environment of one of its programs."""
+    """Return a package's version in the environment of one of its programs."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     python = Path(program).parent / "python"
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each peer and figure: the medians of the rounds, and whether they agree."""
+    """Return a row for each peer and metric: medians of the rounds, and whether they agree."""
     sides: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         for figure in LIMITS:
@@ -172,7 +172,7 @@ def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the comparison. Returns 1 if a figure differs by more than LIMITS."""
+    """Run the comparison. Returns 1 if a metric differs by more than LIMITS."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

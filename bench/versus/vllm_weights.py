@@ -1,10 +1,9 @@
 """Random weights for vLLM that make it do the same work as Manta.
 
-vLLM's own (`--load-format dummy`) are between -0.001 and 0.001, norms and biases among them, and
-equal in all layers; codes of fewer bits are zeros, or what was in memory. A router with a bias
-(gpt-oss) then gives every token the same few experts, as its bias is a hundred times what its
-weight makes of so small an input: a step reads 4 of 32 experts where a real model, and Manta's
-random one, read nearly all.
+vLLM's own (`--load-format dummy`) are between -0.001 and 0.001, norms and biases included, and
+equal in all layers. Quantised codes are zeros or uninitialised. A router with a bias (gpt-oss) then
+gives every token the same few experts, since the bias is a hundred times the GEMM's output. So a
+step reads 4 of 32 experts, where a real model and Manta's random one read nearly all.
 """
 
 from typing import Any
@@ -12,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STD = 0.02  # of a matrix, as `engine.weights.parameter.Parameter.std`
+STD = 0.02  # standard deviation of a matrix, as in `engine.weights.parameter.Parameter.std`
 NOTE = "normal(0, 0.02), weights of norms 1, biases 0, codes of all values, drawn for each layer"
 WORKER = "bench.versus.vllm_worker.Worker"
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of codes of all values, the root of their mean square: MXFP4 two a byte, 8-bit and 4-bit integers.
+# Root mean square of random codes: MXFP4 (two per byte), 8-bit and 4-bit integers.
 _SIZES = {torch.uint8: 2.93, torch.int8: 73.9, torch.int32: 4.64}
 
 
 def check_drawn(llm: Any) -> None:
-    """Check that vLLM has random weights of this module, but for a few. Raises RuntimeError if not.
+    """Check that almost all of vLLM's weights were drawn by this module. Raises RuntimeError if
+    not.
 
-    The LLM was made with WORKER.
+    llm: must have been made with WORKER.
     """
     for drawn, numbers in llm.collective_rpc("count_drawn"):
         if drawn < 0.99 * numbers or not drawn:
@@ -36,8 +36,8 @@ def check_drawn(llm: Any) -> None:
 def draw(model: nn.Module) -> tuple[int, int]:
     """Draw a model's weights, biases and scales in place.
 
-    Returns how many numbers were drawn, and how many the parameters have. To be called when vLLM
-    has filled all modules in its way: a module's turn there fills its submodules once more.
+    Returns how many numbers were drawn, and how many the parameters have. Call it after vLLM has
+    filled all modules: filling a module fills its submodules again.
     """
     drawn = numbers = 0
     for module in model.modules():
@@ -50,9 +50,9 @@ def draw(model: nn.Module) -> tuple[int, int]:
 
 
 def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
-    """Draw one parameter. Returns False if the parameter was left as it was.
+    """Draw one parameter. Returns False if it was left as it was.
 
-    beside: the module's parameters.
+    beside: the module's other parameters.
     """
     if name.endswith("bias"):
         tensor.zero_()
@@ -72,14 +72,13 @@ def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
 
 
 def _codes(name: str, beside: dict[str, nn.Parameter]) -> torch.dtype | None:
-    """Return the dtype of the weight that a scale belongs to; None where there is none."""
+    """Return the dtype of the weight that a scale belongs to; None without one."""
     stem = name[: name.rindex("weight") + len("weight")]
     kind = beside.get(stem, beside.get(f"{stem}_packed"))
     return None if kind is None else kind.dtype
 
 
 def _scale(dtype: torch.dtype, codes: torch.dtype | None) -> float:
-    """Return the scale that makes weights of about STD of codes; where scales are exponents, the
-    nearest one."""
+    """Return the scale that gives weights of about STD; for exponent scales the nearest one."""
     wanted = STD if codes is None else STD / _SIZES.get(codes, 1.0)
     return wanted if dtype.is_floating_point else 127 + round(torch.tensor(wanted).log2().item())

@@ -1,5 +1,6 @@
-"""vLLM's worker, which draws random weights as Manta does (`bench.versus.vllm_weights`). vLLM looks
-for it by its name, in whatever process it starts."""
+"""A vLLM worker that draws random weights as Manta does (`bench.versus.vllm_weights`). vLLM
+imports it by name in its own processes.
+"""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ from bench.versus.vllm_weights import draw
 
 
 class Worker(GpuWorker):  # type: ignore[misc]
-    """vLLM's worker with random weights. numbers_drawn: (drawn, of) of `draw`."""
+    """vLLM's worker with random weights. numbers_drawn: (drawn, total) of `draw`."""
 
     numbers_drawn = (0, 0)
 

@@ -1,1 +1,1 @@
-"""The simulated fleet: replicas, their engines, what they are asked, and time."""
+"""The simulated fleet: replicas, their engines, workloads, and virtual time."""

@@ -1,4 +1,6 @@
-"""run(replicas, policy, jobs): a fleet in discrete events. The policy says where each job goes."""
+"""run(replicas, policy, jobs): simulates a fleet in discrete events. The policy chooses each
+job's replica.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +14,22 @@ _HOP = 0.0005  # seconds from router to replica
 
 
 class RoutingPolicy(Protocol):
-    """A policy that chooses replicas; it gets the news that a router of its kind would hear."""
+    """A policy that chooses replicas. It is told what a router would learn."""
 
     name: str
-    popular: bool  # its engines keep the adapters that are asked for most, not last
+    # whether its engines evict the least popular adapter instead of the least recently used one
+    popular: bool
 
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None: ...
 
     def choose(self, job: Job, now: float) -> int: ...
 
     def frame(self, replica: SimReplica, now: float) -> None:
-        """Take the news that a stretch of steps is over at a replica."""
+        """Learn that a replica has finished a stretch of steps."""
         ...
 
     def first(self, job: Job, now: float) -> None:
-        """Take the news that a job's first token has come."""
+        """Learn that a job's first token has come."""
         ...
 
     def end(self, job: Job, now: float) -> None: ...
@@ -36,8 +39,8 @@ class RoutingPolicy(Protocol):
 class RoutingOutcome:
     """The outcome of a simulated run.
 
-    jobs: those whose arrival counts (after the warm-up). pending: of these, without a first
-    token at the end, at second `stopped`. loads: of adapters, after the warm-up.
+    jobs: jobs that arrived after the warm-up. pending: jobs among them without a first token at the
+    end, at second `stopped`. loads: adapter loads after the warm-up.
     """
 
     policy: str
@@ -49,21 +52,21 @@ class RoutingOutcome:
     seed: int
 
     def waits(self) -> list[float]:
-        """Return the seconds to the first token, shortest first.
+        """Return the seconds to the first token, in ascending order.
 
-        A request without a first token has waited till the end.
+        A request without a first token counts as waiting until the end.
         """
         return sorted(
             (job.first if job.first >= 0 else self.stopped) - job.arrival for job in self.jobs
         )
 
     def ttft(self, share: float) -> float:
-        """Return the seconds that this share of requests waits at most for its first token."""
+        """Return the quantile of the seconds to the first token. share: e.g. 0.99."""
         waits = self.waits()
         return waits[min(len(waits) - 1, int(share * len(waits)))]
 
     def speed(self, share: float) -> float:
-        """Return the seconds between tokens that this share of requests stays below."""
+        """Return the quantile of a request's mean seconds between tokens. share: e.g. 0.99."""
         gaps = sorted(
             (job.end - job.first) / (job.output - 1)
             for job in self.jobs
@@ -87,15 +90,16 @@ def run(
     patience: float = 20.0,
     seed: int = 1,
 ) -> RoutingOutcome:
-    """Serve `work` until every job has its first token, at most `patience` seconds after the last
-    arrival."""
+    """Serve `work` until every job has its first token, at most `patience` seconds after the
+    last arrival.
+    """
     dice = Random(seed)
     replicas = [
         SimReplica(index, speed, routers, popular=policy.popular)
         for index, speed in enumerate(speeds)
     ]
     policy.start(replicas, routers, dice)
-    events: list[tuple[float, int, int, int]] = []  # time, number, replica, its version
+    events: list[tuple[float, int, int, int]] = []  # time, number, replica, version of the replica
     number = 0
     last = work[-1].arrival if work else 0.0
     arrivals = iter(work)

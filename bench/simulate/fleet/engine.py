@@ -1,7 +1,7 @@
-"""SimEngine: a SimReplica in the place of an engine process, behind a real ReplicaServer.
+"""SimEngine: a SimReplica in place of an engine process, behind a real ReplicaServer.
 
-Like the engine's loop it takes what has come between two steps only, and a frame's figures are
-those of the step that has just ended: they know nothing of what came meanwhile.
+Like the engine's loop it accepts requests only between two steps. A frame has the state at the end
+of its step, without later arrivals.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, Ste
 
 
 class SimEngine:
-    """The part of an engine that replica/server.py uses. Requests are not aborted: clients here
-    stay."""
+    """The part of an engine that replica/server.py uses. It does not support aborts, as
+    simulated clients never leave.
+    """
 
     alive = True
     pid = 0
@@ -26,7 +27,7 @@ class SimEngine:
         self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
     ) -> None:
         self.replica = SimReplica(0, speed, 1)
-        self.most_waiting = 0  # requests beyond its rows, at any frame
+        self.most_waiting = 0  # most requests beyond its rows in any frame
         self._speed = speed
         self._on_frame = on_frame
         self._inbox: list[Job] = []
@@ -36,7 +37,7 @@ class SimEngine:
 
     @property
     def pulses(self) -> int:
-        """A sign of life at each look."""
+        """A liveness counter that grows at each read."""
         self._pulses += 1
         return self._pulses
 

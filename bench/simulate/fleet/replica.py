@@ -1,9 +1,9 @@
-"""SimReplica: an engine replica in discrete events: continuous batching with a token budget a step,
-chunked prefill, a KV limit, a prefix cache and adapter slots.
+"""SimReplica: an engine replica in discrete events, with continuous batching under a token budget
+per step, chunked prefill, a KV limit, a prefix cache and adapter slots.
 
-What is simpler than the engine: a request reserves the memory of its whole length when it starts,
-so nothing is preempted; shared blocks count for each request that uses them; attention's growth
-with the context is in the constants of a step, not in its own term.
+It is simpler than the engine in three ways. A request reserves KV memory for its whole length when
+it starts, so there is no preemption. Shared blocks count for each request that uses them.
+Attention's growth with context is part of a step's constants.
 """
 
 from collections import OrderedDict, deque
@@ -17,14 +17,18 @@ from engine.messages import EngineStats
 from engine.scheduling.pacing.chunking import prefill_tokens, startable_tokens
 
 _BLOCK = 16
-_FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
+_FRAMES = 0.2  # longest stretch of equal steps simulated at once, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of a kind of replica. Seconds: base of a step, of each sequence, of each prompt
-    token; of loading an adapter. slots: of adapters. ahead: a step is launched before the one
-    before it has ended, so what comes during a step waits for one more."""
+    """The speed of a kind of replica.
+
+    base, sequence, token: seconds per step, per sequence and per prompt token in it.
+    adapter_seconds: seconds to load an adapter. slots: adapter slots.
+    ahead: whether a step is launched before the previous one ends, so that arrivals wait one more
+    step.
+    """
 
     pool: str
     base: float
@@ -48,7 +52,10 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request. prefix_hashes: of the prompt; full_prefix_hashes: with its output. Seconds."""
+    """A request; times are in seconds.
+
+    prefix_hashes: of the prompt. full_prefix_hashes: of prompt and output.
+    """
 
     arrival: float
     prompt: int
@@ -58,10 +65,10 @@ class Job:
     adapter: str = ""
     router: int = 0
     replica: int = -1
-    expected: float = 0.0  # seconds to the first token, as the router thought
+    expected: float = 0.0  # seconds to the first token, as the router expected
     cached: int = 0
-    left: int = 0  # prompt tokens not computed
-    first: float = -1.0  # when its first token came
+    left: int = 0  # prompt tokens not yet computed
+    first: float = -1.0  # time of its first token
     end: float = -1.0
     number: int = field(default_factory=count(1).__next__)
 
@@ -70,33 +77,35 @@ class Job:
 
 
 class SimReplica:
-    """Call `submit`, then `begin` when idle; `finish` when the time that `begin` gave has come.
+    """A simulated replica. Call `submit`, then `begin` when idle, and `finish` at the time that
+    `begin` returned.
 
-    popular: the adapter that is asked for least goes, as in our engine; else the one used longest
-    ago, as in others.
+    popular: whether the least requested adapter is evicted, as in our engine, rather than the least
+    recently used one.
     """
 
     def __init__(self, index: int, speed: Speed, routers: int, *, popular: bool = False) -> None:
         self.index = index
         self.speed = speed
         self.waiting: deque[Job] = deque()
-        self.late: list[Job] = []  # came when the next step was launched already
+        self.late: list[Job] = []  # arrived after the next step was launched
         self.computing: list[Job] = []
-        self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each ends
-        self.of_router = [0] * routers  # requests that run here
-        # By router: requests that no frame to it has counted.
+        self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each request ends
+        self.of_router = [0] * routers  # running requests by router
+        # By router: requests that no frame to this router has counted yet.
         self.taken: list[list[int]] = [[] for _ in range(routers)]
-        self.tokens = 0  # KV promised
+        self.tokens = 0  # reserved KV tokens
         self.cache: OrderedDict[bytes, None] = OrderedDict()
-        self.adapters: OrderedDict[str, float] = OrderedDict()  # -> when usable; oldest use first
-        self.using: dict[str, int] = {}  # running requests
-        self.wanted: dict[str, int] = {}  # requests, the waiting ones included
+        # time when usable; least recently used first
+        self.adapters: OrderedDict[str, float] = OrderedDict()
+        self.using: dict[str, int] = {}  # running requests by adapter
+        self.wanted: dict[str, int] = {}  # running and waiting requests by adapter
         self.popularity = Popularity() if popular else None
         self.step = 0
         self.busy = False
         self.began = 0.0
-        self.seconds = 0.0  # of one step
-        self.steps = 0  # in the stretch that runs
+        self.seconds = 0.0  # seconds of one step
+        self.steps = 0  # steps in the current stretch
         self.chunk: list[tuple[Job, int]] = []
         self.version = 0
         self.waiting_tokens = self.outputs = self.prompts = self.ended = self.loads = 0
@@ -118,8 +127,10 @@ class SimReplica:
                 self.popularity.count(job.adapter, job.arrival)
 
     def begin(self, now: float) -> float:
-        """Start the next step or stretch of equal steps; its end, or the next time something can
-        change, or 0.0 if there is nothing to do."""
+        """Start the next step, or a stretch of equal steps.
+
+        Returns its end or the next time that something can change, or 0.0 without work.
+        """
         speed = self.speed
         budget = speed.chunk - len(self.decoding)
         if self.decoding:
@@ -136,7 +147,8 @@ class SimReplica:
             chunk.append((job, length))
             budget -= length
         later = self._admit(now, budget, chunk)
-        if self.late and not chunk and not self.decoding:  # nothing was launched ahead of them
+        # nothing was launched before these arrived
+        if self.late and not chunk and not self.decoding:
             self._take_late()
             later = self._admit(now, budget, chunk)
         if not chunk and not self.decoding:
@@ -158,13 +170,15 @@ class SimReplica:
         return now + self.steps * self.seconds
 
     def interrupt(self, now: float) -> float:
-        """Something came in the middle of a stretch: its end now, at the end of the step."""
+        """End the current stretch with the current step, because a request arrived. Returns its
+        end.
+        """
         if self.steps > 1:
             self.steps = min(self.steps, int((now - self.began) / self.seconds) + 1)
         return self.began + self.steps * self.seconds
 
     def finish(self, now: float) -> list[Job]:
-        """The requests that ended in the stretch that is over. First tokens are stamped."""
+        """Finish a stretch: record first tokens, and return the requests that ended."""
         self.step += self.steps
         self.busy_seconds += self.steps * self.seconds
         self.outputs += self.steps * len(self.decoding)
@@ -196,7 +210,7 @@ class SimReplica:
         return ended
 
     def stats(self) -> EngineStats:
-        """Return the contents of a frame."""
+        """Return a frame's contents."""
         free = max(0, self.speed.kv_tokens - self.tokens)
         return EngineStats(
             step=self.step,
@@ -222,8 +236,10 @@ class SimReplica:
         )
 
     def _admit(self, now: float, budget: int, chunk: list[tuple[Job, int]]) -> float:
-        """Waiting requests, in order, past those whose adapter is on its way. When the first
-        adapter will have come, or 0."""
+        """Admit waiting requests in order, skipping those whose adapter is loading.
+
+        Returns when the first of these adapters will be loaded, or 0.
+        """
         later = 0.0
         skipped: list[Job] = []
         waiting = self.waiting
@@ -265,7 +281,7 @@ class SimReplica:
         self.late.clear()
 
     def _load(self, adapter: str, now: float) -> float:
-        """When it can be used; infinity if all slots are in use."""
+        """Load an adapter. Returns when it is usable; infinity if all slots are in use."""
         if adapter in self.adapters:
             self.adapters.move_to_end(adapter)
             return self.adapters[adapter]
@@ -287,7 +303,7 @@ class SimReplica:
         return self.adapters[adapter]
 
     def _rank(self, adapter: str) -> tuple[bool, float]:
-        """The least goes first."""
+        """Return an adapter's rank for eviction; the lowest is evicted first."""
         assert self.popularity is not None
         return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
 
@@ -295,7 +311,7 @@ class SimReplica:
         cache = self.cache
         for prefix_hash in reversed(
             prefix_hashes
-        ):  # the head of a prefix is worth more than its tail
+        ):  # the beginning of a prefix is worth more than its end
             cache[prefix_hash] = None
             cache.move_to_end(prefix_hash)
         room = max(0, self.speed.kv_tokens - self.tokens) // STRIDE + 16

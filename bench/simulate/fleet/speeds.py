@@ -1,12 +1,12 @@
-"""What replicas can do, as measured.
+"""The speeds of simulated replicas.
 
-GPU: Llama 3.1 8B in bfloat16 on an H200, from bench/results of 2026-11-21: one stream at 4.2 ms
-a token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. A step of 64 streams is 6.0 ms by this
-line and was 5.9 ms.
+GPU: Llama 3.1 8B in bfloat16 on an H200, fitted to bench/results of 2026-11-21: one stream at 4.2
+ms per token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. The fit gives 6.0 ms for a step of
+64 streams; 5.9 ms was measured.
 
-CPU: assumed, of the size of the default model's. `bench.simulate calibrate` found 10 ms a step,
-0.75 ms a sequence and 1.1 ms a prompt token on two idle cores, and 26, 2.2 and 2.2 on busy ones. A
-model of 8B would be slower still: a small one keeps the two kinds closer.
+CPU: assumed, about the default model's. `bench.simulate calibrate` measured 10 ms per step, 0.75 ms
+per sequence and 1.1 ms per prompt token on two idle cores, and 26, 2.2 and 2.2 on busy ones. An 8B
+model would be slower still: a small one keeps the two kinds comparable.
 """
 
 from bench.simulate.fleet.replica import Speed
@@ -16,7 +16,7 @@ GPU = Speed(
     base=0.0042,
     sequence=(0.0115 - 0.0042) / 255,
     token=1 / 35_600,
-    kv_tokens=780_000,  # 0.85 of 141 GB less the weights, 131 kB a token
+    kv_tokens=780_000,  # 85 % of 141 GB minus the weights, at 131 kB per token
     max_num_seqs=256,
     chunk=2048,
     ahead=True,

@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer, so that minutes of the service's own code run
-in seconds and the same way each time.
+in seconds and reproducibly.
 
-Connections made on the loop are pairs of transports in memory: bytes arrive `HOP` seconds later.
+Connections on the loop are pairs of in-memory transports: bytes arrive `HOP` seconds later.
 `time.monotonic` is the loop's clock while `run` runs, because the code under test reads it.
 """
 
@@ -18,8 +18,10 @@ HOP = 0.0005  # seconds from one end of a connection to the other
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run main in virtual time and return its result. Nothing in it may wait for a thread, a
-    process or a real socket."""
+    """Run main in virtual time and return its result.
+
+    Nothing in main may wait for a thread, a process or a real socket.
+    """
     real = time.monotonic
     loop = VirtualLoop()
     time.monotonic = loop.time
@@ -34,7 +36,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits by letting the clock jump."""
+    """A selector that lets the clock jump instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,9 @@ class _Server:
 
 
 class _Transport(asyncio.Transport):
-    """One end. Delivers in order; what was on its way when an end closes is lost."""
+    """One end of a connection. It delivers bytes in order; bytes in flight when an end closes
+    are lost.
+    """
 
     peer: "_Transport"
 
@@ -96,7 +100,7 @@ class _Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         if not self._closed:
-            # Timers of one moment come in any order: each delivers what was written first.
+            # Simultaneous timers run in any order, so each delivers the oldest bytes.
             self.peer._coming.append(bytes(data))
             self._loop.call_later(HOP, self.peer._arrives)
 

@@ -13,12 +13,13 @@ from deployments.routing.prefix_index import STRIDE
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix of requests.
+    """A mix of requests; lengths are medians in tokens.
 
-    shared, chat: shares of requests that begin with a shared prefix, and that continue a
-    conversation; the rest is plain. groups: shared prefixes. adapters: their number, 0 for none;
-    drawn by Zipf with exponent zipf, for a share `adapted` of all requests. burst: factor of the
-    rate during one fifth of the time; the mean stays. Lengths are medians, in tokens.
+    shared: share of requests that begin with one of `groups` shared prefixes.
+    chat: share of requests that continue a conversation; the rest is plain.
+    adapters: number of adapters, 0 for none. A share `adapted` of requests has one, drawn by Zipf
+    with exponent `zipf`.
+    burst: factor of the rate during a fifth of the time, with the same mean.
     """
 
     shared: float = 0.0
@@ -35,12 +36,11 @@ class Mix:
     burst: float = 1.0
 
 
-_PERIOD = 5.0  # seconds from burst to burst
+_PERIOD = 5.0  # seconds between the starts of two bursts
 
 
 def jobs(mix: Mix, rate: float, seconds: float, routers: int, seed: int) -> list[Job]:
-    """Draw requests with Poisson arrivals at `rate` a second on average, in the order of
-    arrival."""
+    """Draw requests with Poisson arrivals of mean `rate` per second, in order of arrival."""
     return sorted(_jobs(mix, rate, seconds, routers, Random(seed)), key=lambda job: job.arrival)
 
 
@@ -49,11 +49,11 @@ def _jobs(mix: Mix, rate: float, seconds: float, routers: int, dice: Random) -> 
     prefixes = [_take(new, _length(dice, mix.prefix) // STRIDE) for _ in range(mix.groups)]
     group_sums = _zipf(mix.groups, 1.0)
     adapter_sums = _zipf(mix.adapters, mix.zipf) if mix.adapters else []
-    turns = 4  # of a conversation, so that one start stands for four requests
-    # A conversation's later turns come after its start: as many are started as requests end up so.
+    turns = 4  # turns per conversation, so one start stands for four requests
+    # Later turns follow a start, so fewer conversations start than requests arrive.
     starts = rate * (1 - mix.chat + mix.chat / turns)
     chat = mix.chat / turns / (1 - mix.chat + mix.chat / turns)
-    quiet = (1 - mix.burst / 5) / 0.8  # so that the mean is 1
+    quiet = (1 - mix.burst / 5) / 0.8  # rate outside bursts, for a mean of 1
     now = 0.0
     top = max(mix.burst, quiet)
     while True:
@@ -117,7 +117,7 @@ def _job(
 
 
 def ideal_hits(work: list[Job]) -> int:
-    """Return the prompt tokens that a single cache without limits would find."""
+    """Return the prompt tokens that a single cache without limits would hit."""
     seen: set[bytes] = set()
     hits = 0
     for job in work:
@@ -143,7 +143,7 @@ def _take(new: Iterator[bytes], count: int) -> list[bytes]:
 
 
 def _rooted(prefix_hash: bytes, adapter: str) -> bytes:
-    """Return the prefix hash of a text under an adapter; each adapter gives another hash."""
+    """Return the prefix hash of a text under an adapter, which differs per adapter."""
     mark = int.from_bytes(adapter.encode()[:8], "little") * 0x9E3779B97F4A7C15 % 2**64
     return (int.from_bytes(prefix_hash, "little") ^ mark).to_bytes(8, "little")
 

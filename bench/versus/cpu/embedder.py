@@ -57,7 +57,7 @@ def vllm(folder: str, dtype: str) -> Embed:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores[:threads])))
     from vllm import LLM
 
-    # Without the prefix cache, in which a decoder would find the texts of the round before.
+    # No prefix cache: a decoder would find the texts of the previous round in it.
     model = LLM(
         folder,
         runner="pooling",
@@ -79,14 +79,14 @@ PEERS = {"sentence-transformers": sentence_transformers, "vllm": vllm}
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all its live descendants."""
+    """Return the CPU seconds of this process and all its live descendants."""
     below: dict[int, list[int]] = {}
     used: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
             below.setdefault(int(fields[1]), []).append(int(entry.name))
             used[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

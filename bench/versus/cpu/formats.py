@@ -32,15 +32,16 @@ from typing import Any
 from bench.report.result_file import print_ratios, ratio_row, write
 from bench.versus.cpu.side import COLUMNS, KEYS
 
-MEMORY = "peak_rss_mb"  # of a side's processes together
-BUSY = 0.05  # cores that others may keep busy
+MEMORY = "peak_rss_mb"  # peak memory of all processes of a side
+BUSY = 0.05  # most cores that other processes may keep busy
 
 
 @dataclass(slots=True)
 class Side:
     """A side of the comparison.
 
-    formats: those that it is compared in. name: "" for ours. rounds: what it printed, and `other`.
+    formats: formats that it is compared in. name: "" for ours.
+    rounds: its output in each round, and `other`, the cores that other processes kept busy.
     """
 
     formats: tuple[str, ...]
@@ -54,13 +55,16 @@ class Side:
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """Return (MB at the peak, cores that others kept busy in that round) of the round with the
-        least."""
+        """Return the least peak memory of a round in MB, and the cores that others kept busy in
+        it.
+        """
         peaks = [(figures[MEMORY], figures["other"]) for figures in self.quiet if MEMORY in figures]
         return min(peaks, default=None)
 
     def best(self, column: str) -> tuple[float, float] | None:
-        """Return (tokens a second, cores that others kept busy in that round) of the best round."""
+        """Return the best tokens per second of a round, and the cores that others kept busy in
+        it.
+        """
         rates = [
             (figures[KEYS[column]], figures["other"])
             for figures in self.quiet
@@ -103,12 +107,12 @@ def _own() -> float:
 
 
 def _name(word: str) -> str:
-    """Return a word of a command line; the last part of a path."""
+    """Return a word of a command line, with paths shortened to their last part."""
     return Path(word).name if word.startswith("/") else word
 
 
 def turn(side: Side) -> dict[str, Any]:
-    """Run a side once. Raises SystemExit with the end of its output if it gave no result."""
+    """Run a side once. Raises SystemExit with the end of its output if it printed no result."""
     busy, own, start = _busy(), _own(), time.perf_counter()
     done = subprocess.run(side.command, capture_output=True, text=True, check=False)
     wall = time.perf_counter() - start
@@ -121,7 +125,7 @@ def turn(side: Side) -> dict[str, Any]:
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
-    """Return a row for each peer and column that both have, memory at the peak included.
+    """Return a row for each peer and column that both sides have, peak memory included.
 
     busy: cores that other processes kept busy in the busier of the two rounds that count.
     """
@@ -185,7 +189,7 @@ def main() -> None:
         )
     if args.out:
         commands = {f"{','.join(side.formats)}:{side.name}": side.command for side in sides}
-        # Paths of this machine are of no use elsewhere.
+        # absolute paths of this machine mean nothing elsewhere
         config = {"sides": {key: [*map(_name, command)] for key, command in commands.items()}}
         write(args.out, "versus-cpu", config, result_rows, lines)
 

@@ -31,7 +31,7 @@ INT8 = "manta-int8-weights"
 
 
 def lengths(case: str) -> list[int]:
-    """Output tokens of each prompt."""
+    """Return the output tokens of each prompt of a case."""
     if case == "single":
         return [64, 64]
     if case == "batch":
@@ -41,7 +41,7 @@ def lengths(case: str) -> list[int]:
 
 
 def manta(folder: str, quantization: Any = "none") -> Callable[[str, list[list[int]]], None]:
-    """Starts the engine; returns what runs a case."""
+    """Start the engine, and return a function that runs a case."""
     from engine import LLM, SamplingParams
 
     llm = LLM(

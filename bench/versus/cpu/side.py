@@ -29,7 +29,7 @@ Generate = Callable[[list[list[int]], list[int]], None]
 def measure(
     generate: Generate, requests: list[dict[str, Any]], columns: list[str], repeat: int
 ) -> dict[str, float]:
-    """{key of KEYS: tokens a second}."""
+    """Return tokens per second, by the key in KEYS."""
 
     def best(rows: list[dict[str, Any]], counts: list[int]) -> float:
         seconds = []
