@@ -1,14 +1,14 @@
-"""y += B (A x) for tokens with different adapters: two launches a layer, whatever its parts.
+"""y += B (A x) for tokens with different LoRA adapters: two launches for each layer.
 
-    shrink   partial[k, part, i] = A[:, k's columns] x    rows sorted by adapter, columns split
-    expand   y[token] += B (sum over k of partial)        the gate of an MLP rides along
+    shrink   partial[k, part, i] = A[:, columns of split k] x    rows sorted by adapter
+    expand   y[token] += B (sum over k of partial)               fused with an MLP's gate
 
-Tokens come sorted by slot, in tiles of one slot each (`kernels.metadata.LoraStep`), so a program
-reads one adapter's matrices once for all its rows. Programs of tiles without an adapter, of parts
-that the adapter leaves alone, and beyond its rank end at once. Ranks differ from slot to slot: a
-matrix's place and rank come from a table, so nothing is filled up to the largest rank. Launch
-shapes depend on the number of tokens only, and everything else is read from fixed addresses: both
-kernels can sit in a CUDA graph. Sums are made in a fixed order.
+Tokens are sorted by adapter slot, in tiles of one slot each (`kernels.metadata.LoraStep`), so a
+program reads one adapter's matrices once for all its rows. Programs end at once for tiles without
+an adapter, for parts that the adapter does not change, and beyond its rank. A table has each
+matrix's address and rank, so adapters are not padded to the largest rank. Launch shapes depend only
+on the number of tokens, and all else is read from fixed addresses, so CUDA graphs can capture both
+kernels. Sums are added in a fixed order.
 """
 
 import triton
@@ -18,13 +18,13 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import LoraLinear, LoraStep
 
-# Of ranks, and of offsets into a slab. Kernels say so where they read a rank (multiple_of), or the
-# compiler would read the matrices two bytes at a time.
+# Unit of ranks, and of offsets into a slab. Kernels tell the compiler with multiple_of, which would
+# otherwise read the matrices two bytes at a time.
 UNIT = 16
-MAX_PARTS = 3  # of a linear layer
+MAX_PARTS = 3  # most parts of a linear layer
 
-# Tiles stand behind as many int32s as the step has tokens: aligned for every fourth number, and no
-# warm-up that knows both cases is needed if kernels take them as not aligned.
+# Tiles follow as many int32s as the step has tokens, so their alignment varies. Kernels do not
+# specialise on it, and need no warm-up for both cases.
 
 
 @triton.jit(
@@ -43,7 +43,7 @@ def _shrink_kernel(
     partial,  # [SPLITS, PARTS, num_tokens, MAX_RANK] float32
     num_tokens,
     K: tl.constexpr,
-    SPAN: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
+    SPAN: tl.constexpr,  # columns per split, a multiple of BLOCK_K
     PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,7 +65,7 @@ def _shrink_kernel(
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     if PDL:
-        gdc_wait()  # by all programs, or a kernel could end before the one before it
+        gdc_wait()  # by all programs, or a kernel could end before its predecessor
         gdc_launch_dependents()
     if slot < 0:
         return
@@ -88,7 +88,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _columns_of(b, column, inside, start, rank, BLOCK_R: tl.constexpr):
-    """Load [BLOCK_R, columns] of B [out, rank], transposed, from rank `start` on."""
+    """Load B [out, rank] transposed, as [BLOCK_R, columns], from rank `start` on."""
     r = start + tl.arange(0, BLOCK_R)
     mask = inside[None, :] & (r < rank)[:, None]
     return tl.load(b + column[None, :] * rank + r[:, None], mask=mask, other=0.0)
@@ -99,12 +99,11 @@ def _pieces(
     partial, position, valid, start, rank, stride,
     SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Load [SPLITS, BLOCK_M, BLOCK_R]: what shrink found, from rank `start` on.
+    """Load the results of shrink, [SPLITS, BLOCK_M, BLOCK_R], from rank `start` on.
 
-    stride: between splits.
-
-    In one load: if they are added up as they come, each is waited for and goes through shared
-    memory by itself.
+    stride: elements between splits.
+    It is one load: added split by split, each load would be waited for and go through shared
+    memory.
     """
     r = start + tl.arange(0, BLOCK_R)
     there = valid[:, None] & (r < rank)[None, :]
@@ -118,7 +117,7 @@ def _delta(
     pieces, weights, partial, b, position, valid, column, inside, rank, stride,
     SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return [BLOCK_M, BLOCK_N] of B times the sum over the splits.
+    """Return B times the sum over splits, [BLOCK_M, BLOCK_N].
 
     pieces, weights: of the first BLOCK_R ranks.
     """
@@ -134,13 +133,13 @@ def _delta(
     return acc
 
 
-# 20 parameters: ten are tensors and numbers of the launch, and no two constants are of one thing.
+# 20 parameters: ten are tensors and numbers of the launch, and constants do not group into structs.
 @triton.jit(
     do_not_specialize=["first_part", "num_tokens"],
     do_not_specialize_on_alignment=["tiles"],
 )
 def _expand_kernel(
-    y,  # [num_tokens, N0 + N1 + N2], added to
+    y,  # [num_tokens, N0 + N1 + N2], added to in place
     order,
     tiles,
     slab,
@@ -166,7 +165,7 @@ def _expand_kernel(
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
-    # Which part this block of columns belongs to: no block crosses from one into the next.
+    # The part of this block of columns; no block spans two parts.
     BLOCKS0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     part = (block >= BLOCKS0).to(tl.int32) + (block >= BLOCKS0 + BLOCKS1).to(tl.int32)
@@ -183,14 +182,14 @@ def _expand_kernel(
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
-    # B comes from far away while shrink is still running.
+    # B is read from memory while shrink is still running.
     weights = _columns_of(b, column, inside, 0, rank, BLOCK_R)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if rank == 0:
         return
-    # All loads before the first use: they are waited for together.
+    # All loads come before the first use, so that their latencies overlap.
     stride = (num_tokens * PARTS).to(tl.int64) * MAX_RANK
     position = (part * num_tokens + first + row).to(tl.int64)
     pieces = _pieces(partial, position, valid, 0, rank, stride, SPLITS, MAX_RANK, BLOCK_R)
@@ -244,7 +243,7 @@ def _expand_gated_kernel(
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
-    # B comes from far away while shrink is still running.
+    # B is read from memory while shrink is still running.
     gate_weights = _columns_of(gate_b, column, inside, 0, gate_rank, BLOCK_R)
     up_weights = _columns_of(up_b, column, inside, 0, up_rank, BLOCK_R)
     if PDL:
@@ -252,7 +251,7 @@ def _expand_gated_kernel(
         gdc_launch_dependents()
     if count == 0:
         return
-    # All loads before the first use: they are waited for together.
+    # All loads come before the first use, so that their latencies overlap.
     stride = (num_tokens * 2).to(tl.int64) * MAX_RANK
     gate_at = (first + row).to(tl.int64)
     up_at = gate_at + num_tokens
@@ -283,35 +282,35 @@ def _expand_gated_kernel(
     tl.store(out + token[:, None] * N + column[None, :], result, mask=mask)
 
 
-# Sizes of steps, by their largest: (tokens, rows of a tile, splits of a layer with one part, of one
-# with several). Small tiles waste little on adapters with few tokens, large ones read matrices less
-# often; splits keep the device busy where there are few tiles. Few classes, because each is a
-# kernel to compile.
+# Classes of step sizes: (most tokens, rows of a tile, splits for layers with one part, splits for
+# others). Small tiles waste little on adapters with few tokens; large ones read matrices less
+# often. Splits occupy the device if there are few tiles. There are few classes, as each needs its
+# own kernels.
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
 
 
-# With fewer rows a slot, if all are in use, and in steps of up to so many tokens, most of a larger
-# tile would be padding: traffic prefers few adapters, and leaves a row or two to the others.
+# Below this mean number of rows per slot, and in steps of up to so many tokens, small tiles are
+# used: most requests tend to use few adapters, so the other slots have a row or two.
 MEAN_ROWS, MOST_SMALL = 64, 1024
 
-BLOCK_N = 128  # columns of a program of expand
-WIDE_N = 256  # the same without a gate, in steps of the second class
+BLOCK_N = 128  # columns per program of expand
+WIDE_N = 256  # the same without a gate, for steps of the second class
 
 
 def _most_small(slots: int) -> int:
-    """Return the tokens of a step up to which tiles are small whatever its class."""
+    """Return the largest number of tokens for which tiles are always small."""
     return min(MEAN_ROWS * slots, MOST_SMALL)
 
 
 def tile_rows(num_tokens: int, slots: int) -> int:
-    """Return the rows of a tile for a step that may use this many slots."""
+    """Return the rows of a tile for a step that may use `slots` adapter slots."""
     if num_tokens <= _most_small(slots):
         return CLASSES[0][1]
     return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
 
 def num_splits(num_tokens: int, parts: int, columns: int) -> int:
-    """Return how many pieces shrink cuts the columns into, of 256 columns at least."""
+    """Return the number of splits of the columns in shrink, of at least 256 columns each."""
     splits = next(splits for most, _, *splits in CLASSES if num_tokens <= most)[parts > 1]
     while splits * 256 > columns and splits > 1:
         splits //= 2
@@ -319,13 +318,13 @@ def num_splits(num_tokens: int, parts: int, columns: int) -> int:
 
 
 def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
-    """Steps of these sizes compile every kernel that steps of up to num_tokens need."""
+    """Return step sizes that compile every kernel needed for steps of up to num_tokens."""
     smallest = {1, _most_small(slots) + 1, *(most + 1 for most, *_ in CLASSES)}
     return sorted(size for size in smallest if size <= num_tokens)
 
 
 def partial_size(num_tokens: int, max_rank: int, deterministic: bool = False) -> int:
-    """Return the number of float32 values that steps of up to num_tokens tokens need."""
+    """Return the float32 elements of `LoraStep.partial` for steps of up to num_tokens."""
     if deterministic:
         most = max(p * num_splits(1, p, 1 << 20) for p in range(1, MAX_PARTS + 1))
         return num_tokens * most * _padded_rank(max_rank)
@@ -346,12 +345,14 @@ def _rank_block(max_rank: int, most: int = 64) -> int:
 
 
 def _expand_rank_block(step: LoraStep) -> int:
-    """Return the ranks in a block of expand: small tiles have many splits, all held at once."""
+    """Return the ranks per block of expand. Small tiles have many splits, which are all in
+    registers.
+    """
     return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 
 
 def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
-    """Fills step.partial; returns the number of splits that it was made with."""
+    """Fill step.partial, and return its number of splits."""
     num_tokens, columns = x.shape
     parts = len(layer.outs)
     splits = num_splits(1 if step.deterministic else num_tokens, parts, columns)
@@ -384,7 +385,9 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
 
 
 def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-    """See `kernels.reference.Kernels`. y and x contiguous; at most three parts."""
+    """Compute `kernels.reference.Kernels.lora_add`. y and x are contiguous; layers have up to
+    three parts.
+    """
     splits = lora_shrink(x, layer, step)
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
     wide = CLASSES[0][0] < x.shape[0] <= CLASSES[1][0] and step.block_m <= 32
@@ -411,14 +414,14 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         BLOCK_N=columns,
         BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
-        num_stages=1,  # nearly always one pass over the ranks
+        num_stages=1,  # usually there is one pass over the ranks
         **pdl(x.device),
     )
     return y
 
 
 def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
-    """See `kernels.reference.Kernels`."""
+    """Compute `kernels.reference.Kernels.lora_gated`."""
     splits = lora_shrink(x, layer, step)
     size = layer.outs[0]
     assert layer.outs == (size, size)
@@ -443,7 +446,7 @@ def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, ga
         BLOCK_N=BLOCK_N,
         BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
-        num_stages=1,  # nearly always one pass over the ranks
+        num_stages=1,  # usually there is one pass over the ranks
         **pdl(x.device),
     )
     return out

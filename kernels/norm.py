@@ -1,4 +1,4 @@
-"""RMS norm and layer norm: one program a row, arithmetic in float32."""
+"""RMS norm, gated norm and layer norm: one program per row (and group), computed in float32."""
 
 import torch
 import triton
@@ -29,8 +29,11 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
-    """x / rms(x) * weight over the last axis of x [..., size], rounded to x's dtype: a new tensor,
-    or added to one of x's shape and dtype, in place."""
+    """Return x / rms(x) * weight over the last axis of x, rounded to x's dtype.
+
+    x: [..., size].
+    add_to: a tensor of x's shape and dtype, to which the result is added in place.
+    """
     out = torch.empty_like(x) if add_to is None else add_to
     size = x.shape[-1]
     rows = x.numel() // size
@@ -44,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None
             size,
             ADD=add_to is not None,
             BLOCK=block,
-            # 16 bytes a thread (8 elements): a lone row wants every warp it can get.
+            # 16 bytes (8 elements) per thread: a single row needs as many warps as possible.
             num_warps=max(1, min(16, block // 256)),
             **pdl(x.device),
         )
@@ -94,7 +97,7 @@ def gated_norm(
     eps: float,
     gate_last: bool = False,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.gated_norm`."""
+    """Compute `kernels.reference.Kernels.gated_norm`."""
     rows, inner = x.shape
     size = inner // groups
     out = gate.new_empty(x.shape)
@@ -148,7 +151,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """See `kernels.reference.Kernels.layer_norm`."""
+    """Compute `kernels.reference.Kernels.layer_norm`."""
     out = torch.empty_like(x)
     size = x.shape[-1]
     rows = x.numel() // size

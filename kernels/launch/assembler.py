@@ -1,13 +1,12 @@
-"""Which assembler Triton makes machine code with.
+"""The choice of the assembler with which Triton makes machine code.
 
-ptxas 12.8, which Triton 3.6 has for Hopper, gets one thing wrong. Where two operands of wgmma with
-different swizzles lie at one place in shared memory, one after the other, the descriptors of one
-are made from registers that nothing has written: what the last kernel left there says where the
-matrix unit reads. So launches of one stage, whose tiles take each other's places, read illegal
-addresses or not, by what ran before: a decode over latents in tiles of 128 keys, a pass of Gated
-DeltaNet in one stage. ptxas 12.9 makes them right, and the wheel brings it, for Blackwell:
-on an H200 both launches run with it, and five calls of these layers that run with either take the
-same time within 1.5 %.
+ptxas 12.8, which Triton 3.6 uses for Hopper, has a bug. If two operands of wgmma with different
+swizzles occupy the same shared memory, one after the other, the descriptors of one are built from
+uninitialised registers. Whatever the previous kernel left there decides where the tensor core
+reads. So launches with one pipeline stage, whose tiles reuse memory, may read illegal addresses: a
+latent decode with tiles of 128 keys, or a pass of Gated DeltaNet with one stage. ptxas 12.9 is
+correct, and Triton's wheel contains it for Blackwell. On an H200 both launches run with it, and
+five calls of these layers that run with either take the same time within 1.5 %.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ def choose_assembler() -> None:
 
     An assembler that TRITON_PTXAS_PATH names is kept.
     """
-    with contextlib.suppress(RuntimeError):  # there is none: nothing is compiled here
+    with contextlib.suppress(RuntimeError):  # without an assembler nothing is compiled here
         own, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
         wheels = Path(own.path).parent == Path(newer.path).parent
         if wheels and _release(own) < RIGHT <= _release(newer):

@@ -1,18 +1,18 @@
-"""Triton's kernels compiled by several processes at once, before they are first launched.
+"""Compiles Triton kernels in several processes at once, before their first launch.
 
-One after the other they take much of an engine's first start on a machine. So the engine goes over
-its steps twice:
+Compiled one after the other, kernels take much of an engine's first start on a machine. So the
+engine runs its steps twice:
 
-    with compilers.collecting():    nothing is launched; the processes get what would have been
+    with compilers.collecting():    nothing is launched; needed kernels go to the processes
     every launch after that         waits for its kernel, and finds it in Triton's cache
     compilers.close()
 
-What the processes share is Triton's cache on disk (TRITON_CACHE_DIR): they write, this one reads. A
-kernel that they did not get or could not compile is compiled where it is launched, as without them.
+The processes share Triton's cache on disk (TRITON_CACHE_DIR): they write it, the engine reads it. A
+kernel that they did not get or could not compile is compiled at its launch, as usual.
 
-They are forks of one process, `python -m kernels.launch.compiling`, which has imported torch and
-Triton while the engine did the same. It reads a job a line from stdin, answers with a line each in
-any order, and ends when stdin has ended and all is done, or with the engine.
+They are forks of one process, `python -m kernels.launch.compiling`, which imports torch and Triton
+while the engine does. It reads a job per line from stdin, and answers with a line each in any
+order. It ends when stdin has ended and all jobs are done, or with the engine.
 """
 
 import contextlib
@@ -34,36 +34,37 @@ from typing import Any
 
 logger = logging.getLogger("manta.kernels")
 
-PATIENCE = 60.0  # seconds in one launch; a kernel takes less than one on most machines
-_MOST = 16  # processes: with a few kernels each, the slowest kernel is what takes longest
-_PIPE_BYTES = 1 << 20  # all jobs of a start, so that handing them over never waits
+PATIENCE = 60.0  # seconds to wait at one launch; most machines compile a kernel in less than one
+_MOST = 16  # most processes: with few kernels each, the slowest kernel determines the time
+_PIPE_BYTES = 1 << 20  # holds all jobs of a start, so that writing them never blocks
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 
-_Key = tuple[str, str, Any]  # module and name of a kernel, Triton's key of what it is made for
-_Struct = tuple[list[int], str, str]  # which constant is a NamedTuple, its module and name
+_Key = tuple[str, str, Any]  # module and name of a kernel, Triton's specialisation key
+# index of a constant that is a NamedTuple, its module and name
+_Struct = tuple[list[int], str, str]
 
 
 class Compilers:
-    """The processes that compile; made, it starts them at once.
+    """The processes that compile; the constructor starts them.
 
-    Only one at a time may exist: Triton has one hook.
+    Only one instance may exist at a time, since Triton has one hook.
     """
 
     def __init__(self, count: int = 0) -> None:
-        """Start the processes. count: how many; 0 = a core each, and one left to the engine."""
+        """Start the processes. count: their number; 0: one per core, minus one for the engine."""
         count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
-        self.waited = 0.0  # seconds in launches, for kernels that were not there yet
+        self.waited = 0.0  # seconds that launches waited for kernels
         self._jobs: dict[_Key, Future[None]] = {}
         self._numbers: list[_Key] = []
         self._collecting = False
         self._given_up = False
         self._warned = False
-        # Without warnings: the engine gives the same.
+        # No warnings, since the engine prints the same.
         command = [sys.executable, "-W", "ignore", "-m", "kernels.launch.compiling"]
         self._process = subprocess.Popen(
             [*command, str(count), os.getcwd(), str(os.getpid())],
-            cwd=_ROOT,  # where the package is, installed or not
+            cwd=_ROOT,  # folder of the package, installed or not
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pipesize=_PIPE_BYTES,
@@ -72,7 +73,7 @@ class Compilers:
 
     @property
     def jobs(self) -> int:
-        """The number of kernels handed over."""
+        """The number of kernels sent to the processes."""
         return len(self._jobs)
 
     @property
@@ -81,11 +82,9 @@ class Compilers:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect which of Triton's kernels are needed, and launch none of them.
+        """Collect the Triton kernels that are needed within the context, without launching them.
 
-        What a launch would have written is left as it was, so nothing that is read from there may
-        be an
-        index.
+        Memory that a launch would have written is unchanged, so it must not be read as indices.
         """
         from triton import knobs
         from triton.runtime.jit import JITFunction
@@ -93,7 +92,7 @@ class Compilers:
         run = JITFunction.run
 
         def look(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            # A warm-up launches nothing, even if the kernel was compiled before.
+            # warmup: launch nothing, even if the kernel was compiled before
             return run(kernel, *args, grid=grid, warmup=warmup or _ours(kernel.module), **options)
 
         knobs.runtime.jit_cache_hook = self._before_compiling
@@ -106,8 +105,8 @@ class Compilers:
             JITFunction.run = run
 
     def close(self) -> None:
-        """Remove the hook, so that launches wait no longer. The processes end by themselves."""
-        if "triton" in sys.modules:  # else there was no hook
+        """Remove the hook, so that launches no longer wait. The processes end by themselves."""
+        if "triton" in sys.modules:  # otherwise there is no hook
             from triton import knobs
 
             knobs.runtime.jit_cache_hook = None
@@ -115,9 +114,8 @@ class Compilers:
             self._process.stdin.close()
 
     def _before_compiling(self, *, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
-        """Answer Triton's hook for a kernel not compiled in this process.
-
-        True: Triton shall not compile the kernel.
+        """Triton's hook before this process compiles a kernel. Returns True to stop the
+        compilation.
         """
         if not _ours(fn.module):
             return False
@@ -134,7 +132,7 @@ class Compilers:
             except TimeoutError:
                 self._given_up = True
                 self._warn(f"{fn.name} was not there after {PATIENCE:.0f} s")
-            except Exception as error:  # whatever it is, there is another way
+            except Exception as error:  # after any error the kernel is compiled here
                 self._warn(f"{fn.name}: {error}")
             self.waited += time.monotonic() - began
         return False
@@ -178,17 +176,17 @@ class Compilers:
                 future.set_exception(RuntimeError("it never came"))
 
     def _warn(self, reason: str) -> None:
-        """Log the first reason only: where one kernel fails, many do."""
+        """Log only the first reason: if one kernel fails, many do."""
         if not self._warned:
             self._warned = True
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
 
 
 def report_late() -> None:
-    """Log a warning for each kernel that this process has to make ready from here on.
+    """Log a warning for each kernel that this process compiles or loads from now on.
 
-    A start that leaves a kernel out makes the first request that needs the kernel wait for seconds.
-    All requests beside it wait too.
+    Such a kernel was missed at the start. The first request that needs it waits for seconds, and
+    all concurrent requests wait, too.
     """
     if "triton" not in sys.modules:
         return
@@ -198,21 +196,23 @@ def report_late() -> None:
 
 
 def _report_late(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-    """Log a kernel that was made ready late, as Triton's listener. times: in microseconds."""
+    """Log a kernel that was compiled or loaded late. This is Triton's listener. times:
+    microseconds.
+    """
     how = "read from the cache" if cache_hit else f"compiled in {times.total / 1e6:.2f} s"
     logger.warning("kernel %s %s while serving: the start did not launch it", src.name, how)
 
 
 def _ours(module: str) -> bool:
-    """Whether the kernel's module is of this project, not of torch.
+    """Whether a kernel's module belongs to this project.
 
-    Code that reads the results of torch's kernels may need them, and its imports are not known.
+    Torch's kernels must run even while collecting: code that reads their results may need them.
     """
     return module.startswith("kernels.")
 
 
 class _Target:
-    """The part of a Triton driver that compiling asks for: the workers leave the device alone."""
+    """A stub of Triton's driver for compiling, so that workers do not use the device."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -234,7 +234,7 @@ def _structs(constants: dict[Any, Any]) -> list[_Struct]:
 
 
 def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
-    """Turn the lists of Triton's JSON into the NamedTuples that they were."""
+    """Replace lists from Triton's JSON by the NamedTuples that they were."""
     for place, module, name in structs:
         values = constants[tuple(place)]
         fields = (tuple(value) if isinstance(value, list) else value for value in values)
@@ -244,13 +244,14 @@ def _restore(constants: dict[Any, Any], structs: list[_Struct]) -> None:
 def _compile(
     module: str, name: str, target: list[Any], specialization: str, structs: list[_Struct]
 ) -> None:
-    """Compile one kernel in a worker."""
+    """Compile one kernel in a worker process."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     driver.set_active(_Target(GPUTarget(*target)))
     function = getattr(import_module(module), name)
-    _ = function.device_caches[driver.active.get_current_device()]  # it has its `ASTSource` then
+    # this sets the function's `ASTSource`
+    _ = function.device_caches[driver.active.get_current_device()]
     make_source = function.ASTSource
 
     def source(function: Any, signature: Any, constants: dict[Any, Any], attrs: Any) -> Any:
@@ -266,14 +267,14 @@ def _compile(
         return
     from triton.backends.nvidia import driver as nvidia
 
-    # Up to Triton 3.6, what launches a kernel is C made for its signature; gcc is as slow as ptxas.
+    # Up to Triton 3.6 a kernel's launcher is C code for its signature, and gcc is as slow as ptxas.
     if hasattr(nvidia, "make_launcher"):
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _build_driver() -> None:
-    """Build the C that Triton calls CUDA through, once a machine."""
-    # Where this does not work, the engine finds out itself, with a better message.
+    """Build the C module through which Triton calls CUDA, once per machine."""
+    # If this fails, the engine reports it itself with a better message.
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaUtils
 
@@ -281,9 +282,9 @@ def _build_driver() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this worker when its parent ends, or now if it has.
+    """End this worker when its parent ends, or now if the parent has ended already.
 
-    A worker waits on a pipe that it holds itself: no end of file tells it that it is alone.
+    The worker holds the pipe's other end itself, so it would never see an end of file.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -294,19 +295,19 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     count, directory, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     _die_with(parent)
-    os.chdir(directory)  # relative paths mean what they do there
+    os.chdir(directory)  # so that relative paths are the engine's
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print belongs with the log
+    os.dup2(2, 1)  # output of libraries goes to the log
     driver = threading.Thread(target=_build_driver)
     driver.start()
-    import_module("kernels.cuda")  # brings torch, once for all
-    driver.join()  # no thread may be there when it forks
+    import_module("kernels.cuda")  # imports torch once for all workers
+    driver.join()  # no other thread may run when the pool forks
 
     def answer(number: int, future: "Future[None]") -> None:
         error = future.exception()
         text = f"{type(error).__name__}: {error}"[:1000] if error else ""
-        with contextlib.suppress(OSError):  # the engine has gone
+        with contextlib.suppress(OSError):  # the engine has ended
             os.write(answers, json.dumps([number, text]).encode() + b"\n")
 
     with ProcessPoolExecutor(
@@ -321,4 +322,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the engine's process does
+    os._exit(0)  # as the engine process does

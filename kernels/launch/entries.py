@@ -1,5 +1,6 @@
-"""Which entry of a step a block of tokens is of: grids are upper bounds that the host knows, and a
-program finds its entry on the device."""
+"""entry_of: finds the entry (request) of a block of tokens on the device, since the host only
+knows an upper bound of the number of blocks.
+"""
 
 import triton
 import triton.language as tl
@@ -7,10 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def entry_of(query_start, first_entry, num_entries, index, QUERIES: tl.constexpr):
-    """The entry that block `index` of QUERIES queries is of, its first token in the step, and the
-    block's first query in the entry."""
-    # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
-    # num_entries stands for the padding tokens that follow the last entry.
+    """Return the entry of block `index`, the entry's first token in the step, and the block's first
+    query in the entry.
+
+    Blocks have QUERIES queries of one entry.
+    """
+    # Blocks of entry e start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
+    # Entry num_entries stands for the padding tokens after the last entry.
     origin = tl.load(query_start + first_entry)
     low = first_entry
     high = num_entries

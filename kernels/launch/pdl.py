@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends, then waits.
+"""Programmatic dependent launch: a kernel starts while the previous one ends, then waits for it.
 
 On Hopper and later, a kernel launched with `**pdl(device)` may become resident before its
-predecessor on the stream has finished. What makes it safe: before gdc_wait() it writes nothing, and
-reads nothing that its predecessor writes; every program of it waits, so that it does not end before
-its predecessor; and gdc_launch_dependents() comes after gdc_wait(), so that no more than two
-kernels overlap.
+predecessor on the stream has finished. Three rules keep this safe. Before gdc_wait() a kernel
+writes nothing, and reads nothing that its predecessor writes. All its programs call gdc_wait(), so
+that it does not end before its predecessor. And gdc_launch_dependents() comes after gdc_wait(), so
+that no more than two kernels overlap.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ __all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl", "shared_memory
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; a small stand-in where kernels are interpreted on the CPU."""
+    """Return the number of multiprocessors; a small number for kernels interpreted on the CPU."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -26,7 +26,7 @@ def num_sms(device: torch.device) -> int:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have at most; those of Hopper where there is no device."""
+    """Return the largest shared memory of a program in bytes; Hopper's without a device."""
     if device.type != "cuda":
         return 227 * 1024
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
@@ -34,7 +34,9 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache
 def pdl(device: torch.device) -> dict[str, Any]:
-    """Launch options: the kernel's constexpr PDL, and the attribute where the device has it."""
+    """Return launch options: the kernel's constexpr PDL, and the launch attribute if the device
+    supports it.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

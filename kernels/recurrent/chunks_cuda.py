@@ -1,7 +1,8 @@
-"""What kernels over chunks of an entry's tokens share.
+"""Helpers of kernels that process an entry's (request's) tokens in chunks.
 
-A step's chunks have a slot each, by which what kernels hand on is laid out. The host knows how many
-slots there are at most, and not which are used: a program finds its slot's entry by binary search.
+Each chunk of a step has a slot, by which data between kernels is indexed. The host knows an upper
+bound of the number of slots, but not which are used: programs find their slot's entry by binary
+search.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,8 @@ import triton.language as tl
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-CHUNK = 64  # tokens
-ENTRIES = 16  # that are walked at once, at most
+CHUNK = 64  # tokens per chunk
+ENTRIES = 16  # most entries that are processed at once
 
 
 class Launch(NamedTuple):
@@ -22,21 +23,23 @@ class Launch(NamedTuple):
 
 
 class PassLaunch(NamedTuple):
-    columns: int  # of a state, or rows, a program
+    columns: int  # of a state (Mamba-2: rows), per program
     num_warps: int
     num_stages: int
 
 
 def num_slots(num_tokens: int, meta: AttentionMeta) -> int:
-    """Return an upper bound of the slots of a step's chunks.
+    """Return an upper bound of the number of slots in a step.
 
-    Each entry, and the padding behind the last, may leave its last chunk part empty.
+    The last chunk of each entry, and of the padding after the last entry, may be partly empty.
     """
     return num_tokens // CHUNK + num_chunked(meta) + 1
 
 
 def num_chunked(meta: AttentionMeta) -> int:
-    """Return the most entries that are not decodes. CUDA graphs do not know which entries are."""
+    """Return an upper bound of the entries that are not decodes. CUDA graphs do not know which
+    ones are.
+    """
     entries = int(meta.kv_len.shape[0])
     return entries if meta.num_decodes == entries else entries - meta.num_decodes
 
@@ -45,9 +48,8 @@ def num_chunked(meta: AttentionMeta) -> int:
 def slot_of(query_start, counts, num_tokens, index, CHUNK: tl.constexpr):
     """Find the chunk of a slot.
 
-    Returns the entry, its first token in the step, the chunk's first among these, and how many
-    these
-    are. The entry behind the last is what pads.
+    Returns the entry, the entry's first token in the step, the chunk's first token in the entry,
+    and the entry's number of tokens. The entry after the last stands for padding.
     """
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, CHUNK)
@@ -67,25 +69,27 @@ def first_slot(query_start, counts, entry, CHUNK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """Compute softplus as torch does: x itself from 20 on."""
+    """Compute softplus as torch does: x itself above 20."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def decays(total, SIZE: tl.constexpr):
-    """total [SIZE]: sums of logarithms -> [SIZE, SIZE]: what is left at i of what was at j <= i;
-    0 above the diagonal."""
+    """Return the decay from each token j to token i >= j, [SIZE, SIZE], and 0 above the diagonal.
+
+    total: [SIZE], cumulated logarithms of decays.
+    """
     at = tl.arange(0, SIZE)
     return tl.where(at[:, None] >= at[None, :], tl.exp(total[:, None] - total[None, :]), 0.0)
 
 
 @triton.jit
 def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + lower)^-1 of a matrix [SIZE, SIZE] that is 0 on its diagonal and above; SIZE is 64.
+    """Return (1 + lower)^-1 for a strictly lower triangular matrix [SIZE, SIZE] with SIZE = 64.
 
-    The blocks of 16 on the diagonal are inverted row by row, all at once: powers of `lower` would
-    grow beyond what float32 can cancel. With these as D and the rest as L, D L is 0 from its fourth
-    power on, so that the inverse is (1 + (D L)^2) (1 - D L) D.
+    Diagonal blocks of 16 are inverted row by row, all at once: powers of `lower` would grow beyond
+    float32's precision. With D their inverses and L the remaining blocks, (D L)^4 = 0, so the
+    inverse is (1 + (D L)^2) (1 - D L) D.
     """
     BLOCKS: tl.constexpr = SIZE // 16
     blocks = tl.arange(0, BLOCKS)

@@ -1,5 +1,6 @@
-"""Causal convolutions of each channel with itself, and the entries of a step: what recurrent layers
-share in plain torch. `kernels.reference.Kernels.causal_conv` says what is computed."""
+"""Depthwise causal convolutions and helpers over a step's entries (requests), in plain torch,
+for all recurrent layers. `kernels.reference.Kernels.causal_conv` defines the convolution.
+"""
 
 from collections.abc import Iterator
 
@@ -10,10 +11,10 @@ from kernels.metadata import AttentionMeta
 
 
 def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield the tokens of each entry behind the decodes that has tokens.
+    """Yield the token range of each entry after the decodes that has tokens.
 
-    Each is the entry's row, its first token, the token behind its last, and whether its request
-    begins there.
+    Yields the entry's row, its first token, the token after its last, and whether its request
+    begins.
     """
     assert meta.rows is not None
     starts = meta.query_start_host or meta.query_start.tolist()
@@ -25,7 +26,9 @@ def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def decoded(meta: AttentionMeta, kept: Tensor) -> Tensor:
-    """What the requests that decode have in `kept` [rows, ...]: zeros where they begin. A copy."""
+    """Return a copy of the decoding requests' rows of `kept` [rows, ...], with zeros for new
+    requests.
+    """
     assert meta.rows is not None
     count = meta.num_decodes
     own = kept.index_select(0, meta.rows[:count])
@@ -36,7 +39,7 @@ def decoded(meta: AttentionMeta, kept: Tensor) -> Tensor:
 def causal_conv(
     x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """See `Kernels.causal_conv`."""
+    """Compute `Kernels.causal_conv`."""
     out = torch.zeros(len(x), conv.shape[0], dtype=torch.float32, device=x.device)
     count = meta.num_decodes
     if count:
@@ -54,8 +57,10 @@ def causal_conv(
 
 
 def _summed(mixed: Tensor, conv: Tensor, count: int) -> Tensor:
-    """mixed [taps - 1 + count, ..., channels] -> [count, ..., channels]; the last tap is the
-    token's own."""
+    """Convolve mixed [taps - 1 + count, ..., channels] to [count, ..., channels].
+
+    The last tap is multiplied by the token's own input.
+    """
     total = mixed[:count] * conv[:, 0]
     for tap in range(1, conv.shape[1]):
         total.addcmul_(mixed[tap : tap + count], conv[:, tap])

@@ -1,6 +1,7 @@
-"""Causal convolutions on CUDA: a program has some channels of some of an entry's tokens. Mixers
-make their own on the way, with `convolved` token by token and with `convolved_rows` by tiles, and
-keep the last inputs with `keep_tail`."""
+"""Depthwise causal convolutions on CUDA: a program computes some channels of some of an entry's
+tokens. Kernels of recurrent layers fuse them with `convolved` (one token) or `convolved_rows`
+(tiles of tokens), and save the last inputs with `keep_tail`.
+"""
 
 from functools import lru_cache
 
@@ -12,15 +13,16 @@ from torch import Tensor
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-BLOCK = 512  # channels of a program that has one token
-TILE_TOKENS, TILE_CHANNELS = 32, 128  # of a program that has several tokens
-_TICKETS = 1 << 17  # made at once, before any graph is recorded
+BLOCK = 512  # channels per program, for programs with one token
+TILE_TOKENS, TILE_CHANNELS = 32, 128  # per program, for programs with several tokens
+_TICKETS = 1 << 17  # allocated at once, before any CUDA graph is captured
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """Return at least `count` zeros, by which programs that share channels know who comes last.
+    """Return at least `count` zeros, which programs that share channels use to find the last to
+    arrive.
 
-    Programs leave the tickets as zeros again.
+    Programs reset them to zero.
     """
     return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
 
@@ -32,7 +34,9 @@ def _zeros(device: torch.device, count: int) -> Tensor:
 
 @triton.jit
 def comes_last(arrived, shared):
-    """Whether shared - 1 other programs have come here: what they have read may be written."""
+    """Whether this is the last of `shared` programs to arrive. Memory that all of them read may
+    then be overwritten.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == shared - 1
     if last:
@@ -45,8 +49,11 @@ def convolved(
     x, tail, conv, bias, token, ago, before, channels, mask, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of some channels at a token. bias: None = none. ago: the entry's tokens
-    before it; before: the request's before these."""
+    """Return the convolution of some channels at a token.
+
+    bias: None for no bias. ago: tokens of the entry before this one. before: tokens of the request
+    before the entry's.
+    """
     total = (channels * 0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=mask, other=0.0)
@@ -56,7 +63,7 @@ def convolved(
         back = TAPS - 1 - tap
         own = mask & (far >= back)
         seen = tl.load(x + (token - back) * x_stride + channels, mask=own, other=0.0)
-        # Of the tokens before the entry's, the last one is in the tail's last place.
+        # The tail's last row is the last token before the entry's.
         old = has_tail & (far < back)
         at = (ago + TAPS - 1 - back) * CHANNELS
         before_tail = tl.load(tail + at + channels, mask=old, other=0.0)
@@ -70,9 +77,12 @@ def convolved_rows(
     x, tail, conv, bias, first_token, first, length, before, channels, mask, x_stride,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of some channels at ROWS tokens of an entry, [ROWS, channels], from its token
-    number `first` on, which is the step's first_token (int64). Zeros, and the bias, behind the
-    entry's `length` tokens. bias, before: as of `convolved`."""
+    """Return the convolution of some channels at ROWS tokens of an entry, [ROWS, channels].
+
+    first: index of the first token in the entry; first_token (int64): its index in the step.
+    length: tokens of the entry; rows beyond it get zeros plus the bias.
+    bias, before: as in `convolved`.
+    """
     rows = tl.arange(0, ROWS)
     ago = first + rows
     there = ago < length
@@ -80,7 +90,7 @@ def convolved_rows(
     total = tl.zeros([ROWS, channels.shape[0]], tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=mask, other=0.0)[None, :]
-    # Oldest first, so that sums are those of `convolved`, wherever a chunk begins.
+    # Oldest tap first, so that sums equal those of `convolved` wherever a chunk begins.
     if (first == 0) & (before > 0):
         for tap in tl.static_range(TAPS - 1):
             old = (there & (ago < TAPS - 1 - tap))[:, None] & mask[None, :]
@@ -103,12 +113,13 @@ def keep_tail(
     x, tail, begin, end, before, channels, mask, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the inputs that some channels' convolutions of an entry's next tokens will read.
+    """Write the tail: the inputs that an entry's next tokens need, for some channels.
 
-    begin, end (int64): the entry's tokens. Nobody may read the old inputs any more.
+    begin, end (int64): the entry's tokens. All other programs must have read the old tail.
     """
     has_tail = mask & (before + channels * 0 > 0)
-    for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
+    # in this order, an old input is read before its place is written
+    for place in tl.static_range(TAPS - 1):
         token = end - (TAPS - 1) + place
         own = token - begin + channels * 0 >= 0
         new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
@@ -125,7 +136,7 @@ def _conv_few_kernel(
     x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convolve token by token, where entries have about one token each."""
+    """Convolve token by token, for entries of about one token each."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
@@ -146,7 +157,8 @@ def _conv_few_kernel(
         tl.store(out + token * CHANNELS + channels, total, mask=mask)
 
 
-# x_stride is one of a model's few: where 16 divides it, elements are read 16 bytes at once.
+# x_stride has few values per model, so specialising it is fine: if it is divisible by 16, loads
+# take 16 bytes.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -155,7 +167,7 @@ def _conv_kernel(
     x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride, num_tokens,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve ROWS tokens of an entry, or zero those that pad behind the last."""
+    """Convolve ROWS tokens of an entry, or write zeros for padding tokens."""
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, 0, num_entries, tl.program_id(1), ROWS)
     length = num_tokens - begin
@@ -188,7 +200,7 @@ def _tail_kernel(
     x, tail, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep the inputs for an entry's next tokens, once no program reads the old inputs."""
+    """Write an entry's tail, after no program reads the old tail any more."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
@@ -202,7 +214,9 @@ def _tail_kernel(
 
 
 def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
-    """Write the last inputs of each entry's convolutions. Launch it behind all that read them."""
+    """Write the tails of all entries' convolutions. Launch it after all kernels that read the
+    old tails.
+    """
     assert meta.rows is not None and meta.counts is not None
     channels = tail.shape[2]
     _tail_kernel[(meta.kv_len.shape[0], triton.cdiv(channels, BLOCK))](
@@ -223,7 +237,7 @@ def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
 def causal_conv(
     x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """See `kernels.reference.Kernels.causal_conv`; x may have rows of any stride."""
+    """Compute `kernels.reference.Kernels.causal_conv`. Rows of x may have any stride."""
     assert meta.rows is not None and meta.counts is not None
     channels, taps = conv.shape
     entries = meta.kv_len.shape[0]
@@ -244,8 +258,8 @@ def causal_conv(
             num_warps=4,
         )
     else:
-        # An upper bound whatever the lengths are, which the host need not know: each entry, and the
-        # padding behind the last, may leave its last tile part empty.
+        # An upper bound for any lengths, which the host need not know: the last tile of each entry
+        # and of the padding may be partly empty.
         tiles = x.shape[0] // TILE_TOKENS + entries + 1
         _conv_kernel[(triton.cdiv(channels, TILE_CHANNELS), tiles)](
             x,

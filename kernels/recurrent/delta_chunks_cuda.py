@@ -1,30 +1,31 @@
 """Gated DeltaNet over prompts on CUDA, 64 tokens at a time on tensor cores, in four launches:
 
-    convolve  of each head and some tokens: convolutions, of which queries and keys are normed
-    solve     of each chunk and head: gates, and the triangular system that says what each token
-              corrects, solved but for the state before the chunk
-    pass      of each entry, head and some columns: the state goes from chunk to chunk, and tokens
-              read of it and of each other
-    norm      of each head and some tokens: what was read, normed and gated
+    convolve  per head and some tokens: convolutions, norms of queries and keys
+    solve     per chunk and head: gates, and the triangular system of the tokens' corrections,
+              solved except for the state before the chunk
+    pass      per entry, head and some columns: updates the state chunk by chunk, and computes
+              the tokens' outputs
+    norm      per head and some tokens: norms and gates the outputs
 
-As in `kernels.recurrent.delta_rule.chunk_rule`, of which the letters are: the corrections of a
-chunk are U - W S where S is the state before it, U = T beta V, W = T beta exp(g) K with the inverse
-T = (1 + tril(beta K K^T, decayed))^-1. States are float32 between chunks; what is multiplied, and
-what one launch leaves for the next, is of x's type.
+Names follow `kernels.recurrent.delta_rule.chunk_rule`. A chunk's corrections are U - W S with the
+state S before the chunk, U = T beta V, W = T beta exp(g) K, and the inverse T = (1 + tril(beta K
+K^T, decayed))^-1. States are float32 between chunks. Operands, and data between launches, have x's
+dtype.
 
-A state is in no memory but its own: `pass` has it in registers, so what reads it is there too.
-Convolutions have a launch of their own because with them `solve` takes all registers of a
-multiprocessor for two programs, and heads of values that share a key would each make it.
+States are not written to memory per chunk: `pass` keeps them in registers, so it must also compute
+the outputs. Convolutions have their own launch, because fused into `solve` they would take so many
+registers that only two programs fit a multiprocessor, and value heads that share a key head would
+repeat them.
 
-Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
+Sums start anew with each chunk, and chunks with each entry, so results depend on how a prompt is
+cut.
 
-convolve, pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a
-key (`kimi_chunks_cuda`). Before pass queries and keys have these in them.
+Kimi Delta Attention, which decays each key element separately (`kimi_chunks_cuda`), uses convolve,
+pass and norm, too. It multiplies the decays into queries and keys before pass.
 
-Where decodes write their part of a state late (`delta_rule_cuda`), convolve adds it to the state in
-memory and leaves zeros in its place. There one program has a head of an entry: in pass several have
-some columns each, of which one would zero what another has not yet read. And pass has no register
-left, while few prompts go on behind decodes.
+If decodes defer state updates (`delta_rule_cuda`), convolve applies pending updates to the state in
+memory and zeroes them. There one program handles a head of an entry. In pass, several programs with
+some columns each would race with the zeroing, and registers are full.
 """
 
 from typing import NamedTuple
@@ -57,23 +58,25 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class RowsLaunch(NamedTuple):
-    rows: int  # tokens a program
+    rows: int  # tokens per program
     num_warps: int
 
 
 CONVOLVE = RowsLaunch(64, 4)
 SOLVE = Launch(4, 1)
 NORM = RowsLaunch(8, 2)
-# Of `pass`, with tenths of microseconds that a chunk takes on an H200 with keys and values of 128.
+# Launches of `pass`, with tenths of microseconds per chunk on an H200 for keys and values of 128.
 _PASSES = {PassLaunch(32, 4, 3): 20, PassLaunch(64, 4, 2): 25, PassLaunch(128, 8, 2): 49}
 
 
 def pass_launch(
     walks: int, sms: int, keys: int, values: int, element_size: int, room: int
 ) -> PassLaunch:
-    """Decision rule; walks = entries * heads, keys and values = the padded sizes of a state, room =
-    bytes of shared memory. A program has a multiprocessor to itself, so what counts is how often
-    all of these are filled, and how long a chunk takes a program."""
+    """Choose the launch of `pass` that fills the device's multiprocessors in the least time.
+
+    walks: entries * heads. keys, values: padded sizes of a state. room: bytes of shared memory.
+    A program occupies a multiprocessor, so cost is rounds of programs times seconds per chunk.
+    """
 
     def cost(launch: PassLaunch) -> int:
         return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
@@ -81,7 +84,7 @@ def pass_launch(
     narrow = [shape for shape in _PASSES if shape.columns <= values]
     best = min(narrow or _PASSES, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
     best = best._replace(columns=min(best.columns, values))
-    # W, keys, queries, their products and U of each chunk that is on its way; and the state.
+    # W, keys, queries, their overlaps and U of each chunk in the pipeline, and the state.
     chunk = CHUNK * (3 * keys + CHUNK + best.columns) * element_size
     most = (room - keys * best.columns * element_size) // chunk
     return best._replace(num_stages=max(1, min(best.num_stages, most)))
@@ -89,7 +92,9 @@ def pass_launch(
 
 @triton.jit
 def silu(x):
-    """x sigmoid(x) in six instructions an element, where a division takes thirteen."""
+    """Return x sigmoid(x) in six instructions per element; with a division it would take
+    thirteen.
+    """
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return x * root * root
 
@@ -99,9 +104,9 @@ def _make_whole(
     state, late, before, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Bring a head's state in memory up to date with the decodes since its last write.
+    """Apply a head's pending updates to its state in memory, and zero them.
 
-    The head's late part becomes zeros. before: tokens of the request up to there; 0 = it begins.
+    late: the head's pending updates. before: tokens of the request so far; 0 if it begins.
     """
     COLUMNS: tl.constexpr = 16
     count = before % (LATE + 1)
@@ -112,7 +117,7 @@ def _make_whole(
         total = tl.zeros([KEYS], tl.float32)
         for i in range(LATE):
             mask = (dims < KEY) & (count + dims * 0 > i)
-            # Sums only fall: the last is the least.
+            # Cumulated logarithms only fall, so the last is the smallest.
             total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
         tile = state + dims[:, None] * VALUE + columns[None, :]
         there = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
@@ -131,7 +136,8 @@ def _make_whole(
         tl.store(late + place, tl.zeros([KEYS], tl.float32), mask=place < LATE * ENTRY)
 
 
-# Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
+# Tile strides have few values per model, so specialising them is fine: if divisible by 16, loads
+# take 16 bytes.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -141,8 +147,8 @@ def _delta_convolve_kernel(
     conv,
     tail,
     state,
-    late,  # as of `_delta_decode_kernel`
-    queries,  # [slots, KEY_HEADS, CHUNK, KEYS], as keys
+    late,  # as in `_delta_decode_kernel`
+    queries,  # [slots, KEY_HEADS, CHUNK, KEYS], like keys
     keys,
     values,  # [slots, VALUE_HEADS, CHUNK, VALUES]
     rows,
@@ -189,7 +195,7 @@ def _delta_convolve_kernel(
     else:
         columns = tl.arange(0, SIZES.values)
         head -= 2 * SIZES.key_heads
-        # Not `qk`: to the compiler a name that both branches write has one shape.
+        # A new name instead of `qk`, because a name assigned in both branches must have one shape.
         v = convolved_rows(
             x, tail, conv, None, first_token, first, length, before,
             2 * SIZES.key_heads * SIZES.key_dim + head * SIZES.value_dim + columns,
@@ -221,9 +227,10 @@ def _delta_solve_kernel(
     queries,
     keys,
     weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
-    values,  # U takes their place
-    totals,  # [slots, VALUE_HEADS, CHUNK] float32: logarithms of decays since the chunk's begin
-    overlaps,  # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's type: queries with keys, decayed
+    values,  # overwritten by U
+    totals,  # [slots, VALUE_HEADS, CHUNK] float32: cumulated logarithms of decays in the chunk
+    # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's dtype: products of queries and keys, decayed
+    overlaps,
     query_start,
     counts,
     gate_stride,
@@ -275,9 +282,9 @@ def _delta_solve_kernel(
 
 @triton.jit
 def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.constexpr):
-    """Return the logarithm of a chunk's decay.
+    """Return the logarithm of a whole chunk's decay.
 
-    at: the token number, of all slots, at which the chunk's totals begin.
+    at: index of the chunk's first token among all slots and heads.
     """
     last = at + CHUNK - 1
     if BY_KEY:
@@ -287,11 +294,11 @@ def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.const
 
 
 class PassTile(NamedTuple):
-    """What a program of `_delta_pass_kernel` takes, as one `tl.constexpr`.
+    """The tile of a program of `_delta_pass_kernel`, as one `tl.constexpr`.
 
-    columns: of the state.
-    slice: channels whose tails a program keeps.
-    stages: of the pipeline over chunks.
+    columns: columns of the state.
+    slice: channels whose tails a program writes.
+    stages: pipeline stages over chunks.
     """
 
     columns: int
@@ -311,7 +318,7 @@ def _delta_pass_kernel(
     values,  # U
     totals,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, KEYS]
     overlaps,
-    out,  # [num_tokens, VALUE_HEADS, VALUE]: what tokens read
+    out,  # [num_tokens, VALUE_HEADS, VALUE]: outputs before the norm
     tail,
     state,
     rows,
@@ -351,7 +358,7 @@ def _delta_pass_kernel(
             matrix = tl.load(own + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
-            # Read a chunk ahead: what decays the state is a trip to memory of its own.
+            # Load the decay one chunk ahead: its latency would otherwise delay the state's update.
             whole = _whole(
                 totals, (first * SIZES.value_heads + head) * CHUNK, SIZES.keys, CHUNK, BY_KEY
             )
@@ -402,7 +409,7 @@ def _delta_pass_kernel(
     do_not_specialize_on_alignment=["query_start", "counts"],
 )
 def _delta_norm_kernel(
-    out,  # what tokens read; normed and gated in its place
+    out,  # outputs of pass, normed and gated in place
     z,
     norm,
     query_start,
@@ -416,7 +423,7 @@ def _delta_norm_kernel(
     ROWS: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """Norm and gate the results of chunks' tokens; tokens behind the last get zeros."""
+    """Norm and gate the outputs of chunks' tokens; tokens after the last entry get zeros."""
     head = tl.program_id(0)
     first = tl.load(query_start + tl.load(counts))
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -436,7 +443,7 @@ def _delta_norm_kernel(
 
 
 class Handed(NamedTuple):
-    """The tensors that pass and norm are given; see their arguments."""
+    """The tensors that pass and norm take; see their kernels' arguments."""
 
     queries: Tensor
     keys: Tensor
@@ -447,15 +454,15 @@ class Handed(NamedTuple):
 
 
 def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
-    """Return KEYS and VALUES, to which the sizes of a key and a value are padded."""
-    # In 16 bits Triton 3.6 reads beyond what a program has where a product of wgmma is narrower.
+    """Return KEYS and VALUES, the padded sizes of a key and a value."""
+    # With 16 bits and narrower tiles, Triton 3.6's wgmma code reads beyond a program's memory.
     least = 16 if element_size > 2 else 64
     padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
     return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
 
 
 def late_sizes(late: Tensor | None) -> dict[str, int]:
-    """Return LATE and ENTRY: the entries of a head, and the elements of an entry."""
+    """Return LATE and ENTRY: the number of pending updates per head, and the elements of each."""
     entries, size = (0, 0) if late is None else late.shape[2:]
     return {"LATE": entries, "ENTRY": size}
 
@@ -514,8 +521,11 @@ def convolve(
     values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
     meta: AttentionMeta,
 ) -> None:
-    """The first launch of a step's chunks: queries, keys and values, of the first two normed; and
-    states made whole."""
+    """Launch the first kernel of a step's chunks.
+
+    Writes convolved and normed queries and keys, and convolved values. Applies pending updates to
+    the states.
+    """
     x, _, _, _, heads, tail, state, late = inputs
     slots, key_heads, _, padded = keys.shape
     value_heads = values.shape[1]
@@ -549,14 +559,17 @@ def pass_and_norm(
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
-    """The last two launches of a step's chunks: tokens' results into out, the state of each entry
-    after its last token into state, the last inputs of its convolution into tail."""
+    """Launch the last two kernels of a step's chunks.
+
+    Writes the tokens' outputs to out, each entry's new state to state, and its convolution's last
+    inputs to tail.
+    """
     x, z, _, _, heads, tail, state, _ = inputs
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels = heads.conv.shape[0]
     walked = min(ENTRIES, num_chunked(meta))
-    # How many prompts a step has decides the launch; a start makes all of them ready
+    # The number of prompts in a step decides the launch; all variants are compiled at the start
     # (`engine.runner.warm_up`).
     shape = pass_launch(
         walked * value_heads, num_sms(x.device), keys.shape[3], padded, x.element_size(),

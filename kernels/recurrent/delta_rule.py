@@ -1,11 +1,11 @@
-"""Gated DeltaNet in plain torch (arXiv 2412.06464), as `kernels.reference.Kernels.gated_delta` says
-it but for the norm of results: the oracle of every back end. Kimi Delta Attention (arXiv
-2510.26692) is the same with a decay for each element of a key: `Kernels.kimi_delta`.
+"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692) in plain torch: the
+oracle of all back ends. `kernels.reference.Kernels.gated_delta` and `Kernels.kimi_delta` define
+them; the norm of results is not included here.
 
-A head's state is a matrix from keys to values. Each token lets it decay, and puts right what it
-gives for the token's key. Tokens of one request follow each other; decodes of several are one
-batch. A prompt is computed 64 tokens at a time: what each of these corrects depends on those before
-it by a triangular system, whose solution needs no loop over tokens.
+A head's state is a matrix that maps keys to values. Each token decays the state and corrects the
+value that it returns for the token's key. Kimi decays each key element separately. Tokens of one
+request are sequential; decodes of several requests are one batch. Prompts are computed 64 tokens at
+a time: within a chunk, corrections follow from a triangular system, without a loop over tokens.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,24 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
 
 CHUNK = 64
-CHUNK_BY_KEY = 16  # whose pairs of tokens have a decay for each element of a key
-EPS = 1e-6  # of the length that queries and keys are divided by
+CHUNK_BY_KEY = 16  # smaller, as each pair of tokens has a decay per key element
+EPS = 1e-6  # added to squared lengths when queries and keys are normalised
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """key_heads of key_size elements, for queries too; value_heads of value_size, several of which
-    share a key head. conv [channels, taps] float32: of queries, keys and values, in this order.
-    decay [value_heads], bias [value_heads, or value_heads * key_size] float32: A_log and dt_bias.
-    by_key: each element of a key decays on its own, and has a bias; value heads are as many as key
-    heads. norm [value_size] float32, eps: of each
-    head's results. most: of what is wrong, the part that a correction may be."""
+    """The sizes and parameters of a delta rule's heads.
+
+    key_heads, key_size: heads of queries and keys, and their elements.
+    value_heads, value_size: heads of values; several may share a key head.
+    conv: [channels, taps] float32, for queries, keys and values in this order.
+    decay: [value_heads] float32, A_log.
+    bias: [value_heads], or [value_heads * key_size] with by_key, float32: dt_bias.
+    norm, eps: RMS norm of each head's results; norm is [value_size] float32.
+    most: largest factor of a correction.
+    by_key: whether each key element decays separately; there are then as many key heads as value
+    heads.
+    """
 
     key_heads: int
     value_heads: int
@@ -80,7 +86,7 @@ def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
     q, k, v = _heads(mixed, heads)
     out = torch.zeros_like(v)
     step = softplus(a.float() + heads.bias).unflatten(1, (heads.value_heads, -1))
-    log_decay = -heads.decay.exp()[:, None] * step  # of a head, or of each element of its key
+    log_decay = -heads.decay.exp()[:, None] * step  # per head, or per element of its key
     beta = b.float().sigmoid().mul_(heads.most)
     count = meta.num_decodes
     if count:
@@ -107,8 +113,11 @@ def delta_rule(inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
 
 
 def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, channels] -> queries and keys of length 1 (queries less by the root of their size) and
-    values, [n, value_heads, size] each."""
+    """Split mixed [n, channels] into queries, keys and values, [n, value_heads, size] each.
+
+    Queries and keys are normalised to length 1, and queries divided by the square root of their
+    size.
+    """
     keys = heads.key_heads * heads.key_size
     q, k, v = mixed.split((keys, keys, heads.value_heads * heads.value_size), dim=1)
     shared = heads.value_heads // heads.key_heads
@@ -125,7 +134,7 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
-    """Decode one token of each of several requests; their states, own, are written over."""
+    """Decode one token of each of several requests. own: their states, updated in place."""
     own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
@@ -135,15 +144,14 @@ def _decode(
 def chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule to some tokens of one request, float32.
+    """Apply the gated delta rule to consecutive tokens of one request, in float32.
 
-    q, k [heads, n, key_size]; v [heads, n, value_size]; log_decay, beta [heads, n];
-    state [heads, key_size, value_size] before them.
-
-    Returns what they read, as v, and the state behind them.
+    q, k: [heads, n, key_size]. v: [heads, n, value_size]. log_decay, beta: [heads, n].
+    state: [heads, key_size, value_size], before these tokens.
+    Returns the tokens' outputs, shaped like v, and the state after them.
     """
     total = log_decay.cumsum(-1)
-    # From token j to a later token i: exp(total_i - total_j), at most 1.
+    # Decay from token j to a later token i: exp(total_i - total_j), at most 1.
     between = (total[:, :, None] - total[:, None, :]).tril_().exp_().tril_()
     weighed = k * beta[..., None]
     overlap = (weighed @ k.transpose(1, 2)).mul_(between).tril_(-1)
@@ -161,14 +169,13 @@ def chunk_rule(
 def chunk_rule_by_key(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply chunk_rule with a decay for each element of a key: log_decay [heads, n, key_size].
+    """Apply chunk_rule with separate decays of key elements, log_decay [heads, n, key_size].
 
-    What one token leaves for another is a sum over the key's elements. Each element decays by its
-    own rate between the two tokens.
+    A token's effect on a later one is a sum over key elements, each decayed at its own rate.
     """
     total = log_decay.cumsum(1)
     between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()
-    left = between.mul_(k[:, None])  # of key j at the time of token i
+    left = between.mul_(k[:, None])  # key j, decayed until token i
     weighed = k * beta[..., None]
     overlap = (left @ weighed[..., None])[..., 0].tril_(-1)
     since = total.exp()

@@ -1,29 +1,27 @@
-"""Gated DeltaNet on CUDA.
+"""Gated DeltaNet and Kimi Delta Attention on CUDA.
 
-Decodes: a launch reads and writes each state once. A program has a head of an entry, or some of its
-columns, and goes over these in pieces: the next one is on its way from memory while one is
-computed. Convolution, gates, norms of queries and keys, norm and gate of the result and the next
-tail are made on the way.
+Decodes: one launch reads and writes each state once. A program handles a head of an entry, or some
+of its columns, in pieces: the next piece is loaded while one is computed. Convolution, gates, norms
+of queries and keys, norm and gate of the result, and the next tail are fused.
 
-With a late part (`late`) a decode writes the state only where the request's tokens up to it are a
-multiple of LATE + 1. The others write their key, what it corrects and the sum of the logarithms of
-decays, of which the next ones make what the state would be: with S0 in memory, and entries i of
-the late part, it is
+With pending updates (`late`), a decode writes the state only if the request's tokens, its own
+included, are a multiple of LATE + 1, or if it is the first token. Other decodes append an entry:
+their key, correction, and the cumulated logarithm of decays. With S0 the state in memory and
+entries i, the state is
 
     exp(G) S0 + sum over i of exp(G - G_i) k_i u_i^T
 
-where G is the sum since S0 was written. What is read of it is read of its summands, so a tile in
-registers is multiplied and not changed. Which entries there are is decided by the position alone.
-So a state that is written at another one, by a prompt or where a request begins, leaves the entries
-before that position as zeros, which add nothing and decay nothing.
+where G is the sum since S0 was written. Outputs are computed from these terms, so the state in
+registers is only read. The position alone decides which entries exist. So a state written at
+another position, by a prompt or a new request, must leave the earlier entries as zeros, which have
+no effect.
 
-A decode writes the entry that no program of its launch reads: programs that share a head need not
+A decode writes an entry that no program of its launch reads, so programs that share a head need not
 wait for each other.
 
-Prompts go by chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi Delta Attention). Where
-their numbers must not depend on the step, all entries are walked: each program keeps a head's state
-in registers and goes over the entry's tokens, so that the entry alone decides what is computed, in
-which order.
+Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
+deterministic mode all entries are computed token by token instead: each program keeps a head's
+state in registers, so results depend on the entry alone.
 """
 
 from typing import NamedTuple
@@ -43,19 +41,19 @@ from kernels.recurrent.sizes import delta_sizes
 
 
 class DecodeLaunch(NamedTuple):
-    columns: int  # of a state that a program has in registers at once
+    columns: int  # columns of a state that a program has in registers at once
     num_warps: int
     parts: int  # programs that share a head of an entry
 
 
 def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) -> DecodeLaunch:
-    """Decision rule, of sweeps of 10 to 30 launches on an H200 with 32 heads of 128 x 128, from 1
-    to 512 entries, of both kinds. programs = entries * heads, values = the padded columns of a
-    state.
+    """Choose the launch of a decode, by sweeps on an H200 with 32 heads of 128 x 128 and 1 to 512
+    entries.
 
-    Few heads are shared by several programs with one piece each, so that all multiprocessors have
-    some. With more than four warps a program has more threads than a key has elements, which the
-    compiler takes as leave to read each of them many times.
+    programs: entries * heads. values: padded columns of a state.
+    A few heads are split among several programs with one piece each, to use all multiprocessors.
+    With more than four warps a program would have more threads than a key has elements, and the
+    compiler would load each element many times.
     """
     if 2 * programs <= sms and not by_key:
         return DecodeLaunch(min(16, values), 1, max(1, values // 16))
@@ -66,7 +64,7 @@ def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) ->
 
 @triton.jit
 def _weights(conv, channels, mask, TAPS: tl.constexpr):
-    """Load the convolution weights of some channels, one vector for each tap, oldest first."""
+    """Load the convolution weights of some channels, one vector per tap, oldest first."""
     weights = ()
     for tap in tl.static_range(TAPS):
         weights += (tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0),)
@@ -75,8 +73,10 @@ def _weights(conv, channels, mask, TAPS: tl.constexpr):
 
 @triton.jit
 def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """What each tap of some channels sees at a decode, whose own inputs are at x. before: the
-    request's tokens before it."""
+    """Load the inputs of all taps of some channels for a decode.
+
+    x: the token's own inputs. before: tokens of the request before it.
+    """
     inputs = ()
     old = mask & (before + channels * 0 > 0)
     for place in tl.static_range(TAPS - 1):
@@ -87,7 +87,7 @@ def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def _mixed(seen, weights, TAPS: tl.constexpr):
-    """Return the convolution of some channels, through SiLU."""
+    """Return the convolution of some channels after SiLU."""
     total = seen[0].to(tl.float32) * weights[0]
     for tap in tl.static_range(1, TAPS):
         total += seen[tap].to(tl.float32) * weights[tap]
@@ -96,7 +96,7 @@ def _mixed(seen, weights, TAPS: tl.constexpr):
 
 @triton.jit
 def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """Keep all inputs but the oldest, for the next token's taps."""
+    """Write the tail for the next token: all inputs but the oldest."""
     for place in tl.static_range(TAPS - 1):
         at = tail + place * CHANNELS + channels
         tl.store(at, seen[place + 1].to(tl.float32), mask=mask)
@@ -107,7 +107,7 @@ def _channels(
     head, dims, columns, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Return the channels of a value head: of its query, its key, and some columns of its value."""
+    """Return the channels of a value head's query, key, and some columns of its value."""
     of_q = head // (VALUE_HEADS // KEY_HEADS) * KEY + dims
     of_k = KEY_HEADS * KEY + of_q
     of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
@@ -116,7 +116,7 @@ def _channels(
 
 @triton.jit
 def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
-    """Load a head's decay rate, and the places, the mask and the biases of its steps."""
+    """Load a head's decay rate. Also returns offsets, mask and biases of its steps."""
     rate = tl.exp(tl.load(decay + head))
     of_decay = head
     mask = True
@@ -128,7 +128,7 @@ def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
-    """Return a head's results [pieces, columns], normed and gated; beyond VALUE they are 0."""
+    """Return a head's results [pieces, columns] normed and gated, with 0 beyond VALUE."""
     mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
     gate = gate.to(tl.float32)
     opened = tl.sigmoid(gate)
@@ -140,7 +140,7 @@ def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
 @triton.jit
 def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Load the columns of a state behind a piece, on their way; the last piece gets its own."""
+    """Load the columns after a piece ahead of their use; for the last piece return matrix."""
     if piece + 1 < PIECES:
         there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
         return tl.load(tile + (piece + 1) * COLUMNS, mask=goes_on & there, other=0.0)
@@ -154,9 +154,11 @@ def _renewed(
     VALUE: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr,
     ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """What a token reads of a state that is written with it, [PIECES, COLUMNS]. tile: pointers to
-    the first piece, of which matrix is what is there. late_keys: decayed, of the first `since`
-    entries of `late`."""
+    """Update a state with a token and write it. Returns the token's outputs, [PIECES, COLUMNS].
+
+    tile: pointers to the first piece of the state, whose content is matrix.
+    late_keys: decayed keys of the first `since` entries of `late`.
+    """
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     in_key = tl.arange(0, tile.shape[0]) < KEY
@@ -164,7 +166,7 @@ def _renewed(
         kept = kept[:, None]
     outputs = tl.zeros([PIECES, COLUMNS], tl.float32)
     for piece in tl.static_range(PIECES):
-        # Before the store of this piece, which no load that follows may pass.
+        # Load before this piece is stored, as later loads may not be moved before the store.
         following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
         wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
         matrix = matrix * kept
@@ -187,7 +189,7 @@ def _read(
     tile, matrix, goes_on, q, k, first, VALUE: tl.constexpr, PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of k and of q with an unchanged state, [PIECES, COLUMNS] each."""
+    """Return k and q multiplied by an unchanged state, [PIECES, COLUMNS] each."""
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     of_k = tl.zeros([PIECES, COLUMNS], tl.float32)
@@ -218,10 +220,12 @@ def _delta_decode_kernel(
     norm,
     tail,
     state,
-    late,  # [rows, VALUE_HEADS, LATE, ENTRY] float32: keys, corrections, sums; None = LATE is 0
+    # [rows, VALUE_HEADS, LATE, ENTRY] float32: keys, corrections, cumulated logarithms; None if
+    # LATE is 0
+    late,
     out,
-    partial,  # [entries * VALUE_HEADS, VALUES] float32: results before their norm, of PARTS > 1
-    arrived,  # [entries * (KEY_HEADS + VALUE_HEADS)]: of `tickets`
+    partial,  # [entries * VALUE_HEADS, VALUES] float32: results before their norm, if PARTS > 1
+    arrived,  # [entries * (KEY_HEADS + VALUE_HEADS)], from `tickets`
     rows,
     query_start,
     kv_len,
@@ -232,10 +236,10 @@ def _delta_decode_kernel(
     a_stride,
     b_stride,
     SIZES: tl.constexpr,  # `DeltaSizes`
-    COLUMNS: tl.constexpr,  # of the state, at once
+    COLUMNS: tl.constexpr,  # columns of the state in registers at once
     PARTS: tl.constexpr,  # programs that share a head
-    LATE: tl.constexpr,  # decodes whose part of the state is written later
-    ENTRY: tl.constexpr,  # elements of one of these
+    LATE: tl.constexpr,  # pending updates per head
+    ENTRY: tl.constexpr,  # elements of a pending update
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -263,7 +267,7 @@ def _delta_decode_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # One trip to memory for all that says where to read, one for what is read.
+    # One memory latency for all indices, one for the data they point to.
     decodes = tl.load(counts)
     token = tl.load(query_start + entry).to(tl.int64)
     before = tl.load(kv_len + entry) - 1  # 0: the request begins
@@ -275,7 +279,7 @@ def _delta_decode_kernel(
     state += (row * SIZES.value_heads + head) * SIZES.key_dim * SIZES.value_dim
     tile = state + dims[:, None] * SIZES.value_dim + own[None, :]
     goes_on = key_mask[:, None] & (before + dims * 0 > 0)[:, None]
-    # The compiler moves no load over a change of threads: all of them stand before the first.
+    # Load before the first barrier, since the compiler moves no load across one.
     matrix = tl.load(tile, mask=goes_on & (own < SIZES.value_dim)[None, :], other=0.0)
     q_seen = _seen(x, tail, before, of_q, key_mask, SIZES.channels, SIZES.taps)
     k_seen = _seen(x, tail, before, of_k, key_mask, SIZES.channels, SIZES.taps)
@@ -300,7 +304,7 @@ def _delta_decode_kernel(
             old = late + i * ENTRY
             late_keys += (tl.load(old + dims, mask=found_key, other=0.0),)
             late_values += (tl.load(old + SIZES.key_dim + columns, mask=found_value, other=0.0),)
-            # Unmasked: another program may be writing one that is not used.
+            # Unmasked; another program may be writing an entry that is not used.
             late_sum = tl.load(old + of_sum, mask=decay_mask, other=0.0)
             late_sums += (tl.where(since > i, late_sum, 0.0),)
     q = _mixed(q_seen, q_weights, SIZES.taps)
@@ -311,7 +315,7 @@ def _delta_decode_kernel(
     total = -rate * softplus(step.to(tl.float32) + shift)
     beta = SIZES.most * tl.sigmoid(beta.to(tl.float32))
     if LATE:
-        # Sums only fall: the last is the least.
+        # Cumulated logarithms only fall, so the last is the smallest.
         last_sum = late_sums[0]
         for i in tl.static_range(1, LATE):
             last_sum = tl.minimum(last_sum, late_sums[i])
@@ -320,13 +324,13 @@ def _delta_decode_kernel(
         for i in tl.static_range(LATE):
             decayed_keys += (late_keys[i] * tl.exp(total - late_sums[i]),)
     decay_factor = tl.exp(total)
-    # Queries and keys are of all programs that share them. Here no store is under way yet, for
-    # whose end a ticket would wait.
+    # Queries and keys belong to several programs, so the last one writes their tail. Arrive now,
+    # before any store, whose end the arrival would wait for.
     last = True
     if SHARED * PARTS > 1:
         last = comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED * PARTS)
     else:
-        tl.debug_barrier()  # threads may have read the same
+        tl.debug_barrier()  # threads may read the same elements
     _keep(tail, v_seen, of_v, wide_mask, SIZES.channels, SIZES.taps)
     if last:
         _keep(tail, q_seen, of_q, key_mask, SIZES.channels, SIZES.taps)
@@ -337,7 +341,7 @@ def _delta_decode_kernel(
                 tile, matrix, goes_on, q, k, v, decay_factor, beta, late, since, decayed_keys,
                 first, SIZES.key_dim, SIZES.value_dim, PIECES, COLUMNS, LATE, ENTRY, SIZES.by_key,
             )  # fmt: skip
-            if since == 0:  # the request begins: this token is in the state, and its entry nothing
+            if since == 0:  # a new request: this token is in the state, so its entry is zeros
                 tl.store(
                     late + SIZES.key_dim + columns, columns * 0.0, mask=columns < SIZES.value_dim
                 )
@@ -382,7 +386,7 @@ def _delta_decode_kernel(
         tl.store(partial + columns, outputs)
         heads_arrived = arrived + tl.num_programs(0) * SIZES.key_heads
         if comes_last(heads_arrived + entry * SIZES.value_heads + head, PARTS):
-            # What others have written is in no cache of this multiprocessor's own.
+            # Bypass L1, which does not have other multiprocessors' writes.
             every = tl.load(partial + whole, cache_modifier=".cg")
             scales = tl.load(norm + whole, mask=there, other=0.0)
             gates = tl.load(
@@ -410,7 +414,7 @@ def _delta_walk_kernel(
     tail,
     state,
     out,
-    arrived,  # [entries * KEY_HEADS]: of `tickets`
+    arrived,  # [entries * KEY_HEADS], from `tickets`
     rows,
     query_start,
     kv_len,
@@ -525,18 +529,18 @@ def _delta_walk_kernel(
         tl.store(into[None, :], outputs.to(out.dtype.element_ty), mask=value_mask[None, :])
     tl.store(state + tile, matrix, mask=tile_mask)
     keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, SIZES.channels, SIZES.taps)
-    # Queries and keys are of all heads that share them.
+    # Queries and keys belong to all heads that share them, so the last program writes their tail.
     if comes_last(arrived + entry * SIZES.key_heads + key_head, SHARED):
         keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, SIZES.channels, SIZES.taps)
         keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, SIZES.channels, SIZES.taps)
 
 
 def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
-    """See `kernels.reference.Kernels.gated_delta`; x, z, a and b may have rows of any stride, a and
-    b of the same. Tokens after the last entry's get zeros.
+    """Compute `kernels.reference.Kernels.gated_delta`. Tokens after the last entry get zeros.
 
-    deterministic: a token's result is the same bit by bit however its prompt is cut; there are no
-    pending updates.
+    inputs: x, z, a and b may have any row stride, a and b the same.
+    deterministic: a token's result is the same bit for bit however its prompt is cut. Pending
+    updates are not supported.
     """
     x, heads = inputs.x, inputs.heads
     assert inputs.a.stride(0) == inputs.b.stride(0)
@@ -548,8 +552,10 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
 
 
 def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = False) -> Tensor:
-    """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
-    after the last entry's get zeros. deterministic: as in gated_delta."""
+    """Compute `kernels.reference.Kernels.kimi_delta`. Tokens after the last entry get zeros.
+
+    inputs: x, z, a and b may have any row stride. deterministic: as in gated_delta.
+    """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
     _by_token(inputs, out, meta, deterministic)
@@ -562,11 +568,11 @@ def _by_token(
     inputs: DeltaInputs,
     out: Tensor,
     meta: AttentionMeta,
-    prompts: bool,  # too, token by token; padding gets zeros then
+    prompts: bool,  # whether prompts are computed token by token, too; padding then gets zeros
 ) -> None:
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
-    # A walk knows no state but that in memory, which its decodes write with each token.
+    # Token by token computation only knows the state in memory, which its decodes write each time.
     assert late is None or not prompts
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
     if not entries:

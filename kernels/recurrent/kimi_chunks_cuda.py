@@ -1,19 +1,19 @@
 """Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in six launches:
 
-    convolve  that of `delta_chunks_cuda`
-    decays    of each chunk and head: sums of the logarithms of decays
-    pairs     of each 16 tokens of a chunk and head: what earlier tokens leave for them
-    solve     of each chunk and head: as `_delta_solve_kernel`, from what pairs found
-    pass, norm   those of `delta_chunks_cuda`
+    convolve  as in `delta_chunks_cuda`
+    decays    per chunk and head: cumulated logarithms of decays
+    pairs     per 16 tokens of a chunk and head: the effect of earlier tokens on these
+    solve     per chunk and head: as `_delta_solve_kernel`, from the results of pairs
+    pass, norm   as in `delta_chunks_cuda`
 
-As in `kernels.recurrent.delta_rule.chunk_rule_by_key`, of which the letters are. What token j
-leaves for a later token i is a sum over elements of keys, each of which decays by exp(g_i - g_j).
-As a product of matrices that is (k_i exp(g_i - r)) (k_j exp(r - g_j)), where r must lie between g_i
-and g_j lest a factor overflows: here r is the sum before the 16 tokens that i is of. The pairs
-within these 16 have a sum of their own, element by element.
+Names follow `kernels.recurrent.delta_rule.chunk_rule_by_key`. The effect of token j on a later
+token i is a sum over key elements, each decayed by exp(g_i - g_j). As a matmul it is (k_i exp(g_i -
+r)) (k_j exp(r - g_j)), where r must be between g_i and g_j, or a factor overflows. Here r is the
+value before the 16 tokens that i belongs to. Pairs within these 16 tokens are summed element by
+element.
 
-States are float32 between chunks; what is multiplied, and what one launch leaves for the next but
-for sums of decays, is of x's type.
+States are float32 between chunks. Operands, and data between launches except cumulated logarithms,
+have x's dtype.
 """
 
 import torch
@@ -33,7 +33,7 @@ from kernels.recurrent.chunks_cuda import (
 from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm, tile_sizes
 from kernels.recurrent.delta_rule import DeltaInputs
 
-PART = 16  # tokens of a chunk whose pairs are summed element by element
+PART = 16  # tokens whose pairs are summed element by element
 DECAYS = Launch(4, 1)
 PAIRS = Launch(4, 1)
 SOLVE = Launch(4, 1)
@@ -47,14 +47,14 @@ def _kimi_decays_kernel(
     a,
     decay,
     bias,
-    totals,  # [slots, HEADS, CHUNK, KEYS] float32: logarithms of decays since the chunk's begin
+    totals,  # [slots, HEADS, CHUNK, KEYS] float32: cumulated logarithms of decays in the chunk
     query_start,
     counts,
     a_stride,
     num_tokens,
     HEADS: tl.constexpr,
     KEY: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY padded
+    KEYS: tl.constexpr,  # padded KEY
     CHUNK: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -82,8 +82,8 @@ def _kimi_pairs_kernel(
     queries,
     keys,
     totals,
-    lower,  # [slots, HEADS, CHUNK, CHUNK] float32: keys' with earlier keys, without beta
-    overlaps,  # the same of x's type: queries' with keys
+    lower,  # [slots, HEADS, CHUNK, CHUNK] float32: products of keys and earlier keys, without beta
+    overlaps,  # the same of queries and keys, of x's dtype
     query_start,
     counts,
     num_tokens,
@@ -141,12 +141,12 @@ def _kimi_pairs_kernel(
 )
 def _kimi_solve_kernel(
     b,
-    queries,  # leaves them as of the chunk's begin
-    keys,  # leaves them as of the chunk's end
+    queries,  # in the end decayed from the chunk's beginning
+    keys,  # in the end decayed until the chunk's end
     totals,
     lower,
     weights,  # W: [slots, HEADS, CHUNK, KEYS]
-    values,  # [slots, HEADS, CHUNK, VALUES]; U takes their place
+    values,  # [slots, HEADS, CHUNK, VALUES]; overwritten by U
     query_start,
     counts,
     b_stride,
@@ -154,7 +154,7 @@ def _kimi_solve_kernel(
     HEADS: tl.constexpr,
     MOST: tl.constexpr,
     KEYS: tl.constexpr,
-    VALUES: tl.constexpr,  # VALUE padded
+    VALUES: tl.constexpr,  # padded VALUE
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -197,7 +197,7 @@ def kimi_chunks(
 ) -> None:
     """Compute `kernels.reference.Kernels.kimi_delta` for a range of entries.
 
-    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
     """
     x, _, a, b, heads, _, state, _ = inputs
     assert meta.rows is not None and heads.key_heads == heads.value_heads

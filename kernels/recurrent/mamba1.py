@@ -1,9 +1,8 @@
-"""Mamba-1 in plain torch (arXiv 2312.00752), as `kernels.reference.Kernels.mamba1` says it: the
-oracle of every back end.
+"""Mamba-1 in plain torch (arXiv 2312.00752): the oracle of all back ends.
+`kernels.reference.Kernels.mamba1` defines it.
 
-A channel's state is a vector, whose elements decay each at a rate of its own. So no product of
-matrices stands for several tokens, and a prompt is walked token by token: its states stay in the
-processor's cache.
+A channel's state is a vector whose elements decay at different rates. So no matmul covers several
+tokens, and prompts are computed token by token, with states in the processor's cache.
 """
 
 from torch import Tensor
@@ -25,7 +24,7 @@ def mamba1(
     state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor:
-    """See `Kernels.mamba1`."""
+    """Compute `Kernels.mamba1`, without the gate."""
     x, b, c = x.float(), b.float(), c.float()
     step = softplus(dt.float())
     stepped = x * step

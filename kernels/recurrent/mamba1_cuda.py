@@ -1,7 +1,7 @@
-"""Mamba-1 on CUDA: each program keeps the states of some channels in registers and walks the tokens
-of an entry, be it one or a prompt.
+"""Mamba-1 on CUDA: each program keeps the states of some channels in registers and processes an
+entry's tokens one by one, for decodes and prompts.
 
-The entry alone decides what is computed, in which order: the numbers do not depend on the step.
+Results depend on the entry alone, not on the step.
 """
 
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMeta
 
-BLOCK = 64  # channels of a program
+BLOCK = 64  # channels per program
 
 
 @triton.jit(
@@ -31,7 +31,7 @@ def _mamba1_kernel(
     counts,
     CHANNELS: tl.constexpr,
     STATE: tl.constexpr,
-    STATES: tl.constexpr,  # STATE padded to a power of two
+    STATES: tl.constexpr,  # STATE, padded to a power of two
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -80,8 +80,11 @@ def mamba1(
     state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.mamba1`; all contiguous. Tokens after the last entry's get
-    zeros."""
+    """Compute `kernels.reference.Kernels.mamba1`, without the gate. Tokens after the last entry get
+    zeros.
+
+    All tensors are contiguous.
+    """
     assert meta.rows is not None and meta.counts is not None
     channels, size = rates.shape
     out = state.new_empty(x.shape)

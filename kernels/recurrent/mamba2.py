@@ -1,9 +1,9 @@
-"""Mamba-2 in plain torch (arXiv 2405.21060), as `kernels.reference.Kernels.mamba2` says it: the
-oracle of every back end.
+"""Mamba-2 in plain torch (arXiv 2405.21060): the oracle of all back ends.
+`kernels.reference.Kernels.mamba2` defines it.
 
-A head's state is a matrix from the elements of B and C to those of the head. Each token lets it
-decay by one number, and adds x B^T; what it gives is the state times C. A prompt is computed 64
-tokens at a time: among these that is attention with decays, between them the state goes on.
+A head's state is a matrix, [head_size, state_size]. Each token decays it by one factor and adds x
+B^T; the output is the state times C. Prompts are computed 64 tokens at a time: within a chunk as
+attention with decays, between chunks through the state.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,13 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Heads:
-    """heads of head_size elements; groups of heads share B and C of state_size elements.
+    """The sizes and parameters of Mamba-2 heads.
 
-    conv [channels, taps], conv_bias [channels] float32: of x, B and C, in this order.
+    heads, head_size: heads and their elements.
+    groups, state_size: groups of heads that share B and C, and the elements of these.
+    conv [channels, taps], conv_bias [channels] float32: for x, B and C, in this order.
     decay, skip, bias [heads] float32: A_log, D and dt_bias.
-    limits: between which steps are cut.
+    limits: smallest and largest step.
     """
 
     heads: int
@@ -41,7 +43,7 @@ class Mamba2Heads:
 def mamba2(
     x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
 ) -> Tensor:
-    """See `Kernels.mamba2`."""
+    """Compute `Kernels.mamba2`."""
     mixed = silu(causal_conv(x, heads.conv, heads.conv_bias, tail, meta))
     shared = heads.groups * heads.state_size
     inner, b, c = mixed.split((heads.heads * heads.head_size, shared, shared), dim=1)
@@ -79,21 +81,22 @@ def mamba2(
 def chunk_scan(
     x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Some tokens of one request, float32. x [n, heads, head_size]: times their steps; b, c [n,
-    groups, state_size]; log_decay [n, heads]; state [heads, head_size, state_size] before them.
+    """Scan consecutive tokens of one request, in float32.
 
-    Returns what they read, as x, and the state behind them.
+    x: [n, heads, head_size], multiplied by the steps. b, c: [n, groups, state_size].
+    log_decay: [n, heads]. state: [heads, head_size, state_size], before these tokens.
+    Returns the tokens' outputs, shaped like x, and the state after them.
     """
     heads, groups = x.shape[1], b.shape[1]
     group_heads = heads // groups
     total = log_decay.t().cumsum(-1)
-    # From token j to a later token i: exp(total_i - total_j), at most 1.
+    # Decay from token j to a later token i: exp(total_i - total_j), at most 1.
     between = (total[:, :, None] - total[:, None, :]).tril_().exp_().tril_()
     x, b, c = x.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1)
     overlap = (c @ b.transpose(1, 2)).repeat_interleave(group_heads, dim=0).mul_(between)
     old = state.unflatten(0, (groups, group_heads)).flatten(
         1, 2
-    )  # [groups, each * head_size, state_size]
+    )  # [groups, group_heads * head_size, state_size]
     since = (c @ old.transpose(1, 2)).unflatten(2, (group_heads, -1)).transpose(1, 2).flatten(0, 1)
     read = overlap @ x + since * total.exp()[..., None]
     until = (total[:, -1:] - total).exp()[..., None]

@@ -1,12 +1,12 @@
 """Mamba-2 over prompts on CUDA, 64 tokens at a time on tensor cores, in three launches:
 
-    prepare   of each chunk and head: convolutions and steps
-    pass      of each entry, head and some rows: the state goes from chunk to chunk
-    read      of each chunk and head: what tokens read of the state and of each other
+    prepare   per chunk and head: convolutions and steps
+    pass      per entry, head and some rows: updates the state chunk by chunk
+    read      per chunk and head: outputs, from the state and the chunk's tokens
 
-As in `kernels.recurrent.mamba2.chunk_scan`. States are float32 between chunks; what is multiplied,
-and what one launch leaves for the next, is of x's type. Sums begin with a chunk, and chunks with an
-entry: the numbers depend on where a prompt was cut.
+The computation is that of `kernels.recurrent.mamba2.chunk_scan`. States are float32 between chunks.
+Operands, and data between launches, have x's dtype. Sums start anew with each chunk, and chunks
+with each entry, so results depend on how a prompt is cut.
 """
 
 import torch
@@ -36,8 +36,9 @@ PASS = PassLaunch(64, 4, 2)
 READ = Launch(4, 1)
 
 
-# Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
-# 20 parameters or more: 19 are tensors and numbers of the launch, and constants are in a struct.
+# Tile strides have few values per model, so specialising them is fine: if divisible by 16, loads
+# take 16 bytes. 20 parameters or more: 19 are tensors and numbers of the launch, and constants are
+# in a struct.
 @triton.jit(
     do_not_specialize=["dt_stride", "num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "dt"],
@@ -50,11 +51,11 @@ def _mamba2_prepare_kernel(
     decay,
     bias,
     tail,
-    inner,  # [slots, HEADS, CHUNK, SIZES]: x behind its convolution
-    inputs,  # [slots, GROUPS, CHUNK, STATES]: B, as outputs: C
+    inner,  # [slots, HEADS, CHUNK, SIZES]: convolved x
+    inputs,  # [slots, GROUPS, CHUNK, STATES]: B; outputs is C
     outputs,
     sizes,  # [slots, HEADS, CHUNK] float32: steps
-    totals,  # the same: logarithms of decays since the chunk's begin
+    totals,  # the same: cumulated logarithms of decays in the chunk
     rows,
     query_start,
     kv_len,
@@ -120,7 +121,7 @@ def _mamba2_pass_kernel(
     inputs,
     sizes,
     totals,
-    states,  # [slots, HEADS, SIZES, STATES]: before each chunk
+    states,  # [slots, HEADS, SIZES, STATES]: state before each chunk
     tail,
     state,
     rows,
@@ -130,8 +131,8 @@ def _mamba2_pass_kernel(
     x_stride,
     LAYER: tl.constexpr,  # `Mamba2Sizes`
     CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,  # of the state
-    SLICE: tl.constexpr,  # channels whose tails a program keeps
+    ROWS: tl.constexpr,  # rows of the state
+    SLICE: tl.constexpr,  # channels whose tails a program writes
     STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -249,7 +250,7 @@ def mamba2_chunks(
 ) -> None:
     """Compute `kernels.reference.Kernels.mamba2` for a range of entries.
 
-    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    The entries are counts[0] .. counts[1] - 1 of meta. Tokens after the last entry get zeros.
     """
     assert meta.rows is not None and meta.counts is not None
     num_tokens, channels = x.shape[0], heads.conv.shape[0]

@@ -1,10 +1,10 @@
 """Mamba-2 on CUDA.
 
-Decodes: each program keeps some rows of a head's state in registers and walks the tokens of an
-entry, of which a decode has one. Convolution and next tail are made on the way: a decode step is
-one launch, which reads and writes each state once. Prompts go by chunks (`mamba2_chunks_cuda`), or
-are walked too where their numbers must not depend on the step: the entry alone decides what a walk
-computes, in which order.
+Decodes: each program keeps some rows of a head's state in registers and processes an entry's
+tokens, of which a decode has one. Convolution and next tail are fused, so a decode step is one
+launch that reads and writes each state once. Prompts are computed in chunks (`mamba2_chunks_cuda`).
+In deterministic mode they are computed token by token, too, so that results depend on the entry
+alone.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,14 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_chunks_cuda import mamba2_chunks
 from kernels.recurrent.sizes import mamba2_sizes
 
-ROWS = 32  # of a head's state that a program keeps
+ROWS = 32  # rows of a head's state per program
 
 
 class Mamba2Tile(NamedTuple):
-    """What a program takes, as one `tl.constexpr`."""
+    """The tile of a program, as one `tl.constexpr`.
+
+    rows: rows of a head's state. all_entries: 1 for all entries and padding, 0 for decodes only.
+    """
 
     rows: int
     all_entries: int  # entries, and padding; else decodes
@@ -45,7 +48,7 @@ def _mamba2_kernel(
     tail,
     state,
     out,
-    arrived,  # [entries * GROUPS]: of `tickets`
+    arrived,  # [entries * GROUPS], from `tickets`
     rows,
     query_start,
     kv_len,
@@ -145,7 +148,7 @@ def _mamba2_kernel(
         tl.store(into + token * LAYER.heads * LAYER.size, outputs, mask=own_mask)
     tl.store(state + tile, matrix, mask=tile_mask)
     keep_tail(x, tail, begin, end, before, of_x, own_mask, x_stride, LAYER.channels, LAYER.taps)
-    # B and C are of all heads of the group.
+    # B and C belong to all heads of the group, so the last program writes their tail.
     programs = LAYER.heads // LAYER.groups * tl.num_programs(2)
     if comes_last(arrived + entry * LAYER.groups + group, programs):
         keep_tail(x, tail, begin, end, before, of_b, dim_mask, x_stride, LAYER.channels, LAYER.taps)
@@ -161,10 +164,10 @@ def mamba2(
     meta: AttentionMeta,
     deterministic: bool = False,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.mamba2`; x and dt may have rows of any stride. Tokens after
-    the last entry's get zeros.
+    """Compute `kernels.reference.Kernels.mamba2`. Tokens after the last entry get zeros.
 
-    deterministic: a token's result is the same bit by bit however its prompt is cut.
+    x, dt: rows may have any stride.
+    deterministic: a token's result is the same bit for bit however its prompt is cut.
     """
     assert meta.rows is not None and meta.counts is not None
     out = state.new_empty(x.shape[0], heads.heads, heads.head_size)

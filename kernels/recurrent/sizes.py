@@ -1,4 +1,4 @@
-"""What kernels of recurrent layers have as constants: sizes of their heads and states."""
+"""The sizes of heads and states of recurrent layers, as compile-time constants of kernels."""
 
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Mamba2Sizes(NamedTuple):
 
 
 def mamba2_sizes(heads: Mamba2Heads, sizes: int, states: int) -> Mamba2Sizes:
-    """Return the sizes of a layer whose channels and elements are padded."""
+    """Return the sizes of a layer whose head and state sizes are padded to `sizes` and `states`."""
     least, most = heads.limits
     return Mamba2Sizes(
         heads.heads, heads.head_size, heads.groups, heads.state_size, *heads.conv.shape,

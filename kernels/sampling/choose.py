@@ -1,16 +1,16 @@
-"""Choosing tokens in Triton: the argmax of logit / temperature + gumbel, in one pass over the
+"""Samples tokens in Triton: the argmax of logit / temperature + Gumbel noise, in one pass over the
 logits.
 
-Sampling on the device is four files, none of which sorts or waits for the device; every launch has
-a shape fixed by its arguments' shapes, and a row's result depends on that row alone:
+Sampling on the device has four modules. None sorts or waits for the device, launch shapes depend
+only on the arguments' shapes, and a row's result depends only on this row:
 
-    sampling_edits      bias, penalties and bans, in place             rows that ask
-    sampling_filters    top_k, top_p, min_p -> the least logit kept    rows that ask
-    sampling            the choice                                     4,096 tokens a program
-    sampling_logprobs   log-probability, rank, top k of raw logits     rows that ask
+    edits      bias, penalties and bans, in place                    rows that need it
+    filters    top_k, top_p, min_p -> the smallest logit kept        rows that need it
+    choose     the choice                                            4,096 tokens per program
+    logprobs   log-probability, rank, top k of raw logits            rows that need it
 
-words is the table of `sampling_layout` on the device; entry s has the parameters of row rows[s].
-The noise is that of `philox`, whose NumPy form says how it is made.
+`words` is the table of `layout` on the device; sampled position s uses the parameters of row
+rows[s]. The noise is that of `philox`, whose NumPy version defines it.
 """
 
 import torch
@@ -31,14 +31,15 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def load_float(pointer):
-    """A word that holds the bits of a float32."""
+    """Load an int32 word as the float32 whose bits it holds."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _group_noise(seed, choice, position, block):
-    """(smallest exponential, lane that has it) of the block's 64 groups: [64] float32, [64]
-    int32."""
+    """Return the smallest exponential of each of the block's 64 groups, [64] float32, and its
+    lane, [64] int32.
+    """
     index = block * 16 + tl.arange(0, 16)
     zero = index * 0
     r0, r1, r2, r3 = tl.philox(seed, index, zero + position, zero + choice, zero + 1)
@@ -56,8 +57,10 @@ def _group_noise(seed, choice, position, block):
 
 @triton.jit
 def _noisy(x, word, scale, minimum, lane, lanes):
-    """x * scale + gumbel for a quarter of a block, [16, 64]; lane and minimum are of its
-    columns."""
+    """Return x * scale + Gumbel noise for a quarter of a block, [16, 64].
+
+    lane, minimum: of the columns' groups, from `_group_noise`.
+    """
     extra = -tl.log(word.to(tl.float32) * (2.0**-32) + 2.0**-33)
     extra = tl.where(lane[None, :] == lanes, 0.0, extra)
     return x * scale - tl.log(minimum[None, :] + extra)
@@ -92,7 +95,7 @@ def _best_of_block_kernel(
     mask_of,  # [S] int32
     masks,  # [M, num_words] int32
     num_words,
-    best,  # [S, num_blocks] float32; NaN = a logit is NaN or +inf
+    best,  # [S, num_blocks] float32; NaN: a logit is NaN or +inf
     best_ids,  # [S, num_blocks] int32
     vocab,
     SAMPLED: tl.constexpr,
@@ -123,8 +126,7 @@ def _best_of_block_kernel(
             x1 = _allowed(x1, i1, mask, num_words)
             x2 = _allowed(x2, i2, mask, num_words)
             x3 = _allowed(x3, i3, mask, num_words)
-    # inf - inf and nan - nan are NaN: a finite x, and the -inf of a banned token, give a plain
-    # False.
+    # NaN and +inf make a row bad. -inf, of banned tokens, does not.
     wrong = (x0 != x0) | (x1 != x1) | (x2 != x2) | (x3 != x3)
     largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     wrong = wrong | (largest == float("inf"))
@@ -141,7 +143,7 @@ def _best_of_block_kernel(
                 x2 = _kept(x2, i2, threshold, cut)
                 x3 = _kept(x3, i3, threshold, cut)
                 largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-            # Most blocks have nothing that a filter keeps, or a mask allows: no noise for them.
+            # Most blocks have no token that a filter or mask keeps, and need no noise.
             if tl.max(tl.max(largest, axis=1), axis=0) > float("-inf"):
                 low = tl.load(words + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
                 high = tl.load(words + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -181,8 +183,11 @@ def _best_of_row_kernel(
     PART: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """PART: of a part of the vocabulary, whose ids begin at first: best [S, 1] and best_ids [S, 1]
-    of all of it, in the places of tokens and bad."""
+    """Choose the best of a row's blocks.
+
+    PART: for a part of the vocabulary whose ids begin at `first`, write the best logit [S] and id
+    [S] to tokens and bad.
+    """
     s = tl.program_id(0)
     i = tl.arange(0, NUM_BLOCKS)
     at = s * row_stride + i * block_stride
@@ -210,11 +215,12 @@ def choose(
     filters: tuple[Tensor, Tensor] | None = None,
     masks: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Edited logits [S, vocab] -> (tokens [S] int64, bad [S] bool). Equal scores: the lowest id.
-    Bad rows get token 0.
+    """Sample a token for each row of edited logits. Of equal scores the lowest id wins.
 
-    sampled: some row may have a temperature. filters: what `filter_thresholds` returned. masks: as
-        of `apply_masks`, which need not have been applied.
+    logits: [S, vocab].
+    sampled: whether any row may have a temperature. filters: from `filter_thresholds`.
+    masks: as for `apply_masks`, which need not have run.
+    Returns (tokens [S] int64, bad [S] bool); bad rows get token 0.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -261,10 +267,10 @@ def choose(
 
 
 def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Tensor:
-    """Find each row's largest logit in a part of the vocabulary, as `best_of_parts` takes it.
+    """Return each row's largest logit in a part of the vocabulary, for `best_of_parts`.
 
-    logits: [S, part > 0], of the ids from first on. Returns [2, S] int32: the bits of the largest
-    logit in float32, NaN where a logit is NaN or +inf, and its id, the lowest of equals.
+    logits: [S, part > 0], of the ids from `first` on. Returns [2, S] int32: the bits of the largest
+    logit in float32, NaN if a logit is NaN or +inf, and the lowest id that has it.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -308,9 +314,9 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
 
 
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose among what `best_of_part` found in each part of the vocabulary.
+    """Choose each row's best token among the results of `best_of_part` for all parts.
 
-    parts: [parts, 2, S] int32, in the order of the vocabulary's parts. Returns as `choose`.
+    parts: [parts, 2, S] int32, in the order of the vocabulary. Returns the same as `choose`.
     """
     number, _, count = parts.shape
     tokens = torch.empty(count, dtype=torch.int64, device=parts.device)

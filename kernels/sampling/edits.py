@@ -1,7 +1,6 @@
-"""What changes logits before the choice, in place: bias, penalties from the history, bans of end
-tokens, masks of grammars.
+"""Edits of logits before sampling, in place: bias, penalties, bans of end tokens, grammar masks.
 
-The order is `SamplingParams`': add_bias, penalise, ban, apply_masks.
+They must run in the order of `SamplingParams`: add_bias, penalise, ban, apply_masks.
 """
 
 import triton
@@ -22,7 +21,8 @@ _BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
 _BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
 _STOP_IDS = tl.constexpr(layout.STOP_IDS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
-_PROMPT = tl.constexpr(1 << 30)  # flag beside the output count in penalise's scratch
+# flag for prompt tokens, next to the output count in penalise's scratch
+_PROMPT = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _bias_kernel(logits, stride, rows, words, vocab, SIZE: tl.constexpr):
 
 
 def add_bias(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """logit_bias, in place on logits [S, vocab]."""
+    """Add logit_bias to logits [S, vocab] in place."""
     if len(rows):
         _bias_kernel[(len(rows),)](
             logits, logits.stride(0), rows, words, logits.shape[1],
@@ -64,7 +64,7 @@ def _ban_kernel(logits, stride, rows, positions, words, vocab, SIZE: tl.constexp
 
 
 def ban(logits: Tensor, rows: Tensor, positions: Tensor, words: Tensor) -> None:
-    """-inf for the end tokens of rows below their min_tokens, in place on logits [S, vocab]."""
+    """Set the end tokens of rows below their min_tokens to -inf, in place on logits [S, vocab]."""
     if len(rows):
         _ban_kernel[(len(rows),)](
             logits, logits.stride(0), rows, positions, words, logits.shape[1],
@@ -87,11 +87,12 @@ def _mask_kernel(logits, stride, mask_of, masks, num_words, vocab, BLOCK: tl.con
 
 
 def apply_masks(logits: Tensor, mask_of: Tensor, masks: Tensor) -> None:
-    """-inf for the tokens that a grammar forbids, in place on logits [S, vocab]. Filters have to
-    see it done; `choose` does it itself.
+    """Set tokens that a grammar forbids to -inf, in place on logits [S, vocab].
 
-    mask_of: [S] int32, the mask of each entry, -1 = none. masks: [M, W] int32; token t is allowed
-    if bit t % 32 of word t // 32 is 1, and forbidden beyond the last word.
+    Needed before filters; `choose` applies masks itself.
+    mask_of: [S] int32, index of each row's mask, -1 for none.
+    masks: [M, W] int32. Token t is allowed if bit t % 32 of word t // 32 is 1, and forbidden beyond
+    the last word.
     """
     if len(logits):
         vocab = logits.shape[1]
@@ -116,9 +117,11 @@ def _penalty_kernel(
     APPLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first launch counts each token of the history. In the second, the program that takes a
-    token's count, leaving 0, edits its logit. So each logit is edited once, and the scratch is
-    clean again."""
+    """Apply penalties in two launches, so that each token's logit is edited once.
+
+    The first launch counts each token of the history in scratch. In the second, the program that
+    swaps a token's count for 0 edits its logit, which leaves the scratch zeroed.
+    """
     s = tl.program_id(1)
     row = tl.load(rows + s)
     words += row * _NUM_WORDS
@@ -161,11 +164,11 @@ def penalise(
     tokens: Tensor,
     scratch: Tensor,
 ) -> None:
-    """Repetition (prompt and output), presence and frequency (output) penalties, in place on logits
-    [S, vocab].
+    """Apply repetition (prompt and output), presence and frequency (output) penalties to logits [S,
+    vocab] in place.
 
-    tokens: [max_rows, max_len] int32, of which entry s has positions[s]. scratch: [n, vocab] int32,
-    all zero, and all zero again afterwards; n rows are done at a time.
+    tokens: [max_rows, max_len] int32, of which row s has positions[s].
+    scratch: [n, vocab] int32, all zero before and after. n rows are processed at a time.
     """
     block = 1024
     chunk, vocab = scratch.shape

@@ -1,8 +1,8 @@
-"""top_k, top_p and min_p without a sort: search for the smallest logit that they keep.
+"""top_k, top_p and min_p without sorting: a search for the smallest logit that they keep.
 
-A program a row. Each pass reads the row (it stays in L2) and narrows the bracket around the
-threshold fourfold; few passes are needed because the search ends as soon as no two tokens are left
-between the bracket's ends.
+There is one program per row. Each pass reads the row, which stays in L2, and narrows the bracket
+around the threshold fourfold. Few passes are needed, since the search ends once the bracket holds a
+single token.
 """
 
 import torch
@@ -24,15 +24,17 @@ _VALUE_PASSES = tl.constexpr(6)
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """float32 -> int32 that orders alike. SHIFT drops the bits that a 16-bit float does not
-    have."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    """Map float32 to int32 with the same order.
+
+    SHIFT: drops the bits that a 16-bit float does not have.
+    """
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The inverse of _key, of an int64 scalar."""
+    """Invert _key, for an int64 scalar."""
     order = key << SHIFT
     order = tl.where(key < 0, order | ((1 << SHIFT) - 1), order).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -42,7 +44,9 @@ def _value(key, SHIFT: tl.constexpr):
 def _above(
     logits, vocab, best, scale, log_min_p, p1, p2, p3, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Number and mass of the tokens (that min_p leaves) with keys from p1, p2 and p3 up."""
+    """Count the tokens that min_p keeps with keys >= p1, p2 and p3, and sum their unnormalised
+    probabilities.
+    """
     i = tl.arange(0, BLOCK)
     c1 = tl.zeros([BLOCK], tl.int32)
     c2 = tl.zeros([BLOCK], tl.int32)
@@ -84,12 +88,14 @@ def _search(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key from which there are need_count tokens and need_mass mass.
+    """Search the largest key such that tokens with this key or a larger one number at least
+    need_count and sum to at least need_mass.
 
-    Narrows [lo, hi) fourfold a pass, count_lo and mass_lo being those from lo up and none from hi
-    up; evenly by value at first, where logits lie, then by key, which ends. Stops as soon as [lo,
-    hi) holds one token, or the count is exact. Returns lo, (count, mass) from lo up and (count,
-    mass) from hi up.
+    [lo, hi) brackets the key and shrinks fourfold per pass: first by equal steps of value, as
+    logits are spread, then of key, which terminates.
+    count_lo, mass_lo: number and mass of tokens with keys >= lo.
+    The search stops once [lo, hi) holds one token or the count is exact. Returns lo, (count, mass)
+    of keys >= lo, and (count, mass) of keys >= hi.
     """
     count_hi = count_lo * 0
     mass_hi = mass_lo * 0
@@ -172,7 +178,7 @@ def _filter_kernel(
             mass = tl.sum(masses)
             lo = _key(tl.min(smallest), SHIFT).to(tl.int64)
             end = _key(best, SHIFT).to(tl.int64) + 1
-            ties = count * 0  # of the tokens at lo: keep the first so many; 0 = all
+            ties = count * 0  # how many of the tokens at lo to keep, by id; 0: all
             if (top_k > 0) & (top_k < count):
                 lo, count, mass, count_hi, mass_hi = _search(
                     logits,
@@ -238,9 +244,10 @@ def _filter_kernel(
 
 
 def filter_thresholds(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Edited logits [S, vocab] -> (threshold [S] float32, cut [S] int32): min_p, then top_k, then
-    top_p keep the tokens with logit > threshold, and those equal to it with id <= cut. -inf and
-    2**31 - 1 for rows without filters.
+    """Return the thresholds of min_p, then top_k, then top_p for edited logits [S, vocab].
+
+    Returns (threshold [S] float32, cut [S] int32). Tokens with logit > threshold are kept, and
+    those with logit == threshold and id <= cut. Rows without filters get -inf and 2**31 - 1.
     """
     count, vocab = logits.shape
     thresholds = torch.empty(count, dtype=torch.float32, device=logits.device)

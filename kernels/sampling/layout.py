@@ -1,10 +1,10 @@
-"""Layout of a row's sampling parameters: int32 words, floats stored by their bits."""
+"""The layout of a row's sampling parameters: int32 words, with floats stored as their bits."""
 
-ROW = 0  # the row's own number
-INV_TEMPERATURE = 1  # float; 0 = greedy
-TOP_K = 2  # 0 = all
+ROW = 0  # the row's index
+INV_TEMPERATURE = 1  # float; 0: greedy
+TOP_K = 2  # 0: all
 TOP_P = 3  # float
-LOG_MIN_P = 4  # float; -inf = all
+LOG_MIN_P = 4  # float; -inf: all
 REPETITION = 5  # float
 PRESENCE = 6  # float
 FREQUENCY = 7  # float
@@ -14,8 +14,8 @@ NUM_PROMPT = 11
 MIN_TOKENS = 12
 NUM_BIAS = 13
 NUM_STOP = 14
-LOGPROBS = 15  # -1 = none
-NUM_SCALARS = 16  # what follows matters only to rows with a bias or min_tokens
+LOGPROBS = 15  # -1: none
+NUM_SCALARS = 16  # later words are used only by rows with a bias or min_tokens
 
 MAX_BIAS = 300
 MAX_STOP = 192

@@ -1,4 +1,4 @@
-"""Log-probabilities of raw logits: each block of a row on its own, then a program a row."""
+"""Log-probabilities of raw logits: first per block of a row, then one program per row."""
 
 import torch
 import triton
@@ -10,20 +10,21 @@ from kernels.sampling import layout
 _LOGPROBS = tl.constexpr(layout.LOGPROBS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _NO_ID = tl.constexpr(2**31 - 1)
-_USUAL = 32  # alternatives; those who want more have kernels of their own
+_USUAL = 32  # most alternatives of common kernels; larger numbers compile their own
 
 
 @triton.jit
 def _next_best(x, ids, last, last_id):
-    """The best of x after (last, last_id) in the order of value, then id: (value, id); id 2**31 - 1
-    = no more."""
+    """Return the (value, id) that follows (last, last_id) by value, then id; id 2**31 - 1 if
+    there is none.
+    """
     after = ((x < last) | ((x == last) & (ids > last_id))) & (ids != _NO_ID)
     value = tl.max(tl.where(after, x, float("-inf")), axis=0)
     return value, tl.min(tl.where(after & (x == value), ids, _NO_ID), axis=0)
 
 
-# How many alternatives are wanted is an argument and no constant: requests ask for any number up to
-# 32, and each constant would be two kernels that the first such request waits for.
+# k is not a constant: requests ask for any number up to 32, and the first request for each number
+# would wait for two kernels to compile.
 @triton.jit(do_not_specialize=["k"])
 def _logprob_block_kernel(
     logits,
@@ -31,7 +32,8 @@ def _logprob_block_kernel(
     rows,
     words,
     targets,
-    stats,  # [S, num_blocks, 3] float32: largest logit, sum of exp(x - it), logits above target
+    # [S, num_blocks, 3] float32: largest logit, sum of exp(x - largest), logits above target
+    stats,
     tops,  # [S, num_blocks, k] float32
     top_ids,  # [S, num_blocks, k] int32
     vocab,
@@ -126,12 +128,13 @@ def logprobs(
     rows: Tensor | None = None,
     words: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Raw logits [S, vocab] and a token for each, [S] int64 -> (log-probability [S] float32, rank
-    from 1 [S] int64, ids of the k most likely [S, k] int64 with equals by id, their
-    log-probabilities [S, k] float32, log of the sum of exp(logits) [S] float32).
+    """Compute log-probabilities of raw logits.
 
-    rows and words: skip rows that did not ask, whose results are left undefined. Without them every
-    row is done.
+    logits: [S, vocab]. targets: [S] int64, a token for each row. k: number of alternatives.
+    rows, words: skip rows that did not ask; their results are undefined. None: compute all rows.
+    Returns the targets' log-probabilities [S] float32 and ranks from 1 [S] int64; ids [S, k] int64
+    and log-probabilities [S, k] float32 of the k most likely tokens, equals by id; log of the sum
+    of exp(logits) [S] float32.
     """
     count, vocab = logits.shape
     k = min(k, vocab)

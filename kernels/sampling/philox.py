@@ -1,26 +1,27 @@
-"""The noise of sampling: standard Gumbel variables that are a function of (seed, choice, position,
-token id) alone.
+"""The noise of sampling: standard Gumbel variables that depend only on (seed, choice, position,
+token id).
 
-Philox4x32-10 (Salmon et al. 2011), key = the seed's two words, counter = (index, position, choice,
-stream). Drawing them one token at a time would cost more than reading the logits, so they come in
-two levels. Tokens are dealt into groups of 64; with E ~ Exp(1) independent for each token, by the
-exponential's lack of memory:
+Philox4x32-10 (Salmon et al. 2011) with key = the seed's two words, counter = (index, position,
+choice, stream). One draw per token would cost more than reading the logits, so there are two
+levels. Tokens are split into groups of 64. Each token has an independent E ~ Exp(1), and the
+exponential distribution is memoryless:
 
-    the smallest of a group's 64 variables is Exp(1) / 64, and each lane is as likely to have it;
-    the others are that plus an Exp(1) each; gumbel(token) = -log(E(token)).
+    the smallest E of a group is Exp(1) / 64, and each lane is equally likely to have it;
+    every other E is this plus an Exp(1); gumbel(token) = -log(E(token)).
 
-So one word a group (stream 1) bounds the noise of 64 tokens, and only groups that can win need a
-word a token (stream 0): the CPU skips nearly all of them. It is the joint distribution of
-independent variables, not an approximation of it.
+So one word per group (stream 1) bounds the noise of 64 tokens, and only groups that can win need a
+word per token (stream 0): the CPU skips nearly all of them. The joint distribution is exactly that
+of independent variables.
 
     token   = block * 4096 + word * 1024 + q * 64 + col       word < 4, q < 16, col < 64
     group   = block * 64 + col                                lane in the group = word * 16 + q
     stream 0: counter index = block * 1024 + q * 64 + col     output word = word
     stream 1: counter index = group // 4                      output word = group % 4
 
-A group's word gives the lane in its low 6 bits and the uniform in the other 26. The smallest E is
-2**-33, so gumbel <= 22.9; ties between tokens are as rare as with 32 bits for each.
-This file is the NumPy form: the CPU path and the oracle of the Triton form in `choose.py`.
+A group's word has the lane in its low 6 bits and the uniform number in the other 26. The smallest E
+is 2**-33, so gumbel <= 22.9; ties between tokens are as rare as with 32 bits each.
+This module is the NumPy version: the CPU path, and the oracle for the Triton version in
+`choose.py`.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 TOKENS_PER_BLOCK = 4096
 GROUPS_PER_BLOCK = 64
-LANES = 64  # tokens of a group
+LANES = 64  # tokens per group
 
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
@@ -46,8 +47,9 @@ I64 = NDArray[np.int64]
 
 
 def philox4x32(seeds: I64, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[U64, U64, U64, U64]:
-    """Ten rounds. All arguments broadcast; counters below 2**32. Returns four words, each in
-    uint64."""
+    """Return the four output words of Philox4x32-10, each in a uint64. All arguments broadcast;
+    counters are < 2**32.
+    """
     key = np.asarray(seeds, np.int64).view(np.uint64)
     k0, k1 = key & _LOW, key >> _32
     shape = np.broadcast_shapes(key.shape, np.shape(c0), np.shape(c1), np.shape(c2))
@@ -73,7 +75,7 @@ def philox4x32(seeds: I64, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[U64, U64
 
 
 def group_minimum(words: U64) -> tuple[F32, I64]:
-    """Words of stream 1 -> (smallest Exp(1) of the group, lane that has it)."""
+    """Return the smallest Exp(1) of each group and its lane, from words of stream 1."""
     v = ((words >> np.uint64(6)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-26)
     return exponential(np.minimum(v, _BELOW_ONE)) * np.float32(1 / LANES), (
         words & np.uint64(LANES - 1)
@@ -81,8 +83,7 @@ def group_minimum(words: U64) -> tuple[F32, I64]:
 
 
 def exponential(v: F32) -> F32:
-    """-log(1 - v), accurate near 0 with a plain logarithm: the rare large Gumbel values come from
-    there."""
+    """Return -log(1 - v), accurate near 0, where the rare large Gumbel values come from."""
     series = np.float32(1 / 6)
     for n in (5, 4, 3, 2, 1):
         series = series * v + np.float32(1 / n)
@@ -90,38 +91,42 @@ def exponential(v: F32) -> F32:
 
 
 def token_exponential(words: U64) -> F32:
-    """Words of stream 0 -> what a token's variable has above the smallest of its group."""
+    """Return the excess of each token's variable over the smallest of its group, from words of
+    stream 0.
+    """
     return -np.log(words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33))
 
 
 def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tuple[F32, I64]:
-    """Smallest variable and its lane of every group: both [num_rows, num_blocks * 64]. Arguments
-    are [num_rows]."""
+    """Return the smallest variable and its lane for every group, both [num_rows, num_blocks * 64].
+
+    Arguments are [num_rows].
+    """
     index = np.arange(num_blocks * GROUPS_PER_BLOCK // 4)
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 1)
     return group_minimum(np.stack(words, -1).reshape(len(seeds), -1))
 
 
 def group_of(tokens: I64) -> I64:
-    """Token ids -> their groups."""
+    """Return the groups of token ids."""
     return (tokens >> 12) * GROUPS_PER_BLOCK + (tokens & 63)
 
 
 def group_tokens(groups: I64) -> I64:
-    """[n] -> [n, 64]: the token ids of each group, by lane (ascending)."""
+    """Return the token ids of each group, [n, 64] by ascending lane."""
     first = (groups >> 6) * TOKENS_PER_BLOCK + (groups & 63)
     return first[:, None] + np.arange(LANES) * 64
 
 
 def lane_exponential(seeds: I64, choices: I64, positions: I64, groups: I64) -> F32:
-    """[n] arguments -> [n, 64]: stream 0 of the tokens of each group, by lane."""
+    """Return stream 0 of the tokens of each group, [n, 64] by lane. Arguments are [n]."""
     index = ((groups >> 6) * 1024 + (groups & 63))[:, None] + np.arange(16) * 64
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 0)
     return token_exponential(np.concatenate(words, 1))
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> F32:
-    """The noise of a whole vocabulary, [vocab_size]: the definition, for tests."""
+    """Return the noise of a whole vocabulary, [vocab_size]. It is the definition, for tests."""
     ones = np.ones(1, np.int64)
     blocks = -(-vocab_size // TOKENS_PER_BLOCK)
     minimum, lane = group_noise(ones * seed, ones * choice, ones * position, blocks)
