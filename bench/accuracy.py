@@ -1,14 +1,15 @@
-"""What each format of weights costs in accuracy on the default model: next-token distributions
-against float32 weights and activations.
+"""The accuracy cost of each weight format on the default model.
+
+Next-token distributions are compared with those of float32 weights and activations.
 
     python -m bench.accuracy --out bench/results
 
-The reference has the file's own weights in float32. A row says, over all tokens: the mean KL
-divergence from the reference (nats), how often the most likely token is the same, and perplexity
-relative to the reference's. gguf-file is the model's file as it is; other gguf rows are its
-weights quantised once more by `gguf.quants`, so they count the error of both. convert rows are the
-folder that `manta convert --quantization NAME` makes of the file in 16 bits, as the CPU runs it.
-kv rows are bfloat16 with keys and values in 8 or 4 bits.
+The reference has the file's own weights in float32. A row has, over all tokens: the mean KL
+divergence from the reference (nats), the share of equal most likely tokens, and perplexity relative
+to the reference. gguf-file is the model's file; other gguf rows quantise its weights once more with
+`gguf.quants`, so they include both errors. convert rows are the folders that `manta convert
+--quantization NAME` makes of the file in 16 bits, as run on the CPU. kv rows are bfloat16 with an
+8- or 4-bit KV cache.
 """
 
 import argparse

@@ -1,19 +1,21 @@
-"""Steps of decodes on this machine's CPU: what of a step is not matmuls, what more rows cost, what
-a second core gains, and how near matmuls are to the machine's limits.
+"""Decode steps on the CPU: their costs besides matmuls, and how fast matmuls are.
+
+Rows have the share that is not matmuls, the cost of more rows, the gain of more cores, and how
+close matmuls are to the machine's limits.
 
     python -m bench.cpu_steps --quantization gguf w8a8 none --out bench/results
 
-Each format and number of threads is a process of its own, best of many short runs. Products are all
-matrices once, as one program, and the head. Cases:
+Each format and number of threads has its own process, and the best of many short runs counts.
+"Matmuls" are all matrices of the decoder once, as one program, and the head. Cases:
 
-    FORMAT/others/N      share of a step of N decodes that is not its products
-    FORMAT/host/N        share that is outside of all kernels: scheduler, assembly, sampling, Python
-    FORMAT/verify/N      seconds of a step of N tokens of one request / of one: what checking costs
+    FORMAT/others/N      share of a step of N decodes that is not matmuls
+    FORMAT/host/N        share outside of all kernels: scheduler, assembly, sampling, Python
+    FORMAT/verify/N      seconds of a step with N tokens of one request / with one (speculation)
     FORMAT/cores/N       seconds of a step of N decodes on one core / on all
-    FORMAT/cores/read    the same of a streaming read, which bounds the products of one row
-    FORMAT/cores/peak    the same of the processor's products, which bounds those of many
-    FORMAT/bandwidth     share of a streaming read that the products of one row reach
-    FORMAT/peak          share of the processor's products that those of 512 rows reach
+    FORMAT/cores/read    the same for a streaming read, which bounds matmuls of one row
+    FORMAT/cores/peak    the same for multiply instructions, which bound matmuls of many rows
+    FORMAT/bandwidth     share of a streaming read's bandwidth that matmuls of one row achieve
+    FORMAT/peak          share of the multiply rate that matmuls of 512 rows achieve
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Embeddings: Manta's engine against other embedders on this machine's CPU, in turns.
+r"""Embeddings: Manta's engine against other embedders on this machine's CPU, alternating.
 
-    python -m bench.embeddings --rounds 3 --out bench/results \\
+    python -m bench.embeddings --rounds 3 --out bench/results \
         --peer vllm=VENV/bin/python --peer sentence-transformers=VENV/bin/python
 
-Random weights of real sizes, of one kind of number on both sides (--dtypes), texts of random token
-ids, pooling (the mean of encoders, the last token of decoders) and division by the length, with
-all cores. --peer NAME=PYTHON is one of `bench.versus.cpu.embedder`'s, run by the Python of its own
-environment in a process that stays for all rounds. Without --peer, transformers stands against
-Manta in this process and gets what sentence-transformers would give it: texts sorted by length, in
-batches of 32, padded to the longest. The best round of each side counts, by the clock; beside it
-stands the ratio of their CPU time. Vectors of both sides are compared first.
+Models have real sizes and random weights of one dtype on both sides (--dtypes). Texts are random
+token ids. Pooling (mean for encoders, last token for decoders) and normalisation are included, and
+all cores are used. --peer NAME=PYTHON is an embedder of `bench.versus.cpu.embedder`, run by the
+Python of its own environment in one process for all rounds. Without --peer the peer is transformers
+in this process, with the input that sentence-transformers would give it: texts sorted by length, in
+batches of 32, padded to the longest. The best round of each side counts by wall-clock time; rows
+also have the ratio of CPU time. Vectors of both sides are compared first.
 
     short    128 texts of 8 to 64 tokens
     mixed    64 texts of 8 to 256 tokens

@@ -1,20 +1,20 @@
-"""Checks of kernels, models and the engine on the GPU, and a result file that says what ran, how
-long, and what it measured.
+r"""Checks of kernels, models and the engine on the GPU, with a result file of what ran, how long,
+and the measurements.
 
     MANTA_TEST_MODEL=SmolLM2.gguf python -m bench.gpu_checks --model LLAMA --name llama-8b \
         --out bench/results
 
-From a checkout, on a machine with a CUDA device. In this order: the default model in bfloat16 and
-tiny models in float32 against transformers, every kernel against float64, what else only a GPU can
-tell about kernels and engine, and, with --model (a folder with a config.json), one request of
+It runs from a checkout, on a machine with a CUDA device, in this order: the default model in
+bfloat16 and tiny models in float32 against transformers, every kernel against float64, other tests
+of kernels and engine that need a GPU, and with --model (a folder with a config.json) one request of
 32,768 and one of 131,072 tokens. MANTA_TEST_MODEL is for machines that cannot download the default
 model.
 
-Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
-nothing. Where there are several devices each runs parts of its own, --at-once of them side by side:
-most need few GB. Those that need a device for themselves come last, and then those that need all.
---seconds ends it all in time, and --resume runs the parts that are missing from the day's lines in
---out. The exit code is 1 unless all has run and passed.
+Each part has its own process, so that a failing or hanging part does not affect others. With
+several devices each runs its own parts, --at-once of them concurrently, since most need few GB.
+Parts that need a whole device come last, then those that need all devices. --seconds limits the
+whole run, and --resume runs the parts that are missing in the day's lines in --out. The exit code
+is 1 unless all parts ran and passed.
 """
 
 import argparse

@@ -1,24 +1,26 @@
-"""How quickly weights are read: from files in the page cache to the device, against a plain copy of
-as many bytes from host memory to the device, in turns; and how soon an engine is ready with such
-files, against vLLM with its default loader, in turns.
+"""Loading speed: weights from files against a plain copy, and engine starts against vLLM.
+
+Weights are read from files in the page cache to the device, against a copy of as many bytes from
+host memory. Engine starts are timed until ready, against vLLM with its default loader.
 
     python -m bench.loading --gb 16 --out bench/results          # on the machine with the GPU
     python -m bench.loading --device cpu --gb 1 --cases dense moe
 
-It makes its files (random numbers, removed afterwards) in --folder and reads them once before it
-measures. `dense` has matrices as llama-8b has (16 GB: all of llama-8b), `moe` ten thousand tensors:
-the experts of 26 layers, each expert's matrices by themselves, as the hub has them. Rows:
+It makes files with random weights in --folder, removed afterwards, and reads them once before
+measuring. `dense` has llama-8b's matrices (16 GB: all of llama-8b). `moe` has ten thousand tensors:
+the experts of 26 layers with separate tensors for each expert, as on the Hub. Sides alternate.
+Rows:
 
-`<n>gb-<case>/copy_ratio`: `ratio` is the seconds of the copy by those of loading, the best of the
-rounds of each; `pinned_ratio` (CUDA) is that of a copy out of pinned memory, which no reader of
-files has for nothing. `host_bytes` is what the process's memory grew by at most, beside the weights
-where these are in host memory.
+`<n>gb-<case>/copy_ratio`: `ratio` is the seconds of the copy divided by those of loading, the best
+round of each. `pinned_ratio` (CUDA) is relative to a copy from pinned memory, which no file reader
+gets for free. `host_bytes` is the peak growth of the process's memory, excluding weights in host
+memory.
 
-`<n>gb-dense/ready`: seconds from constructing an engine until it serves, each start a process of
-its own (case `ready`; only where vLLM is installed). The best of --starts counts: a first start
-also compiles kernels. 16 GB take about a minute for the two copies, and for `ready` one of Manta's
-and one of vLLM's starts --starts times over, so 2 to 3 minutes where kernels are compiled already.
---resume keeps the day's lines of other cases, so that each case can be a call of its own.
+`<n>gb-dense/ready`: seconds from constructing an engine until it serves, each start in its own
+process (case `ready`; only with vLLM installed). The best of --starts counts, since a first start
+also compiles kernels. 16 GB take about a minute for the copies, and for `ready` --starts starts of
+Manta and of vLLM, so 2 to 3 minutes with compiled kernels. --resume keeps the day's lines of other
+cases, so that each case can be run separately.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A random load that wants more memory than there is, for minutes: everything comes to its end, by
-preemption, and the device never runs out of memory.
+"""A random load that needs more KV memory than there is, for minutes: all requests must finish, by
+preemption, and the device must never run out of memory.
 
     python -m bench.memory_load --model FOLDER --seconds 600 --out bench/results
 
-FOLDER needs a config.json only: weights are random. Lengths, sampling, log-probabilities and
-priorities are drawn; one request in twenty is aborted. The exit code is 1 if a step found no
+FOLDER needs only a config.json: weights are random. Lengths, sampling parameters, log-probabilities
+and priorities are drawn; one request in twenty is aborted. The exit code is 1 if a step ran out of
 memory, a request failed, nothing was preempted, or the device's memory grew after the first tenth.
 """
 

@@ -1,13 +1,15 @@
-"""Ranks on the CPU: one model in two parts of a core each, against one rank of two cores, in turns.
+"""Ranks on the CPU: a model split over ranks against one rank with as many cores.
+
+Each rank of the split model has one core.
 
     python -m bench.parallel --out bench/results               # the default model, in 16 bits
     python -m bench.parallel --model ./folder --ranks 4 --dtype float32
     python -m bench.parallel --by pipeline_parallel            # in stages of layers
 
 Cases: `single` is one stream, `batch` eight at once, `prompt` a long prompt and one token. Both
-engines are there all the time, and the one whose turn it is not sleeps. `ratio` is the seconds of
-one rank by those of several, the best of the rounds of each: 1 is as fast. `same` is the share of
-outputs that are equal; float32 promises all of them.
+engines run all the time and alternate; the other one sleeps. `ratio` is the seconds of one rank
+divided by those of several, the best rounds of each: 1 is as fast. `same` is the share of equal
+outputs, which float32 guarantees to be all.
 """
 
 import argparse

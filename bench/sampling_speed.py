@@ -1,8 +1,8 @@
-"""What sampling costs: tokens/s of requests that run together, greedy and otherwise.
+"""The cost of sampling: tokens/s of concurrent requests, greedy and with other parameters.
 
     python -m bench.sampling_speed --model FOLDER --name llama-8b --out bench/results
 
-Random weights. Each row has its share of greedy as ratio.
+Weights are random. A row's ratio is its share of greedy throughput.
 """
 
 import argparse

@@ -1,23 +1,24 @@
-"""One, two and four engine replicas behind the routers of one server: throughput against so many
-times that of one, and how soon after the decision a new replica gives its first answer.
+"""The throughput of one, two and four replicas, and how soon a new replica answers.
+
+One, two and four engine replicas run behind one server's routers. Rows compare throughput with the
+multiple of one replica's, and the time from a scaling decision to the new replica's first answer
+with its target.
 
     python -m bench.scale_out --model FOLDER --name llama-8b --replicas 1 2 4 --out bench/results
 
-For a machine with as many GPUs; --cpu tries it on one without. FOLDER is that of bench.versus.http,
-and the load that of `manta loadtest`. The server runs throughout: each step deploys a higher count,
-as `serve deploy` does, while single requests come; the first that the new replica answers is timed
-from the decision. Then the first requests of the `dialogue` workload: for each replica as many
-streams, and each request once, with a prompt of its own.
+It needs as many GPUs; --cpu tries it without. FOLDER is as for bench.versus.http, and the load is
+that of `manta loadtest`. The server runs throughout. Each step deploys a higher count, as `serve
+deploy` does, while single requests arrive; the new replica's first answer is timed from the
+decision. Then the first requests of the `dialogue` workload are sent: for each replica as many
+streams, and each request once, with a different prompt.
 
-The workload's next requests instead would have other lengths, by chance longer or shorter by some
-per cent, and throughput depends on them: what would be measured is in part the luck of the draw.
-Tokens/s divided by the mean length do not undo it, because the end of a run hangs on the longest
-request. The prompts differ, so that no router has a reason to bring equal ones together; they are
-dealt out such that each client process gets the lengths that one of them has with one replica.
+Later requests of the workload would instead have other lengths, by chance a few per cent longer or
+shorter, and throughput depends on them. Dividing by the mean length does not correct this, because
+the end of a run depends on the longest request. Prompts differ, so that no router prefers a replica
+for equal prompts. Each client process gets the lengths that one of them has with a single replica.
 
-Each line is kept as soon as it is there, with the second `at_s` of the run. --resume takes up the
-day's lines in --out and goes on with the counts that are missing, so that it fits where a command
-may not run for long.
+Each line is saved at once, with the second `at_s` of the run. --resume continues from the day's
+lines in --out with the missing counts, for environments that limit a command's duration.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""The profile of a step on a GPU: the time of each kind of kernel, its floor, and the idle gaps.
+"""The profile of a step on a GPU: the time of each kind of kernel, its lower bound, and idle gaps.
 
     python -m bench.step_profile --model FOLDER --name llama-8b --out bench/results
 
-FOLDER needs a config.json only: weights are random. Three kinds of step, from the engine's own
-loop: one request, 256 requests that decode, and the same beside 768 tokens of prompts.
+FOLDER needs only a config.json: weights are random. The engine's own loop runs three kinds of step:
+one decode, 256 decodes, and 255 decodes with 768 prompt tokens.
 
-A kernel counts for what it adds to the time line: under programmatic dependent launch the next one
-is there already while the last ends, and that overlap belongs to the last. A floor is what a kind
-of kernel cannot do without: bytes over the bandwidth of a copy, or operations over the rate of a
-large matrix product, whichever is longer; both are measured in the same run.
+A kernel counts for the time that it adds: under programmatic dependent launch the next kernel
+starts while the previous one ends, and the overlap belongs to the previous one. The lower bound of
+a kind of kernel is its bytes divided by a copy's bandwidth, or its operations divided by a large
+matmul's rate, whichever is longer. Both are measured in the same run.
 """
 
 import argparse
@@ -315,7 +315,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
 
 def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[dict[str, Any]]:
     """Profile the three kinds of step, print each, and return their rows."""
-    runner: Any = core._runner  # the model and the KV cache behind the scheduler
+    runner: Any = core._runner  # the model runner, with model and KV cache
     matrices, mixtures = _matrices(runner.model), _mixtures(runner.model)
     kv = runner.kv
     rows = []

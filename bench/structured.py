@@ -1,17 +1,19 @@
-"""Enforcement of schemas: how many documents of JSON Schema's own test suite, and of MaskBench, are
-judged rightly.
+r"""Enforcement of JSON schemas: how many documents of test suites are judged correctly.
+
+The suites are JSON Schema's own and MaskBench.
 
     python -m bench.structured --suite json/tests/draft2020-12 --maskbench maskbench/data \
         --tokenizer FOLDER --out bench/results
 
 --suite: of the JSON-Schema-Test-Suite, which is in the source distribution of jsonschema:
     pip download --no-deps --no-binary jsonschema jsonschema==4.26.0
---maskbench: of github.com/guidance-ai/jsonschemabench; --sample of its files, evenly.
---tokenizer: whose tokens documents are cut into; without one, into bytes.
+--maskbench: of github.com/guidance-ai/jsonschemabench; --sample of its files, evenly spread.
+--tokenizer: tokenizer for the documents; without one they are split into bytes.
 
-A document is accepted if the grammar of its schema, compiled as for `strict: true`, takes it token
-by token. Its properties are put into the schema's order first, the only one that is ever written.
-Beside it: llguidance alone, without what `engine.structured.json_schema` does before it.
+A document is accepted if the grammar of its schema, compiled as for `strict: true`, accepts it
+token by token. Its properties are put into the schema's order first, the only order that is ever
+generated. For comparison: llguidance alone, without the preprocessing of
+`engine.structured.json_schema`.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What each technique gains inside Manta: it is switched off, and the workload is run both ways.
+"""The gain of each technique inside Manta: the workload runs with the technique on and off.
 
     python -m bench.ablations --out bench/results
     python -m bench.ablations admission continuous-batching --simulated
 
-"simulated" rows run Manta's own core, scheduler and block manager on a device that only keeps the
-time of a step (bench/ablations/simulated.py says how it is reckoned); "measured" rows run on one
-core of this machine, by processor time. `rows.TECHNIQUES` lists the techniques.
+"simulated" rows run Manta's own core, scheduler and block manager with a device that only computes
+the time of a step (see bench/ablations/simulated.py). "measured" rows run on one core of this
+machine and count CPU time. `rows.TECHNIQUES` lists the techniques.
 """
 
 import argparse

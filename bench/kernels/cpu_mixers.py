@@ -1,10 +1,11 @@
-"""Recurrent layers and latent attention on the CPU beside transformers', in turns in one process,
-without the GEMMs, whose results both sides are given.
+"""Recurrent layers and latent attention on the CPU against transformers, alternating in one
+process. GEMMs are excluded: both sides are given their results.
 
     python -m bench.kernels.cpu_mixers --out bench/results
 
-A ratio is transformers' best time by ours, of as many turns as fit into some seconds. transformers
-computes in float32, as Manta does on a CPU; in bfloat16 too, as its checkpoints are loaded.
+A ratio is transformers' best time divided by ours, of as many rounds as fit into some seconds.
+transformers computes in float32, as Manta does on a CPU, and also in bfloat16, as its checkpoints
+are loaded.
 """
 
 import argparse

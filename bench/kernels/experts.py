@@ -1,4 +1,4 @@
-"""Each launch of a mixture of experts on a CUDA device, and other tiles for it.
+"""Each launch of a mixture of experts on a CUDA device, and sweeps over its tiles.
 
     python -m bench.kernels.experts
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
@@ -6,12 +6,12 @@
     python -m bench.kernels.experts --sweep grouped packed --tokens 64 256 512 1024 --seconds 120
     python -m bench.kernels.experts --sweep fp8 --model qwen3-30b-a3b --tokens 1 8 32 256 1024
 
-A row has microseconds and the rate at which the weights of the experts that are met were read, as a
-share of a copy's bandwidth; from 1,024 tokens on operations, as a share of a large product's rate.
-A sweep tries the tiles of one launch after the other, then the best of them in all launches
-together, and prints the best beside today's. Its kernels are compiled in several processes before
-they are timed, and what gives another result than today's launch is told and not timed. That of
-experts in FP8 ends with the tables of constants that it found.
+A row has microseconds, and the rate at which the weights of experts with tokens are read, as a
+share of copy bandwidth; from 1,024 tokens on the rate of operations, as a share of a large
+matmul's. A sweep tries tiles for each launch separately, then the best ones together, and prints
+the best next to the current ones. Kernels are compiled in several processes before timing. A tile
+whose result differs from the current one's is reported and not timed. The sweep of FP8 experts ends
+with the tables of constants that it found.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""MXFP4 experts whose codes lie as matrix instructions take them (`kernels.experts.fragments`),
-beside those in the order of spans, on one GPU: tiles of both, and what to set.
+"""MXFP4 experts in the layout of matrix instructions (`kernels.experts.fragments`) against the
+layout of spans, on one GPU: sweeps of tiles, and recommended settings.
 
     python -m bench.kernels.fragments_sweep
 
-Kernels are compiled in several processes before they are timed. Each result is held against float64
-products of the weights that the codes stand for, of some tokens where there are many; one that is
-further from them than rounding explains is told and not taken. Times are of graphs that walk over
-several choices of experts.
+Kernels are compiled in several processes before timing. Each result is compared with float64
+matmuls of the dequantised weights, for a sample of tokens. A tile with a larger error than rounding
+explains is reported and not used. Times are of CUDA graphs over several routings.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Other launches of the kernels of latent attention and of recurrent layers beside today's on one
-GPU: what the tables and constants in kernels/recurrent and kernels/attention/latent should say
-there.
+"""Sweeps launches of latent attention and of recurrent layers on one GPU.
+
+It prints values for the tables and constants in kernels/recurrent and kernels/attention/latent.
 
     python -m bench.kernels.mixer_sweep --only "delta prefill" "kimi prefill" latent
 
-For each case the microseconds of each kernel in a call as it is today; then of a call with one
-launch changed at a time. At the end a table of each case, the fastest first, and the constants that
-say so. Every variant has run in another process before anything is timed, so that one which faults
-or never ends is only left out.
+For each case it prints the microseconds of each kernel in the current call, then of calls with one
+launch changed at a time. At the end come a table per case, fastest first, and the recommended
+constants. Every variant first runs in another process, so that a variant that faults or hangs is
+only left out.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""GEMMs with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: launches that the tables of
-their kernels might name, other ways to the same numbers, and the tables' best values.
+"""Sweeps launches of GEMMs with 4- and 8-bit weights at llama-8b's shapes on one GPU, and prints
+the best values for their tables.
 
     python -m bench.kernels.packed_sweep
     python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
 
-Launches are made first, in several processes, which compiles them. Then each is timed, in graphs
-over so many weights that the cache keeps none, and its result is held against that of the other
-way. The last lines say what to set, and what a layer takes as an engine has it.
+Launches first run once in several processes, which compiles them. Then each is timed in CUDA graphs
+over so many weights that the cache holds none, and its result is compared with that of another
+kernel. The last lines have the recommended settings, and the time of a layer as an engine runs it.
 """
 
 import argparse

@@ -1,18 +1,17 @@
-"""All-reduces over the GPUs of one machine: those of `kernels.all_reduce` against NCCL's, by size,
-in CUDA graphs.
+"""All-reduces over the GPUs of one machine, by size: `kernels.all_reduce` against NCCL.
 
     python -m bench.kernels.sums --ranks 2
 
-Prints a JSON line for each size: microseconds of a sum by one shot, by two shots and by NCCL; and
-of the sum, the residual and the norm behind it, in one kernel and apart. The last line has where
-the ways cross, as `engine.parallel.peer_group.CROSSINGS` keeps it.
+It prints a JSON line for each size: microseconds of an all-reduce by one-shot, two-shot and NCCL;
+and of the all-reduce with residual and norm, fused and separate. The last line has the sizes at
+which the fastest way changes, for `engine.parallel.peer_group.CROSSINGS`.
 
---sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB,
-alone and with the norm. It prints a line for each, then a table, and last what to set in
-`kernels.all_reduce` and in CROSSINGS.
+--sweep: number of programs and tile size of an all-reduce, for messages of up to 16 MB, alone and
+with the norm. It prints a line for each, a table, and settings for `kernels.all_reduce` and
+CROSSINGS.
 
---one-gpu: all ranks are processes on the first GPU. They take turns there, and NCCL refuses them:
-it shows that the measurement works, and its figures mean nothing.
+--one-gpu: all ranks are processes on the first GPU, where they alternate, and NCCL is left out. It
+shows that the measurement works; the times mean nothing.
 """
 
 import argparse

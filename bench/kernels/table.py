@@ -1,13 +1,13 @@
-"""Every kernel alone on one GPU: time, rate, and its share of the device's best or of a library's.
+"""Every kernel alone on one GPU: time, rate, and share of the device's best rate or a library's.
 
     python -m bench.kernels.table --out bench/results
 
-The device's best is measured in the same run: the bandwidth of a large copy for what moves bytes,
-the rate of a large matrix product for what multiplies. --only takes the cases whose names begin so.
---fa3 also runs FlashAttention 3 on a long prompt, where vLLM, which brings it, is installed.
-What fails has a row that says so, and the exit code is 1.
+The device's best is measured in the same run: the bandwidth of a large copy for kernels bound by
+memory, the rate of a large matmul for others. --only selects cases by the beginning of their names.
+--fa3 also runs FlashAttention 3 on a long prompt, if vLLM, which contains it, is installed. A
+failing case gives a row with its error, and the exit code is 1.
 
-Each case runs once in one of several processes before anything is timed, so kernels are compiled.
+Each case first runs once in one of several processes, which compiles the kernels.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""What operating costs: from a wheel to the first token, a second model, a model that is added,
-somebody who looks at the live view; on a GPU, waking a model and keeping a TPOT target.
+"""Operating costs of a server, such as its first token, a second model, and waking.
+
+Cases: from a wheel to the first token, a second model, a model that is added, a viewer of the live
+view; on a GPU, waking a model and keeping a TPOT target.
 
     python -m bench.operate --out bench/results
     python -m bench.operate --cases two-models
     python -m bench.operate --cases wake tpot-50ms --model LLAMA --name llama-8b    # on a GPU
 
-A model for a GPU is a folder with a config.json: its weights are random. Cases that are not named
-keep their lines of the same day, and without a case the table is made of these.
+A model for a GPU is a folder with a config.json; its weights are random. Cases that are not named
+keep their lines of the same day. Without any case, the table is made from these lines.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The pictures of the docs and the table of results, from the files in bench/results:
+"""The pictures of the docs and the table of results, made from the files in bench/results:
 
     python -m bench.report.plots
 
-Of each name (versus-engine-llama-8b, http, ...) the newest date counts. A picture is one SVG that
-needs nothing else and brings its own ground, so it can be read on a light and on a dark page.
+For each name (versus-engine-llama-8b, http, ...) the newest date counts. A picture is one
+self-contained SVG with its own background, readable on light and dark pages.
 """
 
 import argparse

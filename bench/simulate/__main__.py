@@ -1,9 +1,9 @@
 """python -m bench.simulate routing|scaling|overload|costs|calibrate
 
-routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
-rows on any machine. overload: routers and replicas in virtual time before slow engines, at ten
-times what these can do. costs: what a decision and the news of prefixes take here. calibrate: what
-a step of a real replica costs here, and the simulator's error. --out FOLDER writes
+routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
+are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
+times their capacity. costs: the time of a routing decision and of prefix reports here. calibrate:
+the cost of a real replica's step here, and the simulator's error. --out FOLDER writes
 simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
     calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
 """

@@ -26,7 +26,7 @@ class Case:
     speeds: tuple[Speed, ...]
     mix: Mix
     seconds: float
-    rate: float  # requests a second
+    rate: float  # requests per second
 
 
 @dataclass(frozen=True, slots=True)

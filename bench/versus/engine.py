@@ -1,9 +1,9 @@
-"""Manta's engine against vLLM's on one GPU, offline, in turns: ratios, printed and written down.
+"""Manta's engine against vLLM's on one GPU, offline, alternating: prints and saves ratios.
 
     python -m bench.versus.engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
 
-With --change Manta runs against itself: changed, and as it is. What deterministic mode costs, and
-whether blocks of one token are as fast as blocks of sixteen:
+With --change Manta runs against itself, with and without the change. For example the cost of
+deterministic mode, and whether blocks of one token are as fast as blocks of sixteen:
 
     python -m bench.versus.engine --model LLAMA --name llama-8b --change deterministic=true
     python -m bench.versus.engine --model LLAMA --name llama-8b --change block_size=1
@@ -12,13 +12,13 @@ With --against FOLDER the other side is the Manta of another checkout, usually o
 
     python -m bench.versus.engine --model LLAMA --name llama-8b --against ../manta-before
 
-vLLM has to be installed in the environment of this interpreter. A model is a folder and needs a
-config.json only: weights are random on both sides. Greedy, end
-tokens ignored, prefix cache off on both, but for `conversations` and `second_turn`, whose ratio is
-of milliseconds and best below 1. Each run is a process of its own (both engines want the
-whole device), sides alternate, and the best run of each side counts. Every run's raw line is kept
-beside the table as soon as it is there: --resume takes up the day's lines in --out and does only
-the runs that are missing, so that the comparison fits where a command may not run for long.
+vLLM must be installed in this interpreter's environment. A model is a folder that needs only a
+config.json: weights are random on both sides. Sampling is greedy, end tokens are ignored, and
+prefix caches are off, except for `conversations` and `second_turn`, whose ratio is of milliseconds
+and best below 1. Each run has its own process, since both engines need the whole device. Sides
+alternate, and the best run of each side counts. Every run's raw line is saved at once. --resume
+continues from the day's lines in --out with the missing runs, for environments that limit a
+command's duration.
 """
 
 import argparse

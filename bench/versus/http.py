@@ -2,24 +2,22 @@
 
     python -m bench.versus.http --model FOLDER --name llama-8b --out bench/results
 
-One server after the other, each alone on the device, all under the same streaming load: the
-`dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
-weights are random. Prefix caches are off, outputs greedy, end tokens ignored. First Manta's engine,
-with the server's settings, runs the same requests offline, as many at once as there are streams:
-what the endpoint could deliver at most.
+Servers run one after the other, alone on the device, under the same streaming load: the `dialogue`
+workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer; weights are
+random. Prefix caches are off, sampling is greedy, end tokens are ignored. First Manta's engine runs
+the same requests offline with the server's settings and as many concurrent requests: an upper bound
+for the endpoint.
 
-The load is `manta loadtest`'s client, a closed loop in eight processes. `itl_ms` are gaps between
-chunks, undivided. A load of which any request failed, or got fewer tokens than it asked for, ends
-the comparison; `client` in a line says why the client itself may have been the bottleneck, if it
-was. --ray-llm-path is put before PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same
-age as its vLLM.
+The load is `manta loadtest`'s client, a closed loop in eight processes. `itl_ms` are undivided gaps
+between chunks. If any request of a load fails or gets too few tokens, the comparison ends. `client`
+in a line says why the client may have been the bottleneck. --ray-llm-path is put before PYTHONPATH
+for Ray Serve LLM only, which needs the Ray version of its vLLM.
 
-Each line is kept as soon as it is there. All of it takes up to 16 minutes, longer than one command
-may run in some places, and a server that is cut off there stays: with --seconds no side is begun
-that is not expected to be over so long after the start, and --resume takes up the day's lines in
---out and runs only the sides that are not whole. The exit code is 3 while something is left to do.
-Nothing is begun while something else has the port or the device's memory: its answers would count
-for the wrong side.
+Each line is saved at once. The whole run takes up to 16 minutes, and a server that is interrupted
+keeps running. For environments that limit a command's duration: with --seconds no side is started
+that is not expected to end in this time, and --resume continues from the day's lines in --out with
+the incomplete sides. The exit code is 3 while sides are missing. Nothing is started while another
+program has the port or the device's memory, since its answers would count for the wrong side.
 """
 
 import argparse

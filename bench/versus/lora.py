@@ -1,27 +1,26 @@
-"""The cost of adapters: Manta and vLLM on one GPU, each against itself without any, in turns.
+"""The cost of adapters: Manta and vLLM on one GPU, each against itself without adapters.
 
     python -m bench.versus.lora --model FOLDER --name llama-8b --resume
 
-FOLDER needs a config.json only: weights are random on both sides, and so are the adapters, of rank
-16 on all linear layers, made in a temporary folder. The `dialogue` workload, each request with one
-of N adapters drawn zipf, as many slots as adapters. N = 0 is a side that takes no adapters at all.
-With others a side starts once for each N, warms up, and runs with adapters, without, and with them
-in the same process. `kept` is the best output tokens/s with them over the best of that side without
-any, with N = 0 or not: slots that no request uses must cost nothing. Both sides read the same files
-and get the same adapter for the same request.
+FOLDER needs only a config.json: weights are random on both sides. Adapters are random too, of rank
+16 on all linear layers, in a temporary folder. The workload is `dialogue`; each request has one of
+N adapters by Zipf, with as many slots as adapters. N = 0 is an engine without LoRA. For other N a
+side starts once, warms up, and runs with adapters, without, and with adapters in one process.
+`kept` is the best output tokens/s with adapters divided by the side's best without, N = 0 included:
+unused slots must cost nothing. Both sides read the same files and give each request the same
+adapter.
 
-A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
-adapters are added, read, copied to the device and used once, against the times while as many
-requests, as often, use one that is there.
+A third side, `loads`, is Manta alone: inter-token times of one of 64 streams while 32 adapters are
+added, read, copied to the device and used once, against the times while as many requests, equally
+spaced, use a loaded adapter.
 
-Each line is kept as soon as it is there. All of it takes longer than one command may run in some
-places: no piece is begun that is not expected to be over --seconds after the start, and --resume
-takes up the day's lines in --out and runs only what is not there. The exit code is 3 while
-something is left to do. A side that fails is told with the end of what it said, the others go on,
-and the exit code is 1.
+Each line is saved at once. For environments that limit a command's duration: no piece is started
+that is not expected to end within --seconds, and --resume continues from the day's lines in --out.
+The exit code is 3 while pieces are missing. If a side fails, the end of its output is printed, the
+others continue, and the exit code is 1.
 
---cpu tries the sides of Manta on a machine without a GPU: a small model (with 32,000 tokens in its
-vocabulary), few and short requests.
+--cpu tries Manta's sides without a GPU: a small model (with 32,000 tokens in its vocabulary), few
+and short requests.
 """
 
 import argparse

@@ -1,18 +1,18 @@
-"""Kernels of latent attention and of delta rules beside those that vLLM brings, on one GPU, in
-turns: FlashMLA's and FlashAttention 3's decodes, flash-linear-attention's chunks in Triton.
+"""Kernels of latent attention and delta rules against vLLM's on one GPU, alternating: decodes of
+FlashMLA and FlashAttention 3, chunks of flash-linear-attention in Triton.
 
     python -m bench.versus.mixer_kernels --out bench/results
 
-Decodes attend to the same latents on both sides, absorbed, and without the products around it;
-FlashMLA and ours have made their plans before. Blocks are of 64 tokens, which FlashMLA needs; those
-of 16, the engine's default, have a case of their own. Of prompts ours is everything between a
-layer's products: convolution, gates, norms, and the rule. `vllm` is the same, as its layer calls
-it; `fla` is the rule alone, given normed queries and keys, decays and betas, and is not what the
-ratio is to where vllm is there.
+Decodes attend to the same latents on both sides, absorbed, without the GEMMs around them.
+FlashMLA's plans and ours are made before. Blocks have 64 tokens, which FlashMLA needs; blocks of
+16, the engine's default, have their own case. For prompts ours is everything between a layer's
+GEMMs: convolution, gates, norms, and the rule. `vllm` is the same as its layer runs it. `fla` is
+the rule alone, given normed queries and keys, decays and betas; the ratio is not relative to it if
+vllm ran.
 
-A row's ratio is the fastest peer's time over ours, of those that do as much. `differs` is how far
-the results are apart. A peer that is not there or fails is named in the raw lines, and the rest
-goes on.
+A row's ratio is the fastest comparable peer's time divided by ours. `differs` is the distance
+between the results. A peer that is missing or fails is named in the raw lines, and the others
+continue.
 """
 
 import argparse

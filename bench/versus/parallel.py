@@ -1,21 +1,21 @@
-"""Manta on several GPUs of one machine against vLLM there, and against itself on one: the whole
-table in one command, in turns.
+r"""Manta on several GPUs of one machine against vLLM, and against Manta on one GPU: the whole table
+in one command, alternating.
 
     python -m bench.versus.parallel --model LLAMA70B LLAMA8B bench/models/qwen3-30b-a3b \
         --name llama-70b llama-8b qwen3-30b-a3b --ranks 2 --runs 3 --out bench/results
 
-It needs as many GPUs of one kind as --ranks, whose memory holds the largest model, and vLLM in this
+It needs --ranks GPUs of one kind, whose memory holds the largest model, and vLLM in this
 interpreter's environment (--no-vllm: without it). A model is a folder with a config.json; weights
 are random. Cases:
 
-    all-reduce/64k         a sum in a graph, microseconds: ours, and NCCL's in the same run
-    sum-norm/64k           with the residual and the norm behind it, in one kernel or as many
-    llama-8b-tp2/single    output tokens/s: ours, and vLLM's at the same tensor parallelism
+    all-reduce/64k         an all-reduce in a CUDA graph, microseconds: ours, and NCCL's
+    sum-norm/64k           with the residual and norm after it, fused or separate
+    llama-8b-tp2/single    output tokens/s: ours, and vLLM's with the same tensor parallelism
     llama-8b-tp2/ready     seconds
-    llama-8b-pp2/uniform   output tokens/s: in stages, and on one GPU
+    llama-8b-pp2/uniform   output tokens/s: with pipeline stages, and on one GPU
 
-ratio is ours by theirs. Each run is a process of its own, and the best of each side counts.
---resume takes up the day's lines in --out and does only the runs that are missing.
+ratio is ours divided by theirs. Each run has its own process, and the best of each side counts.
+--resume continues from the day's lines in --out with the missing runs.
 """
 
 import argparse

@@ -1,22 +1,20 @@
-"""Manta's engine against vLLM's on one GPU with quantised weights, or keys and values, and its
-own bfloat16.
+"""Manta with quantised weights or KV cache against vLLM, and against its own bfloat16.
 
     python -m bench.versus.quantised --model LLAMA --name llama-8b --formats fp8 int4 --runs 3
 
-LLAMA is a folder with the config.json of a model in 16 bits. A format of weights is that folder
-with a `quantization_config`, which both engines read, and random weights: `fp8` has e4m3 weights
-with a scale a channel and e4m3 activations with a scale a token, `w8a8` the same in integers,
-`fp8-block` e4m3 weights with a scale for 128 x 128 and activations as each engine takes them,
-`int4` symmetric weights in groups of 128 and 16-bit activations, `mxfp4` experts in e2m1 with a
-scale for 32 (as the files of gpt-oss or of compressed-tensors have them). The head and the routers
-of experts stay in 16 bits. `kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and keys and
-values in so many bits; vLLM has the first only. Workloads, settings and turns are those of
-`bench.versus.engine`. `ratio` is to
-vLLM, `own` to Manta's bfloat16 in the same run. What vLLM really loaded is in its log (`Model
-loading took`), which goes to stderr.
+LLAMA is a folder with the config.json of a model in 16 bits. A weight format is this folder with a
+`quantization_config`, which both engines read, and random weights. `fp8` has e4m3 weights with a
+scale per channel and e4m3 activations with a scale per token; `w8a8` is the same in integers.
+`fp8-block` has e4m3 weights with a scale per 128 x 128 block, and the activations that each engine
+uses for them. `int4` has symmetric weights in groups of 128 and 16-bit activations. `mxfp4` has
+experts in e2m1 with a scale per 32 (as in the files of gpt-oss or of compressed-tensors). The head
+and the experts' routers stay in 16 bits. `kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and
+a quantised KV cache; vLLM supports only the first. Workloads, settings and order of runs are those
+of `bench.versus.engine`. `ratio` is to vLLM, `own` to Manta's bfloat16 in the same run. vLLM's log
+on stderr shows what it loaded (`Model loading took`).
 
---own leaves vLLM out, where it is not installed. --resume takes up the day's lines in --out, does
-only what is missing, and adds other formats and workloads to the same table.
+--own leaves vLLM out. --resume continues from the day's lines in --out with the missing runs, and
+adds other formats and workloads to the same table.
 """
 
 import argparse

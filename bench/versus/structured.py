@@ -1,13 +1,13 @@
-"""The cost of a schema to a full batch on one GPU: Manta's engine and vLLM's, each against itself.
+"""The cost of a JSON schema for a full batch: Manta and vLLM, each against itself.
 
     python -m bench.versus.structured --model LLAMA --name llama-8b --streams 64 --turns 3
 
-LLAMA is a folder with config.json and the tokenizer's files; weights are random on both sides.
-Each side is a process of its own, started once. In it the same prompts run in turns with a nested
-schema on every stream and with none, sampled at temperature 1, end tokens ignored. The schema wants
-more rows than fit, so that every stream has `--tokens` tokens, all of them masked. The best turn of
-each kind counts: `kept` is the schema's tokens/s over those without. vLLM compiles the schema with
-what it takes by itself, usually xgrammar.
+LLAMA is a folder with config.json and the tokenizer's files; weights are random on both sides. Each
+side has its own process, started once. The same prompts run alternately with a nested schema on
+every stream and without, sampled at temperature 1, end tokens ignored. The schema needs more rows
+than fit, so every stream has `--tokens` tokens, all of them masked. The best turn of each kind
+counts: `kept` is tokens/s with the schema divided by tokens/s without. vLLM uses its default
+grammar back end, usually xgrammar.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""The load tester's figures against aiperf's and guidellm's: same server, same load, in turns.
+r"""The load tester's results against those of aiperf and guidellm: same server, same load,
+alternating.
 
     python -m bench.versus.tools --aiperf ENV/bin/aiperf --guidellm ENV/bin/guidellm \
         --tokenizer FOLDER --out bench/results
 
-Without --url the server is one whose delays are known (tests/loadtest/fake_server.py). Each tool
-sends `--requests` streamed completions at a constant `--rate`; of the rounds' figures the median
-counts. What is compared, because the three compute it alike:
+Without --url the server is a fake one with known delays (tests/loadtest/fake_server.py). Each tool
+sends `--requests` streamed completions at a constant `--rate`; the median over the rounds counts.
+These metrics are compared, as all three compute them alike:
 
                  manta                     aiperf 0.13                guidellm 0.8
     throughput   output_tokens_per_s       output_token_throughput    output_tokens_per_second
@@ -18,7 +19,7 @@ counts. What is compared, because the three compute it alike:
                  chunk over the tokens
     itl_chunk    p50 of itl_chunk          inter_chunk_latency, p50
 
-Both tools want a folder with a tokenizer, for their prompts only; counts are the server's.
+Both other tools need a folder with a tokenizer, for their prompts only; counts are the server's.
 """
 
 import argparse

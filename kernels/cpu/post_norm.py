@@ -28,7 +28,7 @@ NormParts = tuple[Tensor | None, Tensor | None, float]
 
 # Indices of the kernel's arguments in args. The first two words are the threads' work counters.
 _ATTENDED, _RESIDUAL, _ROWS, _BLOCK, _SCRATCH, _FLOATS = range(2, 8)
-_PRODUCTS, _NORMS, _WORDS = 8, 17, 23  # three words a product, and a norm
+_PRODUCTS, _NORMS, _WORDS = 8, 17, 23  # three words per matmul, and per norm
 _LEAST = 64  # fewest rows per thread; with fewer, threads share panels of weights instead
 _MOST, _BYTES = 256, 1 << 20  # most rows of a block, and most bytes of its scratch
 

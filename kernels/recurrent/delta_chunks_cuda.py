@@ -516,7 +516,7 @@ def delta_chunks(
 
 def convolve(
     inputs: DeltaInputs,
-    queries: Tensor,  # [slots, key_heads, CHUNK, KEYS], as keys
+    queries: Tensor,  # [slots, key_heads, CHUNK, KEYS], like keys
     keys: Tensor,
     values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
     meta: AttentionMeta,

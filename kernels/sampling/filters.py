@@ -172,8 +172,7 @@ def _filter_kernel(
             counts += valid.to(tl.int32)
             masses += tl.where(valid, tl.exp(gap), 0.0)
         count = tl.sum(counts)
-        # A row that is not finite has no count here or nonsense; `choose` flags it whatever comes
-        # out.
+        # Rows with NaN or +inf give no or meaningless counts; `choose` reports them in any case.
         if count > 0:
             mass = tl.sum(masses)
             lo = _key(tl.min(smallest), SHIFT).to(tl.int64)

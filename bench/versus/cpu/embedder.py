@@ -1,13 +1,13 @@
-"""An embedder of another project, for `bench.embeddings`: runs with that project's own Python, as a
-file, and imports nothing of ours.
+"""An embedder of another project, as a peer of `bench.embeddings`.
+
+It runs as a file with that project's own Python, and imports nothing of Manta.
 
     VENV/bin/python bench/versus/cpu/embedder.py sentence-transformers|vllm FOLDER --dtype float32
 
-Reads lines of JSON from its input, {"texts": [[ids]], "vectors": FILE}; of each it makes the
-vectors, saves them as FILE (.npy, [texts, elements] float32) and prints
-`RESULT {"seconds": by the clock, "cpu": of this process and its children}`. Both get ids, so that
-no time is a tokenizer's; sentence-transformers' modules get them sorted and padded as its `encode`
-would.
+It reads JSON lines from stdin, {"texts": [[ids]], "vectors": FILE}. For each it computes the
+vectors, saves them to FILE (.npy, [texts, elements] float32) and prints `RESULT {"seconds":
+wall-clock, "cpu": of this process and its children}`. Both embedders get token ids, so tokenizer
+time is excluded. sentence-transformers' modules get them sorted and padded as its `encode` would.
 """
 
 import argparse

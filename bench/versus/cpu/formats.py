@@ -1,19 +1,20 @@
-"""Formats of weights against peers in turns on this machine's CPU; ratios and, on a quiet machine,
-the result file.
+r"""Weight formats against other engines on this machine's CPU, alternating.
 
-    python -m bench.versus.cpu.formats --workload FILE --out bench/results \\
-        --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \\
+It prints ratios and, on a quiet machine, writes the result file.
+
+    python -m bench.versus.cpu.formats --workload FILE --out bench/results \
+        --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \
         --peer q4_0:llama.cpp='VENV/bin/python peer.py smol-Q4_0.gguf'
 
 --ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu.side`. --peer FORMAT:NAME=COMMAND is a
-command line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
-single_decode_tok_s, batch_tok_s and peak_rss_mb, which are defined in `bench.versus.cpu.side`. One
-command may stand against several formats: with FORMAT,FORMAT:NAME=COMMAND it runs once a round for
-all of them.
-Each side starts anew in every round, one after the other, and its best quiet round counts. A round
-in which other processes were busy is no measurement, and without a quiet one of each side nothing
-is written. The result file is versus-cpu-DATE.json, its cases FORMAT/COLUMN/NAME. In
-the column `memory`, which is of MB at the peak, less is better.
+command line, to which --workload FILE is added. It prints a line `RESULT {json}` with
+prefill_tok_s, single_decode_tok_s, batch_tok_s and peak_rss_mb, as defined in
+`bench.versus.cpu.side`. With FORMAT,FORMAT:NAME=COMMAND one command per round is compared with
+several formats.
+Each round starts every side anew, one after the other, and a side's best quiet round counts. Rounds
+in which other processes were busy do not count, and without a quiet round of each side nothing is
+written. The result file is versus-cpu-DATE.json with cases FORMAT/COLUMN/NAME. In the column
+`memory` (peak MB) less is better.
 """
 
 import argparse

@@ -2,15 +2,16 @@
 
     python -m bench.versus.cpu.generate --model FOLDER --rounds 3 --out bench/results
 
-Same model, prompts and output lengths, bfloat16 weights, greedy, end tokens ignored. The sides take
-turns in one run, each with all cores while the others idle, and the best round of each counts. A
-third side is Manta with `quantization: int8`; its rows end in "manta-int8-weights" and are no
-comparison of equals. It is left out where the processor cannot.
+Both sides have the same model, prompts and output lengths, bfloat16 weights, greedy sampling, and
+ignore end tokens. They alternate in one run, each with all cores while the other idles, and the
+best round of each counts. A third side is Manta with `quantization: int8`, whose rows end in
+"manta-int8-weights"; it is no comparison of equals, and left out if the processor does not support
+it.
 
     single        one prompt at a time, 64 tokens
     batch         32 prompts at once, 64 tokens each; transformers: one static, left-padded batch
     batch-mixed   32 prompts at once, 16 to 112 tokens (mean 64); the static batch runs to the
-                  longest, and only the tokens that were asked for count
+                  longest, and only requested tokens count
 """
 
 import argparse

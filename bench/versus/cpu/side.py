@@ -1,14 +1,16 @@
-"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus.cpu.formats`;
-prints `RESULT {json}`.
+"""Manta's engine on the CPU with a workload of token ids; prints `RESULT {json}`.
+
+It is one round of `bench.versus.cpu.formats`.
 
     python -m bench.versus.cpu.side MODEL --workload FILE --quantization gguf
 
-The workload has a JSON object a line: kind (single, prefill or batch), prompt_ids, max_tokens.
-Greedy, end tokens ignored, no prefix cache; each column once warm, then the best of --repeat.
+The workload has a JSON object per line: kind (single, prefill or batch), prompt_ids, max_tokens.
+Sampling is greedy, end tokens are ignored, there is no prefix cache. Each column runs once to warm
+up, then the best of --repeat counts.
     prefill  tokens of the first such prompt / seconds to its first token
     single   (tokens - 1) / (seconds of all - seconds to the first)
-    batch    new tokens of all such requests, handed in at once / seconds to the last
-peak_rss_mb: the most that this process had in memory and the most that the engine's had, added up.
+    batch    new tokens of all such requests, submitted at once / seconds to the last
+peak_rss_mb: sum of the peak memory of this process and of the engine's.
 """
 
 import argparse
