@@ -156,7 +156,7 @@ def converted(folder: Path, name: str) -> Model:
 def logprobs(model: Model, entries: list[Tensor], form: KVFormat) -> list[Tensor]:
     """Return the log-probabilities after each token of each text, [n, vocab] float32.
 
-    One step computes all texts.
+    All texts are computed in one step.
     """
     placed, at = [], 0
     for ids in entries:

@@ -54,7 +54,7 @@ class CheckPart(NamedTuple):
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
-    """Return the parts of the check. extra: more arguments for pytest."""
+    """Return the parts of the whole check, in order. extra: more arguments for pytest."""
     files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
     texts = {file: (root / file).read_text() for file in files}
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]

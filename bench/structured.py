@@ -98,7 +98,9 @@ class Judge:
         self.mask_ms: list[float] = []
 
     def outcomes(self, schema: Any, tests: list[tuple[Any, bool]], *, masks: bool) -> Counter[str]:
-        """Count the documents by outcome."""
+        """Count a schema's documents by outcome, such as valid_rejected. masks: whether to time
+        masks.
+        """
         counts: Counter[str] = Counter()
         began = time.thread_time()
         try:
@@ -140,7 +142,7 @@ class Judge:
 def measure(
     name: str, cases: list[Case], vocabulary: Vocabulary, masks: bool
 ) -> tuple[list[Line], list[Line]]:
-    """Return rows, and a line for each schema with a wrong outcome."""
+    """Return the table's rows, and a line for each schema with a wrong outcome."""
     compiler = Compiler(vocabulary)
     ours = Judge(
         vocabulary, lambda schema: compiler.compile(Grammar.json_schema(schema, strict=True))

@@ -182,7 +182,7 @@ def _expand_kernel(
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
-    # B is read from memory while shrink is still running.
+    # Load B before gdc_wait, so that the load overlaps with shrink.
     weights = _columns_of(b, column, inside, 0, rank, BLOCK_R)
     if PDL:
         gdc_wait()
@@ -243,7 +243,7 @@ def _expand_gated_kernel(
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
-    # B is read from memory while shrink is still running.
+    # Load B before gdc_wait, so that the load overlaps with shrink.
     gate_weights = _columns_of(gate_b, column, inside, 0, gate_rank, BLOCK_R)
     up_weights = _columns_of(up_b, column, inside, 0, up_rank, BLOCK_R)
     if PDL:

@@ -150,7 +150,7 @@ def reference(
 
 @app.command("list")
 def list_() -> None:
-    """The workloads that come with the package, and the metrics for --assert."""
+    """List the built-in workloads, and the metrics for --assert."""
     from loadtest.measure.asserts import NAMES as METRICS
     from loadtest.scenario.requests import NAMES
 

@@ -44,7 +44,7 @@ class Address(NamedTuple):
     port: int
     prefix: str
     tls: ssl.SSLContext | None
-    head: bytes  # the Host line
+    head: bytes  # the Host header line
     name: str = ""
 
     @classmethod

@@ -109,12 +109,14 @@ class Task:
         return cls(text, str(path), path.parent, overrides or {})
 
     def scenario(self) -> Scenario:
-        """Return the scenario. Raises ScenarioError."""
+        """Parse the text into a Scenario. Raises ScenarioError."""
         return parse(self.text, self.name, self.folder, self.overrides)
 
 
 def run(task: Task, options: RunOptions | None = None) -> RunResult:
-    """Run a load test to its end; blocks. Raises ScenarioError before any request, RunError."""
+    """Run a load test to its end, blocking. Raises ScenarioError before any request, and
+    RunError.
+    """
     return asyncio.run(run_async(task, options))
 
 

@@ -63,7 +63,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A load with all its repeats. counts: by the limit's text."""
+    """A load with all its repeats. counts: requests that kept each limit, by the limit's text."""
 
     load: float
     repeats: int = 0

@@ -1,4 +1,4 @@
-"""AblationRow: a technique switched on and off, and the ratio that its authors claim."""
+"""AblationRow: a technique's throughput when on and off, and the ratio that its authors claim."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -269,7 +269,9 @@ def paged_kv_and_admission(scale: float) -> list[AblationRow]:
 
 
 def admission(scale: float) -> list[AblationRow]:
-    """Simulate widely different lengths, all at once, with KV memory for 16,000 tokens."""
+    """Simulate Manta's admission policies: widely different lengths, all at once, with KV memory
+    for 16,000 tokens.
+    """
     sizes, count = widely_different(int(600 * scale)), int(600 * scale)
     served = {
         admission: serve(sizes, LLAMA_65B, 16_000, admission=admission)

@@ -252,7 +252,7 @@ def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
             (False, False), (True, False), (True, True)
         )  # fmt: skip
         for swap, tma in ways:
-            if swap and outs == 32:  # of 64 rows are the units' tiles
+            if swap and outs == 32:  # swapped, outputs are the rows, of which wgmma needs 64
                 continue
             if halves * size * outs > 32 * 1024:  # exceeds the registers
                 continue
@@ -279,7 +279,7 @@ def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.PairTile]:
         return
     every = product((1, 2, 4), (8, 16, 32, 64, 128), (1, 2, 4), (2, 4), (False, True))
     for rows, units, warps, ints, converts in every:
-        words = rows * places * units * ints // (32 * warps)  # of codes, that a thread has
+        words = rows * places * units * ints // (32 * warps)  # words of codes per thread
         if rows * places > 1 and 8 <= words <= 32 and units * ints >= 64:
             yield few_moe.PairTile(rows, units, warps, ints, converts)
 
@@ -441,7 +441,7 @@ def grouped_choices(step: Step) -> list[Choice]:
 
 
 def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Return a choice of sort, GEMMs and sum with these tiles."""
+    """Return the choice of a whole layer (sort, GEMMs and sum) with these tiles."""
     layer, stack, x = step.layer, step.stack, step.x
     today = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     ups, downs = [*dict.fromkeys([*ups, today.up])], [*dict.fromkeys([*downs, today.down])]

@@ -98,7 +98,7 @@ def grouped_tiles(pairs: float, up: bool) -> Iterator[FragmentTile]:
 
 @dataclass(slots=True)
 class Case:
-    """One model and number of tokens, with its weights, wanted results and times."""
+    """One model and number of tokens, with weights, float64 results and measured times."""
 
     name: str
     step: Step

@@ -235,7 +235,7 @@ def by_kernel(work: KernelWork) -> str:
 
 
 def first(work: KernelWork) -> Any:
-    """Return the result of the first call."""
+    """Return the result of the first of a case's calls."""
     import torch
 
     output = work.calls[0]()

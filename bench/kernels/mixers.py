@@ -168,8 +168,8 @@ def delta(
 ) -> KernelWork:
     """Make a case of gated delta rules.
 
-    The bytes are those of states (see `_states`), and of the tokens' inputs and outputs.
-    deterministic: prompts are walked token by token, too.
+    Bytes count states (see `_states`), and the tokens' inputs and outputs.
+    deterministic: prompts are computed token by token, too.
     """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
@@ -201,9 +201,9 @@ def delta(
 
 
 def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """Make a case of Kimi Linear's delta rule, with as many heads of keys as of values.
+    """Make a case of Kimi Linear's delta rule, with as many key heads as value heads.
 
-    The bytes are counted as in `delta`.
+    Bytes are counted as in `delta`.
     """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)

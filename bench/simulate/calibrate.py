@@ -85,7 +85,7 @@ class Stretch:
 
 
 def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | None) -> None:
-    """Print the table; with `out`, also write the result file. fields: of EngineConfig."""
+    """Print the table; with `out`, also write the result file. fields: EngineConfig's, by name."""
     import torch
 
     if model is None:

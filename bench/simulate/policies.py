@@ -13,7 +13,7 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE
 from deployments.routing.route import route
 
-_NEWS = 0.05  # seconds after which a router without tokens in a step learns of a replica's frames
+_NEWS = 0.05  # seconds between a replica's frames to a router that has no tokens in a step
 _FRAME_GAP = 0.02  # seconds within which frames are merged, to speed up the simulation
 
 

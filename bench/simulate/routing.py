@@ -208,7 +208,7 @@ CASES = (
 
 
 def all_rows(quick: bool = False) -> Iterator[tuple[list[RoutingRow], list[RoutingOutcome]]]:
-    """Yield the rows of all cases. quick: the smallest fleet only."""
+    """Yield (rows, outcomes) of each case. quick: the smallest fleet only."""
     for kind, count, seconds in CASES:
         if not quick or count == 4:
             yield compare(make_case(kind, count, seconds))

@@ -35,7 +35,7 @@ PROMPT, OUTPUT = 500, 200  # tokens of a request that are computed
 _POINTS = 240  # points of a line in a picture
 LATENCY = 5.0  # seconds of a request, for policies that count requests in flight
 
-Shape = Callable[[float], float]  # maps a second to the work of so many GPU replicas
+Shape = Callable[[float], float]  # maps a second to work, in GPU replicas that it occupies
 
 
 def step(t: float) -> float:

@@ -386,7 +386,7 @@ def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> 
 
 
 def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:
-    """Run a side; yield its lines as they come."""
+    """Run a side and yield its lines as they arrive."""
     if side == "offline":
         refuse_if_held(side)
         command = [sys.executable, "-m", "bench.versus.http", "--offline", "--model", args.model]

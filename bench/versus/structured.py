@@ -84,7 +84,7 @@ def run_manta(model: str, streams: int, **change: Any) -> tuple[Generate, dict[s
     """Start Manta's engine.
 
     Returns a function that generates, the configuration, and a function that ends the engine.
-    change: of EngineConfig.
+    change: fields of EngineConfig.
     """
     from engine import LLM, SamplingParams
     from engine.structured.grammar import Grammar

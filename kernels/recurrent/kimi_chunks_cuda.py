@@ -141,8 +141,8 @@ def _kimi_pairs_kernel(
 )
 def _kimi_solve_kernel(
     b,
-    queries,  # in the end decayed from the chunk's beginning
-    keys,  # in the end decayed until the chunk's end
+    queries,  # overwritten with queries decayed from the chunk's beginning
+    keys,  # overwritten with keys decayed until the chunk's end
     totals,
     lower,
     weights,  # W: [slots, HEADS, CHUNK, KEYS]

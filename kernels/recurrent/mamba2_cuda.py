@@ -30,7 +30,7 @@ class Mamba2Tile(NamedTuple):
     """
 
     rows: int
-    all_entries: int  # entries, and padding; else decodes
+    all_entries: int  # 1: all entries and padding, 0: decodes only
 
 
 @triton.jit(

@@ -9,11 +9,11 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 class DeltaSizes(NamedTuple):
     """The sizes of a layer of the delta rule, as one `tl.constexpr`.
 
-    key_heads, value_heads: heads of keys, and of values and states.
+    key_heads, value_heads: numbers of key heads, and of value heads, which have the states.
     key_dim, value_dim: elements of a head's key and value.
     channels, taps: of the convolution.
     most: the largest factor of a correction.
-    by_key: a state decays row by row (Kimi Delta Attention).
+    by_key: whether each row of a state decays separately (Kimi Delta Attention).
     keys, values: `key_dim` and `value_dim`, padded.
     """
 

@@ -1,17 +1,17 @@
-"""Faults in the middle of a run: processes of the tested instance are killed or frozen, or the
-network between the clients and the server is slow, silent or broken.
+"""Faults during a run: processes of the tested instance are killed or paused, or the network
+between the clients and the server is slowed, held or cut.
 
     kill-replica@30s                      once, 30 s after the run's start
     kill-engine every 20s                 at 20 s, 40 s, ... until the run ends
     kill-replica every 20s from 5s to 65s
     kill-replica@30s x2                   two of them at once
     pause-router@10s for 3s               SIGSTOP, and SIGCONT 3 s later
-    delay-network@10s for 5s by 200ms     every byte 200 ms later, each way
-    pause-network@10s for 3s              nothing passes, either way
+    delay-network@10s for 5s by 200ms     every byte 200 ms later, in each direction
+    pause-network@10s for 3s              no byte passes, in either direction
     kill-network@10s                      every connection is reset
 
-Every fault, its victim and the moment at which a process of that kind was there again becomes a
-FaultMark of the run. The victim is drawn by the seed among the live processes in order of age.
+Every fault with its victim, and the moment when a replacement process was running, become
+FaultMarks of the run. The seed draws the victim among the live processes, sorted by age.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ _FAULT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault, in seconds since the run's start.
+    """A fault, with times in seconds since the run's start.
 
-    every: the interval of a repeated fault; None for a single one.
-    hold: how long a pause or a delay lasts.
-    by: how long a delay is.
+    every: interval of a repeated fault; None for a single one.
+    hold: duration of a pause or a delay.
+    by: seconds by which the network is delayed.
     """
 
     action: str

@@ -191,7 +191,7 @@ class LoadClient:
         return asyncio.ensure_future(self._stop.wait())
 
     async def _wait(self, until: float) -> None:
-        """Wait until a time on the clock, or until stop()."""
+        """Wait until a time of the clock, or until stop()."""
         if (left := until - clock()) <= 0:
             await asyncio.sleep(0)
         elif left < 0.2:

@@ -204,7 +204,7 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The summary of one tenant, adapter or phase. settle_s: see Summary."""
+    """The summary of one tenant's, adapter's or phase's requests. settle_s: see Summary."""
 
     requests: int = 0
     failed: int = 0

@@ -233,7 +233,7 @@ def log_ticks_of(low: float, high: float) -> list[float]:
 
 
 class _Plot:
-    """The mapping from values to pixels, and the drawing of a plot."""
+    """The mapping of one plot's values to pixels, and its drawing."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ def _share(value: float, low: float, high: float, log: bool) -> float:
 
 
 def _range(axis: Axis, values: Sequence[float], zero: bool = False) -> tuple[float, float]:
-    """Return the ends of an axis, never equal."""
+    """Return the two ends of an axis, which are never equal."""
     if axis.log:
         values = [v for v in values if v > 0] or [1e-3, 1.0]
         low = axis.low if axis.low is not None else min(values) / 1.05

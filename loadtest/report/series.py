@@ -100,7 +100,7 @@ class Timeline:
 
 
 def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
-    """Count the run's events in bins of a round length."""
+    """Count the run's events in at most `bins` time bins of a round length."""
     end = max((r.end_s for r in records), default=1.0)
     width = next(
         (w for w in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600) if end / w <= bins), 3600.0

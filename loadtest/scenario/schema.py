@@ -76,7 +76,7 @@ class Target(_Model):
     about: dict[str, str] = {}  # shown in the report: device, commit, configuration, ...
     connect_timeout: Duration = 10.0
     timeout: Duration = 300.0  # for a whole request
-    chunk_timeout: Duration = 120.0  # without a byte
+    chunk_timeout: Duration = 120.0  # longest time without a byte
     # whether to ask for return_token_ids; None: if answers are verified
     token_ids: bool | None = None
     chunk_usage: bool = False  # whether to ask for stream_options.continuous_usage_stats

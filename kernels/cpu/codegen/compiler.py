@@ -97,7 +97,7 @@ def _has(flag: str) -> bool:
 
 
 def has_int8() -> bool:
-    """Whether `gemm.PackedInt8` runs here: it needs AVX512-VNNI."""
+    """Whether `gemm.PackedInt8` runs on this machine: it needs AVX512-VNNI."""
     try:
         check()
         return vnni() == "avx512vnni"

@@ -525,7 +525,9 @@ class Panels(ABC):
         return self._run("norm", x, out, self._panels, norm, eps)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
-        """Return gate(self(rms_norm(x))) [n, out / 2]. gate: of GATES; raises ValueError."""
+        """Return gate(self(rms_norm(x))) [n, out / 2]. gate: a key of GATES; raises ValueError
+        for others.
+        """
         if gate not in GATES:
             raise ValueError(f"no product is generated for the gate {gate!r}: only {[*GATES]}")
         out = x.new_empty(x.shape[0], self._outputs // 2)

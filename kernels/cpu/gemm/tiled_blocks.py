@@ -492,7 +492,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
 @lru_cache(maxsize=64)
 def functions(form: Format) -> dict[str, NativeFunction]:
-    """Compile the functions of `panels.product_functions`, and round and round_norm.
+    """Compile the functions of `panels.product_functions`, and the functions round and round_norm.
 
     Each function's name begins with tiled_.
     """

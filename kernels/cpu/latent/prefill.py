@@ -112,7 +112,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.loop(0, inner, [(kind, value) for value in start], one)
 
     def load_units(place: Value) -> Value:
-        """Load a vector of units of a latent."""
+        """Load a vector of a latent's units (float32 numbers or bfloat16 pairs)."""
         return w.load(place) if dot else w.load_as_float(place, dtype)
 
     def paired(low: Value, high: Value) -> Value:

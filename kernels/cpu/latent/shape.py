@@ -62,7 +62,7 @@ def fits(q: Tensor, rank: int, rope: int) -> bool:
 
 
 def shape_of(q: Tensor, cache: Tensor, up: Tensor) -> LatentShape | None:
-    """Return the shape to generate kernels for, or None where nothing is generated."""
+    """Return the shape to generate kernels for, or None where none can be generated."""
     heads, both, rank = up.shape
     rope = cache.shape[3] - rank
     if not fits(q, rank, rope) or both % lanes() or not up.is_contiguous():
