@@ -229,8 +229,8 @@ def packed_linear(
     weights = [random_weight(s, form, size, width) for _ in range(copies)]
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
-    # Without a device no kernel reports that it fits, but tests on the CPU should reach both
-    # kernels.
+    # Chosen by rows, because without a device no check says that packed_few fits, and tests on the
+    # CPU should run the kernel that a device would.
     other = to in ("mxfp4", "fp8-block")
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
     if rows == 1 and form.code == "e4m3":

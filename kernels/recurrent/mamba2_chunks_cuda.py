@@ -37,8 +37,8 @@ READ = Launch(4, 1)
 
 
 # Tile strides have few values per model, so specialising them is fine: if divisible by 16, loads
-# take 16 bytes. 20 parameters or more: 19 are tensors and numbers of the launch, and constants are
-# in a struct.
+# take 16 bytes.
+# 20 parameters or more: 19 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["dt_stride", "num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "dt"],

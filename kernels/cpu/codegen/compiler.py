@@ -24,8 +24,8 @@ from kernels.cpu.codegen.object_cache import cached
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 _TRIPLE = "x86_64-unknown-linux-gnu"
-# Maps torch's name of an instruction set to (LLVM's processor, float32 lanes). Without the feature
-# below, LLVM avoids 512-bit registers on that processor.
+# Maps torch's name of an instruction set to (LLVM's processor, float32 lanes). By default LLVM
+# prefers 256-bit registers on x86-64-v4; _FEATURES turns this off.
 _PROCESSORS = {"AVX512": ("x86-64-v4", 16), "AVX2": ("x86-64-v3", 8)}
 _FEATURES = {"AVX512": "-prefer-256-bit", "AVX2": ""}
 
