@@ -219,7 +219,8 @@ def floors_us(
         "rope and KV write": line.launches("rope and KV write")
         * (row * 2 * (heads + 2 * kv_heads) * dim),
         "sampling": step.samples * config.vocab_size * step.element,
-        # Block ids are read and written; each token reads and writes an id, a position and a slot.
+        # Block ids are read and written. For each token an id is read and written, and a position
+        # and a slot are written.
         "assembly": step.keys / step.block_size * 8 + step.tokens * 20,
     }
     floors = {kind: count / bandwidth * 1e6 for kind, count in num_bytes.items()}

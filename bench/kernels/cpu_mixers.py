@@ -311,7 +311,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
 
 
 def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
-    """Time the calls in alternation. Returns milliseconds of the best of at least three."""
+    """Time the calls alternately. Returns the best milliseconds of each, of at least three runs."""
     best = dict.fromkeys(calls, float("inf"))
     end, turns = time.perf_counter() + seconds, 0
     while turns < 4 or time.perf_counter() < end:

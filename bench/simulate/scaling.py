@@ -151,7 +151,7 @@ class ServeDefault(ScalingPolicy):
         per_second = 1 / GPU.work(PROMPT, OUTPUT)
         self.target_requests = PROMISE.busy * per_second * LATENCY
         self.past: deque[float] = deque(maxlen=30)
-        self.since: tuple[int, float] = (0, 0.0)  # direction, and since when
+        self.since: tuple[int, float] = (0, 0.0)  # wanted direction (1 up, -1 down), and since when
 
     def target(
         self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float

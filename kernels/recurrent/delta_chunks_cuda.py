@@ -227,7 +227,7 @@ def _delta_solve_kernel(
     queries,
     keys,
     weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
-    values,  # overwritten by U
+    values,  # values on input, overwritten by U
     totals,  # [slots, VALUE_HEADS, CHUNK] float32: cumulated logarithms of decays in the chunk
     # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's dtype: products of queries and keys, decayed
     overlaps,

@@ -146,7 +146,7 @@ def _kimi_solve_kernel(
     totals,
     lower,
     weights,  # W: [slots, HEADS, CHUNK, KEYS]
-    values,  # [slots, HEADS, CHUNK, VALUES]; overwritten by U
+    values,  # [slots, HEADS, CHUNK, VALUES]: values on input, overwritten by U
     query_start,
     counts,
     b_stride,

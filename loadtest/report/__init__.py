@@ -81,7 +81,9 @@ def subtitle(s: Summary) -> str:
 
 
 def badges(s: Summary) -> list[Cell]:
-    """Return badges for what a reader must know first: failures, faults, an overloaded client."""
+    """Return badges for what a reader must know first: a too slow client, failures, wrong
+    answers, faults.
+    """
     rows = []
     if s.verdict == "client_bottleneck":
         rows.append(Cell("refused: the client was the bottleneck", "bad"))

@@ -233,7 +233,10 @@ def _stretches(run: SavedRun, metric: str) -> Floats:
 
 
 def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
-    """Compare a share by the difference b - a with Newcombe's interval; None if a side has none."""
+    """Compare a share by the difference b - a with Newcombe's interval.
+
+    Returns None if a side has no requests, and for goodput without an SLO.
+    """
     shares, spans = [], []
     for side in (a, b):
         slo = a.runs[0].summary.goodput.slo

@@ -104,7 +104,7 @@ class SimReplica:
         self.step = 0
         self.busy = False
         self.began = 0.0
-        self.seconds = 0.0  # seconds of one step
+        self.seconds = 0.0  # seconds per step in the current stretch
         self.steps = 0  # steps in the current stretch
         self.chunk: list[tuple[Job, int]] = []
         self.version = 0
