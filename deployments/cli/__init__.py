@@ -1,5 +1,5 @@
-"""The command line. Importing it makes sure that the packages below are Manta's own."""
+"""The command line. Importing it makes sure that the packages imported later are Manta's own."""
 
 from deployments.packages import prefer_own
 
-prefer_own()  # before any other of them is imported
+prefer_own()  # before any of these packages is imported

@@ -14,7 +14,7 @@ _Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.")]
 _Model = Annotated[
     str | None, typer.Option(help="Base model of the adapter; needed where several are served.")
 ]
-_ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
+_ADD_SECONDS = 600.0  # longest time for the server to download an adapter
 
 
 @app.command("list")
@@ -45,9 +45,9 @@ def add(
     key: AdminKey = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
-    # Whether a server is there and takes the key shows at once here; fetching an adapter may take
-    # long.
-    server = server_url(None, url)  # a second argument that is a URL is the adapter's
+    # Find out at once whether the server is there and accepts the key, as downloading an adapter
+    # may take long.
+    server = server_url(None, url)  # a URL in second place is the adapter's, not the server's
     ask(server, key, "GET", "/adapters")
     body = {"name": name}
     if path is not None:

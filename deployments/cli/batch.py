@@ -1,4 +1,4 @@
-"""`manta batch`: the requests of a file of JSON lines, answered into another, with progress."""
+"""`manta batch`: run a JSON Lines file of requests and write the answers to another file."""
 
 import json
 import secrets
@@ -17,14 +17,20 @@ from deployments.error_text import reason
 from engine.errors import ConfigError
 
 POLL_SECONDS = 1.0
-_PATIENCE = 60  # polls that a server may be away
+_PATIENCE = 60  # polls for which the server may be unreachable
 _ENDED = ("completed", "failed", "cancelled", "expired")
 _UPLOAD_SECONDS = 600.0
 
 
 def run(source: Path, output: Path, url: str, key: Path | None, resume: str | None) -> int:
-    """0: every request was answered; 1: some failed, which are in OUTPUT.errors. resume: a batch
-    that was begun before. Raises ConfigError, ServerError."""
+    """Run a batch, download its files, and return the exit code.
+
+    The code is 0 if every request was answered, 1 if some failed; these are in OUTPUT.errors.
+
+    resume: id of a batch that was started earlier.
+
+    Raises ConfigError, ServerError.
+    """
     server = _Server(url, read_key(key))
     if resume is None:
         file, endpoint = server.upload(source), _endpoint(source)
@@ -53,7 +59,7 @@ def run(source: Path, output: Path, url: str, key: Path | None, resume: str | No
 
 
 def _endpoint(source: Path) -> str:
-    """Return the endpoint of the first request. Raises ConfigError."""
+    """Return the endpoint of the file's first request. Raises ConfigError."""
     try:
         with source.open(encoding="utf-8") as file:
             return str(json.loads(file.readline())["url"])
@@ -96,7 +102,7 @@ class _Server:
         return dict(json.loads(self.get(path, data)))
 
     def upload(self, source: Path) -> str:
-        """The file's id."""
+        """Upload a batch's input file and return the file's id."""
         boundary = secrets.token_hex(16)
         try:
             content = source.read_bytes()

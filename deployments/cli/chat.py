@@ -1,4 +1,4 @@
-"""`manta chat`: a conversation with an OpenAI-compatible server; standard library alone."""
+"""`manta chat`: a conversation with an OpenAI-compatible server, with the standard library only."""
 
 import contextlib
 import http.client
@@ -18,14 +18,14 @@ from deployments.error_text import reason
 from deployments.resumable_stream import ResumableStream
 from engine.errors import ConfigError, MantaError
 
-_CONNECT = 5.0  # seconds
-_QUICK = 8.0  # seconds for an answer that needs no model
-_TIMEOUT = 600.0  # seconds between two chunks: a long prompt on a CPU takes its time
+_CONNECT = 5.0  # seconds to connect
+_QUICK = 8.0  # seconds for an answer that runs no model
+_TIMEOUT = 600.0  # longest seconds between two chunks; a long prompt on a CPU takes minutes
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of every request of a conversation; None = the server's choice."""
+    """The options of every request of a conversation; None leaves a choice to the server."""
 
     model: str | None = None
     system: str | None = None
@@ -34,10 +34,10 @@ class ChatOptions:
 
 
 class ServerError(MantaError):
-    """The error of a server that cannot be reached, or that answered with an error.
+    """A failure to reach a server, or its error response.
 
-    status: status of its answer, 0 without one.
-    headers: headers of its answer, in lower case.
+    status: HTTP status of the response; 0 if there was none.
+    headers: the response's headers, with lower-case names.
     """
 
     code = "server_error"
@@ -51,7 +51,7 @@ class ServerError(MantaError):
 
 
 class ChatServer:
-    """An OpenAI-compatible server. url may end in /v1 or not."""
+    """A client of an OpenAI-compatible server. url: with or without /v1 at its end."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         if "://" not in url:
@@ -68,13 +68,13 @@ class ChatServer:
         self._host, self._port = parts.hostname, port
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
-        self._api = self.url.removesuffix(path) + self._base  # what is really called
+        self._api = self.url.removesuffix(path) + self._base  # URL prefix of the requests
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:
-        """Return the first model that the server lists. Raises ServerError when it lists none."""
+        """Return the first model that the server lists. Raises ServerError if it lists none."""
         answer = self.ask("GET", "/models")
         try:
             return str(answer["data"][0]["id"])
@@ -84,7 +84,13 @@ class ChatServer:
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = _QUICK
     ) -> Any:
-        """The answer as JSON. Raises ServerError."""
+        """Send a request and return the JSON of its response.
+
+        path: path after /v1.
+        timeout: longest seconds without a byte of the response.
+
+        Raises ServerError.
+        """
         response = self.request(method, path, body, timeout)
         try:
             return json.loads(response.read())
@@ -94,8 +100,8 @@ class ChatServer:
             raise ServerError(f"{self.url} broke off: {reason(error)}") from error
 
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
-        """Yield the pieces of the answer's text as they come. A stream that breaks off goes on.
-        Raises ServerError."""
+        """Yield the text of an answer piece by piece; a broken stream is resumed. Raises
+        ServerError."""
         resuming = ResumableStream()
         body = {**body, "stream": True}
         response = self.request("POST", "/chat/completions", body, headers=resuming.headers)
@@ -117,8 +123,10 @@ class ChatServer:
     def _go_on(
         self, body: dict[str, Any], resuming: ResumableStream, broke: ServerError
     ) -> http.client.HTTPResponse:
-        """Ask for the rest of an answer whose stream broke off, with pauses between the tries.
-        Raises ServerError."""
+        """Request the rest of an answer whose stream broke off, with pauses between the tries.
+
+        Raises ServerError, `broke` or that of the last try, when no try is left.
+        """
         pause = resuming.pause()
         while pause is not None:
             time.sleep(pause)
@@ -147,11 +155,12 @@ class ChatServer:
         timeout: float = _TIMEOUT,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> http.client.HTTPResponse:
-        """Send a request and return the response. Raises ServerError, also for a status that is not
-        200.
+        """Send a request and return the response.
 
-        path: path behind /v1.
-        timeout: seconds without a byte of the answer.
+        path: path after /v1.
+        timeout: longest seconds without a byte of the response.
+
+        Raises ServerError if the server cannot be reached, or for a status other than 200.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(_CONNECT, timeout))
@@ -185,8 +194,12 @@ class ChatServer:
 
 
 def run(url: str, once: str | None, options: ChatOptions, key_file: Path | None) -> int:
-    """Ask once or hold a conversation, and return the exit code. Raises MantaError when the server
-    cannot be talked to."""
+    """Send one message or hold a conversation, and return the exit code.
+
+    once: the one message to send; None: read messages from stdin.
+
+    Raises MantaError if the server cannot be reached or answers with an error.
+    """
     server = ChatServer(url, read_key(key_file))
     body: dict[str, Any] = {
         "model": options.model or server.first_model(),
@@ -203,10 +216,10 @@ def run(url: str, once: str | None, options: ChatOptions, key_file: Path | None)
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """A whole answer.
+    """A complete answer.
 
-    text: all of its text.
-    first_token: time.monotonic() when it began, or ended if it was empty.
+    text: the whole text.
+    first_token: time.monotonic() at the first text; if there was none, at the end.
     """
 
     text: str
@@ -214,7 +227,7 @@ class ChatAnswer:
 
 
 def answer(server: ChatServer, body: dict[str, Any], messages: list[dict[str, str]]) -> ChatAnswer:
-    """Print one answer as it comes."""
+    """Print an answer as it arrives, and return it."""
     parts: list[str] = []
     first = 0.0
     for text in server.stream_chat({**body, "messages": messages}):
@@ -254,7 +267,7 @@ def _converse(server: ChatServer, body: dict[str, Any], messages: list[dict[str,
 
 
 def read_key(path: Path | None) -> str | None:
-    """The first word of the file; without one, OPENAI_API_KEY. Raises ConfigError."""
+    """Return the first word of a key file, or OPENAI_API_KEY without a file. Raises ConfigError."""
     if path is None:
         return api_key()
     try:

@@ -1,4 +1,4 @@
-"""The output of the command line: results to stdout, everything else to stderr."""
+"""The output of the command line: results go to stdout, everything else to stderr."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from rich.status import Status as RichStatus
 
 from deployments.checkpoints.gguf import Progress as Report
 
-_EACH_S = 5.0  # between lines of how far a phase is, where there is no terminal
+_EACH_S = 5.0  # seconds between lines of a phase's progress where there is no terminal
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -20,7 +20,10 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextlib.contextmanager
 def model_progress() -> Iterator[Report]:
-    """A callback for resolve_model: bars on a terminal, elsewhere a line every ten seconds."""
+    """Yield a progress callback for resolve_model.
+
+    It draws bars on a terminal; elsewhere it prints a line every ten seconds.
+    """
     if err.is_terminal:
         with _bars() as report:
             yield report
@@ -61,8 +64,11 @@ def _lines() -> Report:
 
 
 class StatusLine:
-    """The present phase and its duration: a spinner on a terminal, elsewhere a line per change. Of
-    how far a phase is, "phase: so far", a line each few seconds."""
+    """The display of the present phase: a spinner on a terminal, elsewhere one line per phase.
+
+    Progress within a phase ("phase: progress") is printed every few seconds. At the end the phase's
+    duration is printed.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""`manta doctor`: what this machine can run and what is missing, each with a suggestion."""
+"""`manta doctor`: checks of what this machine can run and what is missing, with suggestions."""
 
 import importlib
 import importlib.util
@@ -41,13 +41,13 @@ from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
 
-if TYPE_CHECKING:  # with Ray, which may not be installed
+if TYPE_CHECKING:  # Ray may not be installed
     from deployments.cluster_capacity import RayNode
 
-_LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
-_LEAST_FILES = 4096  # a socket a client and some for each Ray process
+_LEAST_MEMORY = 3 * GIB  # bytes for Ray, Serve, two routers and the default model
+_LEAST_FILES = 4096  # one socket per client, and some files for each Ray process
 _RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
-# What another device may have, or have room for; other errors of a model are in its files.
+# Fields whose fault another device may cure; other errors of a model lie in its files.
 _OF_A_DEVICE = frozenset(EngineConfig.__struct_fields__) - {"model"}
 _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
@@ -56,7 +56,8 @@ _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 class DoctorCheck:
     """The result of one check.
 
-    state: ok; note = works, but see the text; MISSING = Manta cannot run like this.
+    state: "ok"; "note": works, but see the text; "MISSING": Manta cannot run like this.
+    way_out: suggestion that is printed after an arrow.
     """
 
     name: str
@@ -66,8 +67,12 @@ class DoctorCheck:
 
 
 def run(spec: str | None = None) -> int:
-    """Print every check as it is made. Returns 1 if something needed is missing. spec: what is to
-    be served, if that is known. Raises ConfigError."""
+    """Print every check as it is made, and return 1 if something needed is missing.
+
+    spec: configuration or model to be served, if known.
+
+    Raises ConfigError.
+    """
     config, file = (named_config(), None) if spec is None else read_planned(spec)
     missing = 0
     versions = (
@@ -91,7 +96,7 @@ def run(spec: str | None = None) -> int:
 
 
 def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
-    """Return all checks, quick ones first."""
+    """Yield the checks of this machine, quick ones first."""
     yield _python()
     yield from _packages()
     yield from _start_checks(config or parse_config({}))
@@ -112,10 +117,12 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
 def model_checks(
     config: MantaConfig | None, file: Path | None, device: Hardware | None = None
 ) -> Iterator[DoctorCheck]:
-    """Check whether this machine, or the device, holds the model, by `manta plan`'s sum. A model
-    that is not here yet is not fetched.
+    """Yield whether a device can hold the configuration's model, by `manta plan`'s calculation.
 
-    file: config.json of the model.
+    A model that is not on this machine is not downloaded.
+
+    file: config.json of the model, if known.
+    device: hardware to plan for; None: this machine.
     """
     if config is None:
         return
@@ -154,9 +161,9 @@ def model_checks(
 def pool_checks(
     config: MantaConfig | None, nodes: "Sequence[RayNode] | None" = None
 ) -> Iterator[DoctorCheck]:
-    """Report why `manta serve` would not start the replicas here, by its own checks.
+    """Yield the reasons why `manta serve` could not place the replicas, from its own checks.
 
-    nodes: nodes of Ray; None: this machine, whatever Ray runs elsewhere.
+    nodes: Ray's nodes; None: this machine only.
     """
     if config is None or importlib.util.find_spec("ray") is None:
         return
@@ -168,7 +175,7 @@ def pool_checks(
 
 
 def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
-    """Run the checks that `manta serve` makes before its start."""
+    """Yield the results of the checks that `manta serve` makes before it starts."""
     for check in START_CHECKS:
         try:
             yield DoctorCheck(check.name, "ok", check.check(config))
@@ -177,7 +184,7 @@ def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
 
 
 def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
-    """Make a check of an error, whose last part says what to do."""
+    """Return an error as a failed check; the last clause of its message is the suggestion."""
     text, stop, way_out = error.message.rpartition("; ")
     if not stop:
         text, stop, way_out = error.message.rpartition(". ")
@@ -187,7 +194,7 @@ def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck
 def _headers(
     config: MantaConfig, model: ModelConfig, device: Hardware, folder: Path
 ) -> Iterator[DoctorCheck]:
-    """Whether the files have what config.json says, as far as their headers tell."""
+    """Yield a failed check if the weight files' headers do not match config.json."""
     for _, engine in engines(config, device):
         if engine.load_format == "dummy":
             continue
@@ -199,8 +206,10 @@ def _headers(
 
 
 def _model_files(spec: str | None, file: Path | None) -> Iterator[DoctorCheck]:
-    """Report what `manta serve` misses beside a config.json that can be planned. A config.json
-    given by itself is no folder yet, so it is a note only."""
+    """Yield a check of the files that `manta serve` needs besides config.json.
+
+    A config.json given alone has no model folder yet, so missing files are only a note.
+    """
     if file is None:
         return
     try:
@@ -219,7 +228,7 @@ def _python() -> DoctorCheck:
 
 
 def _packages() -> Iterator[DoctorCheck]:
-    """Installed versions against the lower bounds of our own package."""
+    """Yield checks of the installed packages against our package's lower bounds."""
     wanted = {"ray": "", "torch": "", "transformers": "", "triton": ""}
     try:
         lines = metadata.requires("manta-serve") or []
@@ -252,7 +261,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _devices() -> Iterator[DoctorCheck]:
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # a broken installation raises whatever it likes
+    except Exception as error:  # a broken installation may raise anything
         yield DoctorCheck("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
         return
     if torch.cuda.is_available():
@@ -339,7 +348,7 @@ def _haproxy() -> DoctorCheck:
 
 
 def _ray() -> Iterator[DoctorCheck]:
-    """A cluster that others can reach must ask for its token."""
+    """Yield checks that a Ray cluster that other machines can reach requires its token."""
     token = auth_token_source()
     yield _token(token)
     for item in listeners():
@@ -358,7 +367,12 @@ def _ray() -> Iterator[DoctorCheck]:
 
 
 def _token(source: str | None) -> DoctorCheck:
-    """A user that reads the token can run code in the cluster, and Ray lets all users read it."""
+    """Return a check that other users cannot read Ray's token file.
+
+    Whoever has the token can run code in the cluster, and Ray makes the file readable to all.
+
+    source: "RAY_AUTH_TOKEN" or the file that the token comes from; None: there is no token.
+    """
     name = "ray token"
     if source is None:
         return DoctorCheck(name, "ok", "none yet; a local Ray makes its own at its start")

@@ -1,4 +1,4 @@
-"""`manta key`: a new API key, in a keys file as its digest with what it may do."""
+"""`manta key`: make an API key and write its digest, rights and limits to a keys file."""
 
 import os
 import secrets
@@ -11,11 +11,13 @@ from engine.errors import ConfigError
 
 
 def run(file: Path, name: str, fields: list[str]) -> int:
-    """Append the key's line and print the key, which is nowhere else. Raises ConfigError."""
+    """Append a new key's line to the file, and print the key, which is stored nowhere. Raises
+    ConfigError."""
     key = f"sk-{secrets.token_urlsafe(24)}"
     digest = f"sha256:{key_digest(key)}"
     line = " ".join((digest, f"name={name}", *fields))
-    parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")  # words as they were given
+    # The name last, so that errors quote the fields as they were typed.
+    parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")
     if file.exists():
         known = [entry for entry in read_api_keys(file, str(file)) if entry.rule.name == name]
         if known:
@@ -24,7 +26,7 @@ def run(file: Path, name: str, fields: list[str]) -> int:
         text += "" if text.endswith("\n") else "\n"
     else:
         text = ""
-    # Renamed into place: a router that reads meanwhile sees the old file or the new one.
+    # Replace the file by a rename, so that routers never read half of it.
     new = file.with_name(f"{file.name}.new")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as target:

@@ -1,4 +1,4 @@
-"""The `manta` command. Each command's module, and whatever it needs, is imported when it runs."""
+"""The `manta` command. A command's module and its dependencies are imported only when it runs."""
 
 import contextlib
 import os
@@ -405,12 +405,13 @@ def version() -> None:
 
 
 def app() -> None:
-    """Entry point: every expected failure becomes one line and an exit code.
+    """Run the command line and end the process. An expected failure prints one line.
 
-    2: the command line or the configuration is wrong. 1: something did not work. 130: Ctrl-C.
+    Exit codes are 2 for a wrong command line or configuration, 1 for other failures, 130 for
+    Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a character that the terminal lacks becomes "?"
+        if hasattr(stream, "reconfigure"):  # print "?" for a character that the terminal lacks
             stream.reconfigure(errors="replace")
     code = _run()
     with contextlib.suppress(BrokenPipeError):
@@ -418,8 +419,8 @@ def app() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone, as in `manta doctor | head -1`. Python would complain once more at
-        # its exit, about a stream that has nowhere to go.
+        # The reader of stdout has gone, as in `manta doctor | head -1`. Python would fail again
+        # when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     leave(code)
 

@@ -1,4 +1,4 @@
-"""`manta plan`: tables of what a configuration takes and what it costs."""
+"""`manta plan`: print tables of a configuration's memory and its cost on node types."""
 
 import os
 import sys
@@ -29,13 +29,14 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes, shares
 
-_OFFERS = 8  # node types in a table
+_OFFERS = 8  # most node types in a table
 
 
 def run(
     spec: str, gpu: str | None, gpus: int | None, memory: float | None, prices: Path | None = None
 ) -> int:
-    """Print the tables. Raises ConfigError when something does not fit."""
+    """Print the tables of a configuration or model. Raises ConfigError if something does not
+    fit."""
     config, file = read_planned(spec, complete=False)
     priced = Prices.load(prices)
     device = device_of(gpu, memory)
@@ -52,12 +53,12 @@ def _print(
     gpus: int | None,
     priced: Prices,
 ) -> None:
-    """The tables of one model. file: its config.json, if it is known."""
+    """Print the tables of one model. file: config.json of the model, if known."""
     alone = Path(config.model).expanduser() / "config.json"
     file = file or outlined(config.model) or (alone if alone.is_file() else None)
     if file is None:
         with model_progress() as progress:
-            # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
+            # Weights are not read; of a GGUF file the folder with its blocks is converted faster.
             folder = resolve_model(
                 config.model, config.revision, progress, weights=False, blocks=True
             )
@@ -82,10 +83,12 @@ def _print(
 def plans(
     config: MantaConfig, file: Path, device: Hardware, gpus: int | None = None
 ) -> Iterator[tuple[str, EnginePlan]]:
-    """Plan each pool that would run on the device. Raises ConfigError when something does not fit.
+    """Yield (pool, plan) for each pool that would run on the device.
 
     file: config.json of the model.
-    gpus: GPUs of a node; None = as many as a replica has.
+    gpus: GPUs of a node; None: as many as a replica has.
+
+    Raises ConfigError if something does not fit.
     """
     for name, engine in engines(config, device):
         model = as_loaded(ModelConfig.from_file(file, engine.rope_scaling), engine)
@@ -93,7 +96,7 @@ def plans(
             yield name, plan(model, engine, device, devices_per_node=gpus)
         except DoesNotFit as error:
             ranks = None if device.kind == "cpu" else ranks_that_fit(model, engine, device)
-            if ranks is None:  # on a CPU they share the memory
+            if ranks is None:  # ranks on a CPU share its memory, so more of them do not help
                 raise
             raise DoesNotFit(
                 f"{error.message}; or set engine.tensor_parallel: {ranks}, with which it fits on "
@@ -103,11 +106,13 @@ def plans(
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:
-    """Yield lines on what a token takes in the KV cache and for how long, and on the states of
-    recurrent layers."""
+    """Yield lines on the KV cache: bytes per token by kind of layer, and how long a token is kept.
+
+    Further lines describe the states of recurrent layers.
+    """
     if not result.kv_per_token:
         return
-    # On a CPU all ranks share the memory.
+    # Ranks on a CPU share its memory.
     suffix = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
     taken = sum(size for _, _, size in result.kv_per_token)
     yield f"{taken / 1024:,.1f} KiB of keys and values a token{suffix}"
@@ -137,7 +142,10 @@ def parameters(result: EnginePlan) -> str:
 
 
 def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
-    """The model as this engine would get it. model: in blocks, if it has any."""
+    """Return the model with the quantisation that this engine would load.
+
+    model: configuration of the model; a GGUF model is given with its blocks.
+    """
     quantized = model.quantized
     if quantized is None or quantized.method != "gguf" or keeps_blocks(asdict(engine)):
         return model
@@ -151,7 +159,8 @@ def _engine(config: MantaConfig, kind: PoolKind, pool: PoolConfig) -> EngineConf
 def _costs(
     config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
 ) -> Iterator[str]:
-    """A table for each pool: of those that the configuration has, or of both kinds."""
+    """Yield the lines of a cost table for each configured pool, or for both kinds if none is
+    configured."""
     yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
     wanted = gpu.lower() if gpu is not None else ""
     kinds: tuple[PoolKind, ...] = ("gpu", "cpu")
@@ -188,7 +197,7 @@ def _costs(
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
-    """Describe what the pool's replicas cost an hour where a replica is cheapest."""
+    """Describe the hourly cost of the pool's replicas on the cheapest node type."""
     noun = "replica" if pool.replicas == 1 else "replicas"
     hour, nodes = offer.hour(pool.replicas), offer.plan.nodes
     apart = f", each on {nodes} of them" if nodes > 1 else ""
@@ -210,7 +219,7 @@ def _offer(offer: NodeOffer) -> str:
 
 
 def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
-    """(pool, engine configuration) of each pool that would run on the device."""
+    """Yield (pool, engine configuration) for each pool that would run on the device."""
     wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
     pools = {name: pool for name, pool in config.pools.items() if name == wanted}
     if config.pools and not pools:
@@ -263,8 +272,10 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield table rows of this machine's NUMA nodes, and of each rank's share of them. Raises
-    ConfigError."""
+    """Yield table rows of this machine's NUMA nodes and each rank's share of them.
+
+    Raises ConfigError.
+    """
     nodes = read_nodes()
     if engine.numa == "none":
         yield "NUMA nodes", f"{len(nodes)}" + "; threads are bound to none" * (len(nodes) > 1)
@@ -277,9 +288,13 @@ def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def device_of(gpu: str | None, memory: float | None, *, quiet: bool = False) -> Hardware:
-    """Return the hardware that is planned for: a named GPU, a GPU of so many GiB, or this machine.
+    """Return the hardware to plan for.
 
-    quiet: whether to print nothing where this machine has no GPU.
+    gpu: name of a GPU, its memory in GiB, or "cpu"; None: this machine.
+    memory: free memory of a CPU node in GiB; None: this machine's.
+    quiet: whether to print no hint when this machine has no GPU.
+
+    Raises ConfigError for an unknown `gpu`.
     """
     if gpu is None:
         return _this_machine(memory, quiet=quiet)

@@ -1,4 +1,4 @@
-"""Listening sockets of this machine and their processes, from /proc; none without /proc."""
+"""Listening sockets of this machine and their processes, from /proc; none where it is missing."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ _LISTEN = "0A"
 
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
-    """A listening TCP socket. inode: the kernel's number of the socket."""
+    """A listening TCP socket. inode: its inode number, by which /proc finds its process."""
 
     address: str
     port: int
@@ -18,7 +18,7 @@ class ListeningSocket:
 
 
 def listeners() -> list[ListeningSocket]:
-    """Return all listening TCP sockets; empty where /proc does not tell."""
+    """Return all listening TCP sockets; an empty list without /proc."""
     sockets = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
@@ -34,19 +34,19 @@ def listeners() -> list[ListeningSocket]:
 
 
 def holder(port: int) -> str | None:
-    """ "pid 123 (name)" of the process that listens on a port; None if it cannot be found."""
+    """Return "pid 123 (name)" of the process that listens on a port; None if it cannot be found."""
     sockets = {f"socket:[{item.inode}]" for item in listeners() if item.port == port}
     for process in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(os.readlink(entry) in sockets for entry in (process / "fd").iterdir()):
                 return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
         except OSError:
-            continue  # it ended meanwhile, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return None
 
 
 def why_not_bindable(host: str, port: int) -> str | None:
-    """Why a server could not listen there, in words with a suggestion; None if it could."""
+    """Return why a server cannot listen at an address, with a suggestion; None if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -73,7 +73,10 @@ def why_not_bindable(host: str, port: int) -> str | None:
 
 
 def _address(text: str, family: int) -> str:
-    """The kernel writes an address as hexadecimal words in the machine's byte order."""
+    """Return an address of /proc/net/tcp in its usual form.
+
+    The kernel prints it as hexadecimal words in the machine's byte order.
+    """
     raw = bytes.fromhex(text)
     words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
     return socket.inet_ntop(family, b"".join(words))

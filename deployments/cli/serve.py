@@ -1,4 +1,4 @@
-"""`manta serve`: deploy, wait until it answers, stay until Ctrl-C, leave nothing behind."""
+"""`manta serve`: deploy, wait until requests are answered, stay until Ctrl-C, then clean up."""
 
 import http.client
 import json
@@ -27,10 +27,10 @@ from deployments.haproxy.launch import complaint
 from engine.errors import ConfigError
 from engine.shards import read_headers
 
-_POLL = 0.2  # seconds
+_POLL = 0.2  # seconds between polls of Serve
 _POLL_SECONDS = 5.0  # seconds between two polls of the cluster's nodes
-_BEAT = 2.0  # seconds between two polls of the application
-_READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
+_BEAT = 2.0  # seconds between polls of the deployed application
+_READY_SECONDS = 30.0  # from Serve's "RUNNING" to the first status 200 of /ready
 
 
 def run(
@@ -41,12 +41,16 @@ def run(
     address: str | None = None,
     once_ready: OnceReady | None = None,
 ) -> int:
-    """Serve until Ctrl-C, and return 130; or until SIGTERM, let what is in flight end for
-    limits.drain_seconds, and return 0.
+    """Serve until a signal comes, and return the exit code.
 
-    once_ready: called with the endpoint's URL when it answers; False ends the serving, exit 0.
-    Raises ConfigError before anything is started, MantaError when it cannot be, RayLostError
-    when the node was lost and is not to be started again.
+    Ctrl-C stops at once and returns 130. SIGTERM lets running requests end for up to
+    limits.drain_seconds and returns 0.
+
+    address: address of the Ray cluster to join; None: see `Cluster`.
+    once_ready: called with the endpoint's URL when it answers; False ends the serving with code 0.
+
+    Raises ConfigError before anything is started, MantaError if the start fails, and RayLostError
+    if a Ray node was lost and the restart limit is reached.
     """
     config = _with_http(read_target(spec), host, port)
     if config.http.exposed:
@@ -69,7 +73,7 @@ def run(
 
 
 def _end_leftovers() -> None:
-    """End the processes that a killed `manta serve` has left: they may hold the port, the GPU and
+    """Kill processes that a killed `manta serve` left, as they may hold the port, the GPU and
     memory."""
     if processes := leftovers():
         names = ", ".join(f"{process.name} ({pid})" for pid, process in processes.items())
@@ -83,13 +87,15 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 
 
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
-    """Do the driver's work: start or join Ray, deploy, and stay. Raises MantaError; RayLostError
-    when Ray is gone."""
+    """Do the driver process's work: start or join Ray, deploy, and stay.
+
+    Raises MantaError; RayLostError if Ray is gone.
+    """
     if cluster.own:
         from deployments.cluster_capacity import check_pools, this_machine
 
         check_pools(config, this_machine())
-        # Here rather than in the replicas, whose progress is not shown. They find it cached.
+        # Done here, where progress is shown; the replicas find the model in the cache.
         with model_progress() as progress:
             for part in config.each().values():
                 dummy = part.engine.get("load_format") == "dummy"
@@ -97,13 +103,14 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     model_folder = resolve_model(
                         part.model, part.revision, progress, weights=not dummy, blocks=blocks
                     )
-                    if not dummy:  # by a replica that cannot load them it is told after a minute
+                    # A replica would report a fault in the headers only after a minute.
+                    if not dummy:
                         read_headers(model_folder)
     driver.ignore(signal.SIGINT)
     driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config, folder)
-    driver.ignore(signal.SIGTERM)  # Ray has put a handler of its own in its place
+    driver.ignore(signal.SIGTERM)  # again, as Ray has installed its own handler
     driver.report(ray=True)
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -117,7 +124,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
 
 
 def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
-    """Deploy the application and wait until it answers. Raises ServeError, and what Ray does."""
+    """Deploy the application and wait until it answers. Raises ServeError and Ray's exceptions."""
     from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -135,8 +142,10 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
 
 
 def _check_room(config: MantaConfig, cluster: Cluster) -> str:
-    """Describe the pools that wait for nodes; "" if all may find a place. Raises ConfigError where
-    nothing starts nodes."""
+    """Return a description of the pools that wait for nodes; "" if all replicas fit.
+
+    Raises ConfigError if replicas do not fit and nothing can start nodes.
+    """
     from deployments.cluster_capacity import check_pools, cluster_nodes
     from deployments.serve.model_deployments import NodeCapacity
 
@@ -151,10 +160,11 @@ def _check_room(config: MantaConfig, cluster: Cluster) -> str:
 
 
 def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], str]) -> None:
-    """Wait until Serve says that the application is running. Raises ServeError with the reason when
-    it will not come up, and what check_room does.
+    """Wait until Serve reports the application as running.
 
-    check_room: says what waits for nodes.
+    check_room: returns a description of the pools that wait for nodes; may raise ConfigError.
+
+    Raises ServeError with the reason if the application fails.
     """
     from ray import serve
     from ray.serve._private.common import ReplicaState
@@ -169,13 +179,14 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
         if app is not None:
             if app.status == "RUNNING":
                 return
-            of = f" of {app_name}" if "." in app_name else ""  # one of several models
+            # The application of one of several models.
+            of = f" of {app_name}" if "." in app_name else ""
             messages = [*(one.message for one in app.deployments.values()), app.message]
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
                 raise ServeError(f"the deployment{of} failed: {why_failed(messages)}")
             counts = []
             for name, deployment in app.deployments.items():
-                if name == MODEL:  # never has any
+                if name == MODEL:  # this deployment never has a replica
                     continue
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
@@ -189,8 +200,8 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
     """Wait until /ready answers with status 200. Raises ServeError.
 
-    Serve says "running" a moment before its proxy knows the routers; and where a pool may be
-    empty, before its first replica has begun to start.
+    Serve reports "RUNNING" a moment before its proxy knows the routers. If a pool may be empty, it
+    does so before the pool's first replica has started.
     """
     status.update("Waiting for the first good answer")
     deadline = time.monotonic() + _READY_SECONDS
@@ -217,8 +228,10 @@ def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
 
 
 def _connection(config: MantaConfig) -> http.client.HTTPConnection:
-    """Return a connection to our own proxy, which is known by its certificate, whatever name that
-    has."""
+    """Return a connection to our own proxy.
+
+    The proxy is verified by its own certificate, whatever host name that contains.
+    """
     address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
     if certificate is None:
         return http.client.HTTPConnection(*address, timeout=5)
@@ -235,7 +248,7 @@ def _starting(app_name: str) -> bool:
 
 
 def _reachable(config: MantaConfig) -> str:
-    """An address to connect to for one to listen on."""
+    """Return an address to connect to, for an address to listen on."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)
 
 
@@ -247,7 +260,7 @@ def _url(config: MantaConfig) -> str:
 
 
 def _about(config: MantaConfig) -> list[str]:
-    """Return the lines that tell a user what to do now."""
+    """Return the lines that tell a user how to use the running server."""
     import ray
 
     url = _url(config)
@@ -274,8 +287,10 @@ def _about(config: MantaConfig) -> list[str]:
 
 
 def _key_option(config: MantaConfig) -> str:
-    """Return the --key option of `manta chat`: the keys file itself, where its first word is a key
-    and no digest of one."""
+    """Return the --key option for `manta chat`.
+
+    The keys file itself serves if its first word is a key rather than a digest.
+    """
     file = config.http.api_keys_file
     if file is None:
         return ""
@@ -284,11 +299,11 @@ def _key_option(config: MantaConfig) -> str:
 
 
 def _logs() -> list[str]:
-    """Return the line on where Ray's processes write logs, and how much is kept."""
+    """Return the line that says where Ray's processes write logs, and how much is kept."""
     from ray._private import worker
 
     node: Any = worker._global_node
-    if node is None:  # Ray's client has none
+    if node is None:  # a Ray client has no node
         return []
     most, before = node.max_bytes >> 20, node.backup_count
     return [
@@ -298,8 +313,11 @@ def _logs() -> list[str]:
 
 
 def _stay(driver: Driver, app_name: str) -> None:
-    """Stay until the supervisor ends this process. It notices a call that hangs by missing
-    beats."""
+    """Report once in a while that the application runs, until the supervisor ends this process.
+
+    The supervisor detects a hanging call by missing reports. Raises ServeError if the application
+    was deleted.
+    """
     from ray import serve
 
     while not driver.stopping:

@@ -1,4 +1,4 @@
-"""The options and requests that commands to a running server share."""
+"""Options and requests that the commands for a running server share."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 HERE = "http://127.0.0.1:8000"
-# Commands take the server's URL in either way.
+# Commands accept the server's URL as an option and as an argument.
 Url = Annotated[str | None, typer.Option(help=f"Server to talk to; default: {HERE}.")]
 UrlArgument = Annotated[str | None, typer.Argument(metavar="URL", help="The same as --url.")]
 AdminKey = Annotated[
@@ -16,7 +16,7 @@ AdminKey = Annotated[
 
 
 def server_url(argument: str | None, option: str | None) -> str:
-    """Return the URL that was given in either way, or the default. Raises ConfigError."""
+    """Return the server's URL from the argument, the option or the default. Raises ConfigError."""
     if argument is not None and option is not None and argument != option:
         from engine.errors import ConfigError
 
@@ -32,9 +32,13 @@ def ask(
     body: dict[str, Any] | None = None,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of the answer. Raises ServerError and ConfigError.
+    """Send a request to a server and return the JSON of its response.
 
-    seconds: how long to wait for the answer; None: as long as a question of status may take.
+    key: file with the API key.
+    path: path after /v1.
+    seconds: longest wait for the response; None: a few seconds, as for a status request.
+
+    Raises ServerError and ConfigError.
     """
     from deployments.cli.chat import ChatServer, read_key
 

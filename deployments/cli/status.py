@@ -1,7 +1,7 @@
-"""`manta status`: what each application does now, a page each; live on a terminal, or as JSON.
+"""`manta status`: a page for each running application, live on a terminal, or as JSON.
 
-Everything is asked of the routers, which hear of each replica with every step, and of Serve. Rates
-are differences between two looks.
+The data come from the routers, which get a report from each replica with every step, and from
+Serve. Rates are differences between two polls.
 """
 
 import json
@@ -27,20 +27,26 @@ from deployments.model_applications import model_app
 from deployments.observe.metrics import RouterMetrics, quantile
 from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
 
-_POLL_SECONDS = 1.0  # seconds between the two looks of --once and --json
+_POLL_SECONDS = 1.0  # seconds between the two polls of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
-_LOOKS = 9.0  # seconds for all that a look asks
-_WIDTH = 110  # columns where the terminal does not say how many it has
+_LOOKS = 9.0  # seconds for one whole poll
+_WIDTH = 110  # columns where there is no terminal
 
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StatusSnapshot:
-    """The answers of one look. time: Unix seconds. status: Serve's word for the application.
-    counts: pool -> {state of Serve's replicas: how many}. routers: their `state`. scaling: the last
-    decision, if any. silent: routers that did not answer. models: where there are several, a look
-    at each."""
+    """The answers of one poll of an application.
+
+    time: Unix seconds.
+    status: Serve's status of the application.
+    counts: number of replicas by pool and Serve's replica state.
+    routers: the routers' `state` dictionaries.
+    scaling: the last scaling decision, if any.
+    silent: number of routers that did not answer.
+    models: one snapshot per model if there are several.
+    """
 
     time: float
     app: str
@@ -53,10 +59,14 @@ class StatusSnapshot:
 
 
 def run(app: str | None, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
-    """Print until Ctrl-C, or once. app: None is every application of ours on the cluster.
+    """Print the status until Ctrl-C, or once.
 
-    As JSON each of several models is an object. Raises ClusterError: no cluster, or no such
-    application; several of them as JSON."""
+    app: name of the application; None: all of ours on the cluster.
+    every: seconds between polls.
+
+    As JSON, each of several models is an object of its own. Raises ClusterError if there is no
+    cluster or no such application, or for several applications as JSON.
+    """
     _join(address)
     before = _looks(app)
     if as_json and len(names := sorted({snapshot.app for snapshot in before.values()})) > 1:
@@ -81,8 +91,13 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
 
 
 def _join(address: str | None) -> None:
-    """Join the cluster of that address; without one as `Cluster`, else the one that a `manta serve`
-    on this machine has of its own. Raises ClusterError."""
+    """Join the Ray cluster to ask.
+
+    address: address of the cluster; None: as for `Cluster`, else the one that a `manta serve` on
+        this machine started.
+
+    Raises ClusterError.
+    """
     cluster = Cluster(address)
     if not cluster.own and cluster.address is not None:
         join(cluster.address)
@@ -97,14 +112,16 @@ def _join(address: str | None) -> None:
             )
         send_auth_token()
         join(addresses[0])
-    import ray.serve  # before its logger is set up: it sets the level when it is imported
+    import ray.serve  # imported first, because the import sets the logger's level
 
     logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)
 
 
 def _looks(app: str | None) -> dict[str, StatusSnapshot]:
-    """Take a snapshot of each application, or of the named one, by application and model. Raises
-    ClusterError, also when Ray does not answer any more."""
+    """Return a snapshot of each application, or of the named one, by application and model.
+
+    Raises ClusterError, also if Ray no longer answers.
+    """
     try:
         names = [app] if app is not None else within(_LOOKS, applications)
         snapshots = {name: within(_LOOKS, partial(poll, name)) for name in names}
@@ -118,14 +135,14 @@ def _looks(app: str | None) -> dict[str, StatusSnapshot]:
 
 
 def applications() -> list[str]:
-    """Names of our applications, sorted. Raises ClusterError where there are none."""
+    """Return the sorted names of our applications. Raises ClusterError if there are none."""
     from ray import serve
 
     there = serve.status().applications
     ours = sorted(
         name
         for name, application in there.items()
-        # One that is being built has no deployments yet, and one of others has no router.
+        # An application being built has no deployments yet; other people's have no router.
         if ROUTER in application.deployments or not application.deployments
     )
     if not ours:
@@ -134,7 +151,7 @@ def applications() -> list[str]:
 
 
 def poll(app: str) -> StatusSnapshot:
-    """Ask Serve and all routers. Needs a connection to Ray."""
+    """Return a snapshot of an application from Serve and all routers. Needs a connection to Ray."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -148,7 +165,7 @@ def poll(app: str) -> StatusSnapshot:
         handle = serve.get_app_handle(app)
         answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
-        pass  # none can be asked now: the page says so
+        pass  # no router can be asked now; the page shows it
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
     whole = StatusSnapshot(
         time.time(),
@@ -165,7 +182,7 @@ def poll(app: str) -> StatusSnapshot:
 
 
 def _counts(application: Any) -> dict[str, dict[str, int]]:
-    """Replicas of each pool by their state. application: as Serve tells of it."""
+    """Return the number of replicas by pool and state. application: Serve's status of it."""
     return {
         name.removeprefix(ENGINE_PREFIX): {
             _word(state): count for state, count in deployment.replica_states.items()
@@ -176,8 +193,11 @@ def _counts(application: Any) -> dict[str, dict[str, int]]:
 
 
 def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, StatusSnapshot]:
-    """Return a poll of each of several models; {} where there is one. there: Serve's
-    applications."""
+    """Return a snapshot of each model if there are several, else {}.
+
+    whole: snapshot of the routers' application.
+    there: Serve's status of all applications, by name.
+    """
     names = {name for router in whole.routers for name in router.get("models", {})}
     pages = {}
     for name in sorted(names):
@@ -186,7 +206,8 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
         states = [router["models"][name] for router in whole.routers if name in router["models"]]
         status = "GONE" if application is None else _word(application.status)
         if status == "RUNNING" and all(state.get("status") == "sleeping" for state in states):
-            status = "SLEEPING"  # Serve finds that it has as many replicas as it should
+            # Serve says RUNNING, because the pool has its target of no replicas
+            status = "SLEEPING"
         pages[name] = replace(
             whole,
             status=status,
@@ -198,7 +219,7 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
 
 
 def _word(state: Any) -> str:
-    """Return the text of one of Serve's states, some of which are text already."""
+    """Return the text of a state of Serve, which is an enum or text."""
     return str(state.value if isinstance(state, Enum) else state)
 
 
@@ -206,7 +227,7 @@ def _word(state: Any) -> str:
 
 
 def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict[str, Any]:
-    """The page as data, which `--json` prints. Rates are None without an earlier look. Pure."""
+    """Return the page's data, which `--json` prints. Rates are None without an earlier snapshot."""
     seconds = now.time - before.time if before is not None else 0.0
     last = _replicas(before.routers) if before is not None else {}
     replicas = []
@@ -277,12 +298,11 @@ def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict
     }
 
 
-_SHAPES = RouterMetrics()  # for names and buckets
+_SHAPES = RouterMetrics()  # for the metrics' names and buckets
 
 
 def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
-    """Return the stats of the replicas by name; of what several routers know of a replica, the
-    newest."""
+    """Return the replicas' statistics by name; where routers differ, those of the newest step."""
     replicas: dict[str, Report] = {}
     for router in routers:
         for name, stats in router["replicas"].items():
@@ -292,8 +312,10 @@ def _replicas(routers: Sequence[Report]) -> dict[str, Report]:
 
 
 def _metrics(now: Sequence[Report], before: Sequence[Report]) -> dict[str, Any]:
-    """Add up what routers have counted since the earlier look. A router that is not in that look
-    counts since its start."""
+    """Return the sums of what the routers have counted since the earlier poll.
+
+    A router that the earlier poll lacks counts from its start.
+    """
     last = {router["name"]: router["metrics"] for router in before}
     total = _SHAPES.to_json()
     for router in now:
@@ -358,7 +380,7 @@ def _pool(
 
 
 def pages(found: Sequence[Report]) -> RenderableType:
-    """The summaries of all applications, one below the other."""
+    """Return the summaries of all applications, one below the other."""
     parts: list[RenderableType] = []
     for summary in found:
         parts += ([""] if parts else []) + [page(summary)]
@@ -366,7 +388,7 @@ def pages(found: Sequence[Report]) -> RenderableType:
 
 
 def page(found: Report) -> RenderableType:
-    """The summary for people."""
+    """Return one application's summary as text and tables."""
     rates, late = found["rates"], found["latency_ms"]
     head = (
         f"{escape(found['application'])} {escape(found['status'])}  {escape(str(found['model']))}  "

@@ -1,4 +1,4 @@
-"""CONFIG|MODEL: what `manta serve` and `manta plan` take."""
+"""The argument CONFIG|MODEL of the commands: a configuration file or a model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from engine.errors import ConfigError
 
 
 def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
-    """A validated configuration from a file, or the defaults for a model. complete: as of
-    `load_config`.
+    """Return the configuration of a file, or the defaults with a model.
+
+    spec: path of a .yaml file, or a value of `model:`.
+    complete: see `load_config`.
 
     Raises ConfigError with all problems, before anything is downloaded or loaded.
     """
@@ -28,11 +30,12 @@ def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
 
 
 def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path | None]:
-    """Read a target as `read_target` does, but for planning: the model's files need not be
-    complete. A folder may be without weights and tokenizer, and its config.json may be given alone.
-    The path is that config.json's; None where the model has to be resolved.
+    """Return a configuration for planning, and the path of the model's config.json.
 
-    complete: whether the folder that a .yaml file names has to have weights and tokenizer.
+    Here a model folder may lack weights and tokenizer, or its config.json may be given alone. The
+    path is None if the model must be resolved first.
+
+    complete: whether the folder that a .yaml file names must have weights and tokenizer.
     """
     path = Path(spec).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
@@ -42,10 +45,13 @@ def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path
 
 
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
-    """Return the configuration of an engine in this process, with its device decided. It is that of
-    a pool of the device's kind, if the configuration has one. Raises ConfigError.
+    """Return the configuration of an engine in this process, with a resolved device.
 
-    instead: fields that the command line decides; None leaves a field alone.
+    It is taken from the pool of the device's kind, if the configuration has one.
+
+    instead: fields from the command line; None leaves a field as it is.
+
+    Raises ConfigError for a configuration of several models.
     """
     if target.models:
         names = ", ".join(target.models)

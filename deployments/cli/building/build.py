@@ -1,4 +1,4 @@
-"""`manta build`: Serve's config file of a configuration, or a manifest for KubeRay around it."""
+"""`manta build`: print Serve's config file of a configuration, or a KubeRay manifest with it."""
 
 import io
 import sys
@@ -17,8 +17,8 @@ def run(
     memory: list[str] | None = None,
     cache_claim: str = "",
 ) -> int:
-    """Print Serve's config file, or a RayService. Raises ConfigError."""
-    config = read_target(spec)  # before Ray is imported, which takes a second
+    """Print Serve's config file, or a RayService that contains it. Raises ConfigError."""
+    config = read_target(spec)  # read first, as importing Ray takes a second
     from deployments.app import serve_config
     from deployments.cli.building.kubernetes import IMAGE, memory_of, rayservice
 

@@ -1,4 +1,4 @@
-"""`manta build --kubernetes`: a RayService of a configuration, as KubeRay takes it."""
+"""`manta build --kubernetes`: a configuration's RayService manifest for KubeRay."""
 
 import hashlib
 import json
@@ -20,15 +20,16 @@ from deployments.scaling import policy as autoscaling
 from engine.errors import ConfigError
 
 IMAGE = "REGISTRY/manta:0.1.0"
-MEMORY = {"head": "16Gi", "gpu": "32Gi", "cpu": "48Gi"}  # of a pod
+MEMORY = {"head": "16Gi", "gpu": "32Gi", "cpu": "48Gi"}  # memory of a pod, by kind of group
 HEAD_CPUS = 4
-CACHE = "/cache"  # of models, kernels and the hub's client: where deploy/Dockerfile has them
-_EDGE = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
+CACHE = "/cache"  # models, kernels and the hub client's files, as in deploy/Dockerfile
+_EDGE = "/usr/local/bin/manta-haproxy"  # haproxy launcher that deploy/Dockerfile installs
 _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
-_MARGIN = 20  # seconds between the end of a drain, that of its hook and that of its pod
-_NAME = 40  # letters of a model in the name of a group; a pod's name has 63 in all
+# Seconds from the end of a drain to the end of its hook, and from there to the pod's end.
+_MARGIN = 20
+_NAME = 40  # most letters of a model's name in a group's name; a pod's name has at most 63
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
-# For gated and private models of the hub: pods start without the Secret, too.
+# The token for gated and private hub models. Optional: pods start without the Secret, too.
 _HUB_TOKEN = {
     "name": "HF_TOKEN",
     "valueFrom": {"secretKeyRef": {"name": "manta-hub", "key": "token", "optional": True}},
@@ -41,14 +42,17 @@ def rayservice(
     memory: Mapping[str, str] | None = None,
     cache_claim: str = "",
 ) -> dict[str, Any]:
-    """Return the RayService manifest of a configuration. Raises ConfigError.
+    """Return the RayService manifest of a configuration.
 
-    One pod is one replica, or a node of one that has several; a pool is a worker group of the same
-    name, or of the name MODEL-POOL where there are several models.
+    A pod is one replica, or one node of a replica that spans several. Each pool is a worker group
+    named after the pool, or MODEL-POOL if there are several models.
 
+    image: container image of all pods.
     memory: memory of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units.
-    cache_claim: PersistentVolumeClaim that all pods share as their cache; empty: each pod's goes
-        with it.
+    cache_claim: PersistentVolumeClaim that all pods share as their cache; "": each pod has an
+        emptyDir.
+
+    Raises ConfigError.
     """
     if cache_claim and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", cache_claim):
         raise ConfigError(
@@ -63,7 +67,7 @@ def rayservice(
         for kind, pool in pools(part, NodeCapacity.here()).items()
     }
     memory = _memory(groups, memory or {})
-    # The image has haproxy, whatever this machine has.
+    # The image has haproxy, whether or not this machine has it.
     http = config.http.model_copy(update={"proxy": "haproxy"})
     env: list[dict[str, Any]] = [
         {"name": name, "value": value}
@@ -100,8 +104,8 @@ def rayservice(
                 },
                 "headGroupSpec": {
                     "labels": {"pool": "head"},
-                    # On the pod's loopback the operator could not reach it; the token keeps others
-                    # out.
+                    # The operator must reach the dashboard from outside the pod; the token keeps
+                    # others out.
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": head,
                 },
@@ -112,9 +116,11 @@ def rayservice(
 
 
 def _labelled(config: MantaConfig) -> MantaConfig:
-    """Return the configuration with labels for the pools of several models that have none. Each
-    pool then asks for pods of its own. Raises ConfigError where the size of a pod is not known, or
-    a GPU pool sleeps."""
+    """Return the configuration with a node label for each pool of several models that has none.
+
+    Each pool then gets pods of its own. Raises ConfigError if the size of a pod is unknown, or if a
+    GPU pool sleeps.
+    """
     for model, part in config.each().items():
         before = f"models.{model}." if config.models else ""
         if config.models and not part.pools:
@@ -150,8 +156,10 @@ def _labelled(config: MantaConfig) -> MantaConfig:
 
 
 def _group_name(config: MantaConfig, model: str, pool: str) -> str:
-    """Return the name of a pool's worker group, in letters that pod names may have. Two models
-    never get the same name."""
+    """Return the name of a pool's worker group, in letters that pod names may have.
+
+    Different models never get the same name.
+    """
     if not config.models:
         return pool
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower())[:_NAME].strip("-")
@@ -163,8 +171,13 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 def _memory(
     groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the memory of a pod by group, in Kubernetes' units. Raises ConfigError for an unknown
-    group."""
+    """Return the memory of a pod by group, in Kubernetes' units.
+
+    groups: (pool kind, pool, nodes of a replica) of each group.
+    given: amounts of the command line, by group or kind.
+
+    Raises ConfigError for an unknown group.
+    """
     for name in given:
         if name not in MEMORY and name not in groups:
             known = ", ".join(dict.fromkeys((*MEMORY, *groups)))
@@ -178,8 +191,11 @@ def _memory(
 
 
 def _environment(config: MantaConfig) -> dict[str, str]:
-    """Return the environment of a pod. Variables that name a folder or a port of this machine are
-    left out: each pod has the defaults."""
+    """Return the environment of a pod.
+
+    Variables that name a folder or port of this machine are left out, so that pods use the
+    defaults.
+    """
     variables = {}
     folder = str(edge_folder())
     try:
@@ -197,9 +213,9 @@ def _environment(config: MantaConfig) -> dict[str, str]:
 
 
 def _resources(pool: PoolConfig) -> dict[str, str]:
-    """The requests of a pod."""
-    assert pool.num_cpus is not None  # deployments.app.pools has decided it
-    cpus = math.ceil(pool.num_cpus) + 1  # for routers, the proxy and Ray's own processes
+    """Return a pod's resource requests."""
+    assert pool.num_cpus is not None  # deployments.app.pools has set it
+    cpus = math.ceil(pool.num_cpus) + 1  # one more for routers, the proxy and Ray's own processes
     resources = {"cpu": str(cpus)}
     if pool.num_gpus:
         resources["nvidia.com/gpu"] = str(math.ceil(pool.num_gpus))
@@ -213,7 +229,12 @@ def _group(
     template: dict[str, Any],
     drain: int,
 ) -> dict[str, Any]:
-    """A worker group, whose pods are drained before their end."""
+    """Return a worker group's specification, whose pods are drained before they end.
+
+    nodes: pods of one replica.
+    template: pod template, to which the drain hook is added.
+    drain: seconds for running requests to end or move.
+    """
     if autoscaling.scales(pool):
         limits = autoscaling.limits(pool)
         least, most = limits["min_replicas"], limits["max_replicas"]
@@ -225,10 +246,10 @@ def _group(
     )
     (container,) = template["spec"]["containers"]
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
-    # A spot node's end begins with SIGTERM: what runs has so long to end or move.
+    # A spot node ends with SIGTERM, after which requests have this long to end or move.
     template["spec"]["terminationGracePeriodSeconds"] = drain + 2 * _MARGIN
     params: dict[str, str] = {}
-    if pool.resources:  # quoted twice: KubeRay puts it into a command line
+    if pool.resources:  # quoted twice, as KubeRay puts the value into a shell command
         params["resources"] = json.dumps(json.dumps(dict(pool.resources)))
     return {
         "groupName": name,
@@ -248,7 +269,7 @@ def _pod(
     memory: str,
     cache_claim: str,
 ) -> dict[str, Any]:
-    """Return a pod template that runs without root and with a read-only root folder."""
+    """Return a pod template that runs as a non-root user with a read-only root file system."""
     limits = {name: amount for name, amount in resources.items() if name != "cpu"}
     volumes: dict[str, dict[str, Any]] = {name: {"emptyDir": {}} for name in _WRITTEN}
     if cache_claim:
@@ -284,7 +305,7 @@ def _pod(
 
 
 def memory_of(options: list[str]) -> dict[str, str]:
-    """Return the amounts by group of options such as `cpu=48Gi`. Raises ConfigError."""
+    """Return the memory amounts of options such as `cpu=48Gi`, by group. Raises ConfigError."""
     amounts = {}
     for option in options:
         name, equals, amount = option.partition("=")

@@ -1,4 +1,4 @@
-"""`manta convert`: a folder that the engine reads without changing anything, or a quantised one."""
+"""`manta convert`: write a model folder that the engine reads unchanged, or a quantised one."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.shards import read_headers
 from engine.weights.converted import damaged
 
-_FLOATS = ("F32", "F16", "BF16")  # safetensors' codes
+_FLOATS = ("F32", "F16", "BF16")  # safetensors' names of 16- and 32-bit floats
 
 
 def run(
@@ -50,7 +50,8 @@ def run(
 
 
 def _sizes(folder: Path) -> str:
-    """Return how much of a quantised folder is in 16 bits, and its largest tensor."""
+    """Describe a quantised folder: its size, the part that stays unquantised, the largest tensor in
+    it."""
     entries = read_headers(folder).values()
     matrices = [entry for entry in entries if entry.code in _FLOATS and len(entry.shape) > 1]
     values = [

@@ -1,4 +1,4 @@
-"""`manta models`: the models of a running endpoint of several, over HTTP."""
+"""`manta models`: list and change the models of a running server of several models, over HTTP."""
 
 import time
 from pathlib import Path
@@ -13,9 +13,10 @@ from deployments.cli.server_requests import AdminKey, Url, UrlArgument, ask, ser
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
 _Name = Annotated[str, typer.Argument(help="Name of the model in requests.")]
-_CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
+# Longest seconds for the server to accept a change; the start of replicas is not included.
+_CHANGE_SECONDS = 120.0
 _POLL = 1.0
-_KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they poll every second
+_KNOWN_SECONDS = 30.0  # seconds until all routers know a new model; they poll every second
 
 
 @app.command("list")
@@ -77,8 +78,14 @@ def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminK
 
 
 def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
-    """Return what a router says of a model that one of them was given so many seconds ago: another
-    may answer, which does not know of it yet. Raises ServerError."""
+    """Return a router's report on a model that was just added.
+
+    The answering router may not know the model yet, so 404 counts as "starting" at first.
+
+    seconds: time since the model was added.
+
+    Raises ServerError.
+    """
     from deployments.cli.chat import ServerError
 
     try:
@@ -90,7 +97,7 @@ def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str,
 
 
 def _section(spec: str) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Return the keys of `models.NAME` from a .yaml file or a model's name. Raises ConfigError."""
     from deployments.config.yaml_lines import YamlProblem, parse
     from engine.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`manta eval`: perplexity, KL divergence from another model, and tasks from local files."""
+"""`manta eval`: measure perplexity, KL divergence from another model, and task accuracy."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def run(
     min_accuracy: float | None,
     as_json: bool,
 ) -> int:
-    """1 if a threshold is missed."""
+    """Evaluate and print the results; return 1 if a threshold is missed."""
     if max_kl is not None and against is None:
         raise ConfigError("--max-kl needs --against: what the divergence is from")
     if min_accuracy is not None and not tasks:

@@ -1,5 +1,7 @@
-"""`python -m deployments.cli.models.fetch [--quantization NAME] SPEC ...`: models are fetched and
-converted before they are served."""
+"""Download and convert models before they are served.
+
+`python -m deployments.cli.models.fetch [--quantization NAME] SPEC ...`
+"""
 
 import argparse
 import sys

@@ -1,4 +1,5 @@
-"""`manta verify`: a checkpoint as it would run here, against transformers and against itself."""
+"""`manta verify`: compare a checkpoint's outputs with transformers' and with its own in other
+steps."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from engine.evaluation.verify import Difference, Options, Report, Texts, verify
 from engine.resolve import DTYPES, resolve
 from engine.text.tokenizer import Tokenizer
 
-NOT_COMPARED = 3  # the exit code where nothing differs and transformers was not there to tell
-SOME = 4  # of the prompts that come with it
+NOT_COMPARED = 3  # the exit code if nothing differs, but transformers could not compute the model
+SOME = 4  # number of the built-in prompts that are used
 Peer = Literal["float32", "bfloat16", "none"]
 
 
@@ -35,7 +36,10 @@ def run(
     dump: Path | None,
     as_json: bool,
 ) -> int:
-    """0: agrees. 1: differs. 3: nothing differs, and it was not compared with transformers."""
+    """Verify the checkpoint, print the report, and return the exit code.
+
+    The code is 0 if it agrees, 1 if it differs, 3 if it was not compared with transformers.
+    """
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
     kept_blocks = keeps_blocks(msgspec.structs.asdict(config))

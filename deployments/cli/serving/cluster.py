@@ -1,4 +1,4 @@
-"""The Ray cluster under `manta serve`: one of our own that ends with us, or one we join."""
+"""The Ray cluster of `manta serve`: its own, which ends with the command, or one that it joins."""
 
 import contextlib
 import logging
@@ -28,16 +28,19 @@ from deployments.serve.proxy import behind_haproxy
 from engine.private_folder import MAX_PATH, private_folder
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
-_DRAIN_MARGIN = 5.0  # seconds for routers to say that they are done
-_DELETE = 25.0  # seconds for replicas and routers to go; the proxy is told first, which takes 5
-# The longest that `close` takes beside the drain.
+_DRAIN_MARGIN = 5.0  # more seconds for routers to report that they have drained
+# Seconds for replicas and routers to end; the proxy is told first, which takes 5 of them.
+_DELETE = 25.0
+# The longest time in seconds that `close` takes in addition to the drain.
 STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
 _OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's small messages do
 
 
 def _deployed_at(app_name: str) -> float:
-    """Unix seconds; 0 if it is not there. Raises what `serve.status` does, OSError and
-    TimeoutError."""
+    """Return the Unix time at which an application was last deployed; 0 if it does not exist.
+
+    Raises the exceptions of `serve.status`, OSError and TimeoutError.
+    """
     from ray import serve
 
     app = within(_ANSWER, serve.status).applications.get(app_name)
@@ -48,25 +51,35 @@ def _deployed_at(app_name: str) -> float:
 
 
 def serving_folder(config: MantaConfig) -> str:
-    """A new folder for what stands before the routers; the caller removes it. Raises
-    ConfigError."""
+    """Return a new folder for the sockets and files of the HTTP edge, which the caller removes.
+
+    Raises ConfigError.
+    """
     return str(edge_folder() if behind_haproxy(config) else private_folder(MAX_PATH))
 
 
 class Cluster:
-    """Own: started by us on this machine and ended by `close`. Joined: left running."""
+    """The Ray cluster that a server uses.
+
+    Its own cluster runs on this machine and is ended by `close`; a joined one is left running.
+
+    address: address of the cluster to join, or "local" for an own one; None: RAY_ADDRESS, else a
+        cluster that runs on this machine, else an own one.
+    """
 
     def __init__(self, address: str | None) -> None:
         self.address = address if address is not None else ray_address() or running_here()
         self.own = self.address in (None, "local")
         self._folder: str | None = None
-        self._deployed = 0.0  # when Serve took our deployment
+        self._deployed = 0.0  # Unix time at which Serve accepted our deployment; 0: unknown
 
     def start(self, config: MantaConfig, folder: str | None = None) -> None:
-        """Start a cluster of our own, or join one. Raises ClusterError.
+        """Start our own cluster, or join the given one.
 
-        folder: for haproxy's sockets and files; the caller removes it. By default a folder that
-            `close` removes.
+        folder: folder for haproxy's sockets and files, which the caller removes; None: a new one,
+            which `close` removes.
+
+        Raises ClusterError.
         """
         if not self.own:
             assert self.address is not None
@@ -75,7 +88,7 @@ class Cluster:
         adopt_orphans()
         if folder is None:
             folder = self._folder = serving_folder(config)
-        with contextlib.suppress(OSError):  # then Ray makes it, or says why not
+        with contextlib.suppress(OSError):  # if it fails, Ray makes the token or reports why not
             make_auth_token()
         import ray
 
@@ -99,26 +112,30 @@ class Cluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # Ray raises plain ones, too, e.g. where the machine is too busy
+        # Ray also raises plain exceptions, e.g. on a machine that is too busy
+        except Exception as error:
             raise ClusterError(
                 f"cannot start Ray: {reason(error)}; `manta doctor` may tell more"
             ) from error
 
     def note_deployment(self, app_name: str) -> None:
-        """Our application runs now; `close` leaves alone what others deploy in its place."""
-        with contextlib.suppress(TimeoutError, OSError):  # then it deletes what there is
+        """Record that our application runs, so that `close` leaves a later deployment by others
+        alone."""
+        # Without the time, `close` deletes any deployment of the name.
+        with contextlib.suppress(TimeoutError, OSError):
             self._deployed = _deployed_at(app_name)
 
     def close(self, app_name: str, drain_seconds: float | None = None) -> None:
-        """Stop what we started: our own Ray, or our application in a joined one, unless the
-        application was deployed anew since then.
+        """Stop our own cluster, or delete our application from a joined one.
 
-        drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
-        no time. Takes at most so long and STOP_SECONDS, whatever Ray does.
+        The application is left alone if it was deployed again by others. Takes at most
+        drain_seconds plus STOP_SECONDS. Serve's own shutdown is not used, because with direct
+        ingress it waits at least 30 s.
 
-        Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
+        drain_seconds: time for running requests to end while new ones are refused; None: no time,
+            and an own cluster ends at once.
         """
-        # A Ctrl-C may have come in the middle of `import ray`; then there is nothing to stop.
+        # If Ctrl-C interrupted `import ray`, there is nothing to stop.
         ray = sys.modules.get("ray")
         if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
             if drain_seconds is not None or not self.own:
@@ -131,7 +148,7 @@ class Cluster:
         import ray
         from ray import serve
 
-        # Nothing to delete if the controller is gone or never came up, or if Ray is gone.
+        # Nothing to delete if Serve's controller or Ray is gone, or never started.
         gone = (
             ray.exceptions.RayError,
             serve.exceptions.RayServeException,
@@ -141,14 +158,14 @@ class Cluster:
         with contextlib.suppress(*gone):
             if not self.own and _deployed_at(app_name) > self._deployed > 0:
                 return
-        with contextlib.suppress(*gone):  # e.g. one of the routers
+        with contextlib.suppress(*gone):  # e.g. a router has died
             handle = within(_ANSWER, lambda: serve.get_app_handle(app_name))
             within(drain_seconds + _DRAIN_MARGIN, lambda: _drain(handle, drain_seconds))
         with contextlib.suppress(*gone):
             within(_DELETE, lambda: _delete(app_name))
 
     def kill(self) -> None:
-        """End every process of our own cluster now. Does nothing to a joined one."""
+        """Kill every process of our own cluster. Does nothing to a joined one."""
         if not self.own:
             return
 
@@ -169,7 +186,7 @@ def _delete(app_name: str) -> None:
     from ray import serve
 
     models = [name for name in serve.status().applications if is_model_of(app_name, name)]
-    serve.delete(app_name)  # the routers first: nothing new comes then
+    serve.delete(app_name)  # the routers first, so that no new request arrives
     for name in models:
         serve.delete(name, _blocking=False)
     for name in (app_name, *models):

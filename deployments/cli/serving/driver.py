@@ -1,19 +1,18 @@
-"""The process below `manta serve` that talks to Ray: it deploys, and stays with its deployment.
+"""The child process of `manta serve` that talks to Ray: it deploys, and stays with the deployment.
 
-The driver is a process of its own because Ray ends the process that talks to it when its node is
-lost, and because calls to a Ray that is gone may never return. It has a session of its own. So
-signals to the server's process group, as of a terminal or of `timeout`, do not reach Ray's
-processes, which end when the server says so. The driver writes lines of JSON, which `supervisor.py`
-reads:
+It is a process of its own for two reasons: Ray ends the process that talks to it when its node is
+lost, and calls to a Ray that is gone may never return. It has a session of its own, so that signals
+to the server's process group (from a terminal or `timeout`) do not reach Ray's processes. These end
+when the server says so. The driver writes lines of JSON that `supervisor.py` reads:
 
-    {"model": true}                   the model is there, and what is next need not be put away
-    {"ray": true}                     Ray is started, or joined
-    {"serving": url, "about": [...]}  it answers; lines for the user
-    {"beat": true}                    Serve has the application, every few seconds
-    {"failed": message, "code": 1}    it cannot be deployed, or is not there any more
-    {"lost": message}                 Ray is gone
+  {"model": true}                   the model is downloaded; later work leaves no partial files
+  {"ray": true}                     Ray is started or joined
+  {"serving": url, "about": [...]}  requests are answered; lines for the user
+  {"beat": true}                    Serve has the application; sent every few seconds
+  {"failed": message, "code": 1}    the deployment failed, or the application has disappeared
+  {"lost": message}                 Ray is gone
 
-A line the other way, {"stop": drain_seconds or null}, has it stop what it started.
+The server sends one line, {"stop": drain_seconds or null}, to stop what the driver started.
 """
 
 import contextlib
@@ -33,16 +32,19 @@ from engine.errors import ConfigError, MantaError
 
 
 class RayLostError(MantaError):
-    """Ray is gone, or does not answer any more."""
+    """An error: Ray is gone, or no longer answers."""
 
     code = "ray_lost"
 
 
 class Driver:
-    """The child's side of the channel.
+    """The driver's side of the channel to the server process.
 
-    serve: says what it has to say by `tell`, and returns only if it was stopped. close: stop what
-    was started, with so many seconds for what is in flight. Both raise what they like.
+    channel: socket to the server process.
+    serve: deploys and stays; it sends messages by `report`, and returns only once stopped.
+    close: stops what was started, given the seconds for running requests to end, or None.
+
+    `serve` and `close` may raise anything.
     """
 
     def __init__(
@@ -60,17 +62,18 @@ class Driver:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def ignore(self, *numbers: signal.Signals) -> None:
-        """Ignore signals, which are the server's. SIG_IGN is not used, because the processes that
-        are started here would inherit it."""
+        """Ignore signals that are meant for the server process.
+
+        SIG_IGN is not used, because child processes would inherit it.
+        """
         for number in numbers:
             signal.signal(number, lambda *_: None)
 
     def run(self, server: int, mark: str) -> NoReturn:
-        """Run the driver in a process that was just forked, with no thread but this one. Never
-        returns.
+        """Run the driver in a process that was just forked and has one thread. Never returns.
 
-        server: pid of the server.
-        mark: mark of the server, for the environment of all that is started.
+        server: pid of the server process.
+        mark: the server's mark, set in the environment of all processes that are started.
         """
         code = 1
         try:
@@ -92,16 +95,17 @@ class Driver:
                 traceback.print_exc()
         finally:
             if self.stopping:
-                threading.Event().wait()  # the other thread ends the process
+                threading.Event().wait()  # the listening thread ends the process
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
 
     def _listen(self) -> None:
-        """Stop when the server says so, whatever the other thread waits for."""
+        """Wait for the server's stop message, then stop, even if the main thread hangs in a
+        call."""
         if line := self._channel.makefile("rb").readline():
             self.stopping = True
-            with contextlib.suppress(Exception):  # the server ends what is left
+            with contextlib.suppress(Exception):  # the server kills what is left
                 self._close(json.loads(line)["stop"])
         os._exit(0)

@@ -1,5 +1,7 @@
-"""Joining Ray at an address, which first has to answer: Ray's own client tries for a minute and a
-half and logs each try."""
+"""Joining a Ray cluster at an address, which is probed first.
+
+Ray's own client would try for a minute and a half and log each try.
+"""
 
 import contextlib
 import logging
@@ -16,27 +18,29 @@ from deployments.error_text import reason
 from deployments.packages import SOURCE
 from engine.errors import ConfigError, MantaError
 
-_CONNECT = 3.0  # seconds to connect; a packet that is lost comes again after 1 and 3
-_ANSWER = 5.0  # seconds for the first answer of the GCS
-_JOIN = 60.0  # seconds for Ray's own client, which a busy machine needs a part of
-_CURRENT = "/tmp/ray/ray_current_cluster"  # where `ray start` leaves the address; never in TMPDIR
+_CONNECT = 3.0  # seconds to connect; a lost packet is sent again after 1 and 3
+_ANSWER = 5.0  # seconds for the first response of the GCS
+_JOIN = 60.0  # seconds for Ray's client to join; a busy machine takes several
+# Where `ray start` writes the address, whatever TMPDIR is.
+_CURRENT = "/tmp/ray/ray_current_cluster"
 
 
 class ClusterError(MantaError):
-    """Ray could not be started or joined, or does not answer any more."""
+    """An error: Ray could not be started or joined, or no longer answers."""
 
     code = "cluster_error"
 
 
 def _commands(processes: Path = Path("/proc")) -> Iterator[list[bytes]]:
-    """Yield the arguments of each process of this machine."""
+    """Yield the command line of each process of this machine, split into arguments."""
     for entry in processes.glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             yield entry.read_bytes().split(b"\0")
 
 
 def running_here() -> str | None:
-    """The address that `ray start` has left for this machine, if that cluster still runs."""
+    """Return the address that `ray start` wrote on this machine, or None if that cluster has
+    ended."""
     try:
         address = Path(_CURRENT).read_text().strip()
     except OSError:
@@ -46,8 +50,10 @@ def running_here() -> str | None:
 
 
 def rays_here(processes: Path = Path("/proc")) -> list[str]:
-    """Return the addresses of all clusters that have a node on this machine, whoever started them,
-    sorted."""
+    """Return the sorted addresses of all clusters that have a node on this machine.
+
+    Clusters of other users are included.
+    """
     start = b"--gcs-address="
     addresses = {
         argument.removeprefix(start).decode()
@@ -60,11 +66,13 @@ def rays_here(processes: Path = Path("/proc")) -> list[str]:
 
 
 def join(address: str) -> None:
-    """`ray.init` at an address: host:port, ray://host:port, or auto for the one that runs here.
-    Does nothing if Ray is joined already.
+    """Run `ray.init` with the address of a running cluster. Does nothing if this process has
+    joined.
 
-    Raises ConfigError for what is no address, ClusterError in a sentence when nothing answers there
-    within 8 s, or when it refuses the token.
+    address: host:port, ray://host:port, or "auto" for the cluster that runs on this machine.
+
+    Raises ConfigError for a malformed address, and ClusterError if nothing answers within 8 s or
+    the cluster refuses the token.
     """
     there = sys.modules.get("ray")
     if there is not None and there.is_initialized():
@@ -92,24 +100,26 @@ def join(address: str) -> None:
                 logging_level=logging.ERROR,
             ),
         )
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray also raises plain exceptions
         raise ClusterError(
             f"cannot join Ray at {address}: {reason(error)}; `manta doctor` may tell more"
         ) from error
 
 
 def job_config(folders: list[str]) -> Any:
-    """Return the config of a Ray job whose workers import from these folders first. They do not
-    import from the folder that the command runs in, which may have a file engine.py. They work in
-    that folder all the same."""
+    """Return the config of a Ray job whose workers import from these folders first.
+
+    Workers still run in the command's folder, but do not import from it, as it may contain a file
+    such as engine.py.
+    """
     from ray.job_config import JobConfig
 
-    # A job of Ray's client adds no folders; there is no public way to say this, up to Ray 2.60.
+    # A job of Ray's client adds no import folders; up to Ray 2.60 no public option does this.
     return JobConfig(_client_job=True, _py_driver_sys_path=folders)
 
 
 def _installed() -> bool:
-    """Whether workers elsewhere have Manta as this process has it, by an installer."""
+    """Whether an installer has put Manta here, so that other nodes can have it, too."""
     return str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -119,7 +129,7 @@ def _parts(address: str) -> tuple[str, int]:
         if parts.hostname and parts.port and parts.scheme in ("", "ray"):
             return parts.hostname, parts.port
     except ValueError:
-        pass  # e.g. a port that is no number
+        pass  # e.g. a port that is not a number
     raise ConfigError(f"--address {address}: not an address; give one like 10.0.0.1:6379")
 
 
@@ -135,7 +145,7 @@ def _connect(address: str, host: str, port: int) -> None:
 
 
 def _ask(address: str) -> None:
-    """Ask the GCS a question with the token that Ray's client would send. Raises ClusterError."""
+    """Probe the GCS with the token that Ray's client would send. Raises ClusterError."""
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
     from ray.core.generated import gcs_service_pb2_grpc

@@ -1,9 +1,9 @@
-"""The processes that a `manta serve` has started, from /proc, and their end. Nothing is found on
-systems without /proc.
+"""The processes that a `manta serve` has started: finding them in /proc, and ending them.
 
-While the server lives, they are known by their parents, for the server adopts what was orphaned
-(`adopt_orphans`), and by the driver's session, which Ray's processes keep. For ever, they are known
-by a variable in the environment that they were started with, which names the server.
+Nothing is found on systems without /proc. While the server lives, its processes are known by their
+parents and by the driver's session: the server adopts orphans (`adopt_orphans`), and Ray's
+processes keep the session. After its death they are known by an environment variable that names the
+server.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "_MANTA_SERVER"  # without MANTA_ in front, which makes a setting
+MARK = "_MANTA_SERVER"  # no prefix MANTA_, which would make it a setting
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_SECONDS = 5.0  # for the kernel to end what got SIGKILL; a large GPU process takes seconds
+_KILL_SECONDS = 5.0  # for the kernel to end killed processes; a large GPU process takes seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """A process.
+    """A process of this machine.
 
-    started: clock ticks since boot; with the pid they name one process for ever.
+    started: start time in clock ticks since boot; together with the pid it is unique.
     """
 
     pid: int
@@ -36,7 +36,7 @@ class ProcessInfo:
 
 
 def table() -> dict[int, ProcessInfo]:
-    """Return all live processes by pid; zombies are not among them."""
+    """Return all live processes by pid, without zombies."""
     processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if (process := read(int(entry.name))) is not None:
@@ -45,7 +45,7 @@ def table() -> dict[int, ProcessInfo]:
 
 
 def read(pid: int) -> ProcessInfo | None:
-    """Read a process from /proc; None for one that has ended, be it a zombie."""
+    """Return a process from /proc; None if it has ended or is a zombie."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
@@ -57,7 +57,7 @@ def read(pid: int) -> ProcessInfo | None:
 
 
 def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -> list[int]:
-    """Return the live processes below a process."""
+    """Return the pids of all live descendants of a process."""
     children: dict[int, list[int]] = {}
     for process in (table() if processes is None else processes).values():
         children.setdefault(process.parent, []).append(process.pid)
@@ -70,17 +70,20 @@ def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -
 
 
 def mark() -> str:
-    """Return the mark that names this server: pid, start, and the namespace that the pid is of, as
-    a host sees the processes of its containers, too."""
+    """Return the mark of this server: its pid, start time and pid namespace.
+
+    The namespace is part of it because a host also sees its containers' processes.
+    """
     me = read(os.getpid())
     return f"{os.getpid()}.{me.started if me is not None else 0}.{_namespace()}"
 
 
 def variable(server: str) -> dict[str, str]:
-    """Return the variables that the driver adds to the environment of all that it starts. They are
-    the server's mark, and one that keeps processes from writing their title over their environment,
-    where the mark is looked for. Ray's processes do write titles, with setproctitle, whose variable
-    this is."""
+    """Return the environment variables for all processes that the driver starts.
+
+    The first is the server's mark. SPT_NOENV makes setproctitle, which Ray uses, leave the
+    environment alone; it would overwrite the mark.
+    """
     return {MARK: server, "SPT_NOENV": "1"}
 
 
@@ -92,7 +95,7 @@ def _namespace() -> str:
 
 
 def marked(processes: Iterable[int]) -> dict[int, str]:
-    """Return pid -> mark of the processes that have a mark and that we may read."""
+    """Return the marks of the processes that have one and whose environment we may read, by pid."""
     servers = {}
     wanted = f"{MARK}=".encode()
     for pid in processes:
@@ -104,7 +107,11 @@ def marked(processes: Iterable[int]) -> dict[int, str]:
 
 
 def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
-    """Return the live processes that this process, the server of that mark, has started."""
+    """Return the pids of the live processes that this server has started.
+
+    server: this server's mark.
+    sessions: sessions whose processes are included.
+    """
     processes = table()
     pids = {pid for pid, by in marked(processes).items() if by == server}
     pids |= {process.pid for process in processes.values() if process.session in sessions}
@@ -114,7 +121,7 @@ def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
 
 
 def leftovers() -> dict[int, ProcessInfo]:
-    """Live processes whose server was killed: those with its mark, and what is below them."""
+    """Return the marked processes whose server has died, and their descendants, by pid."""
     processes = table()
     pids: set[int] = set()
     living = {(str(process.pid), str(process.started)) for process in processes.values()}
@@ -127,8 +134,10 @@ def leftovers() -> dict[int, ProcessInfo]:
 
 
 def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:
-    """Send SIGKILL to all processes that are found, until none is. Returns False if some are left
-    after so many seconds."""
+    """Send SIGKILL to all processes that `find` returns, until it returns none.
+
+    Returns False if some are left after `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while pids := find():
         for pid in pids:
@@ -141,8 +150,12 @@ def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) ->
 
 
 def reap(but: int = 0) -> bool:
-    """Take the exit codes of children that have ended, which are zombies until then. but: the child
-    whose end is taken later. True if no child is left."""
+    """Collect the exit codes of ended children, which are zombies until then.
+
+    but: pid of a child to leave; nothing is collected after it has ended.
+
+    Returns whether no child is left.
+    """
     try:
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == but:
@@ -154,12 +167,12 @@ def reap(but: int = 0) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process, and not init, the parent of what its children leave behind."""
+    """Make this process, rather than init, the parent of its children's orphans."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, and exit at once if the parent has ended
+    """Have this process killed when its parent ends; exit at once if the parent has ended
     already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

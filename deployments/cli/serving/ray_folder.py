@@ -1,5 +1,7 @@
-"""ray_folder: where a Ray of our own keeps its sockets and logs. Ray's default (TMPDIR/ray) may be
-too long for a socket's path, or belong to another user."""
+"""ray_folder: the folder for the sockets and logs of our own Ray.
+
+Ray's default (TMPDIR/ray) may be too long for a socket's path, or belong to another user.
+"""
 
 import os
 from collections.abc import Sequence
@@ -9,15 +11,17 @@ from deployments.environment import ray_temporary_folder
 from engine.errors import ConfigError
 from engine.private_folder import temporary_folders, why_unusable
 
-# Of a folder, in bytes: Linux takes 107 for a socket, and Ray appends
+# Bytes of the folder's path: Linux allows 107 for a socket's path, and Ray appends
 # /session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0
 _LONGEST = 107 - 66
 
 
 def ray_folder(parents: Sequence[Path] | None = None) -> Path:
-    """Choose Ray's default where that can be, else a folder of this user's.
+    """Return Ray's default folder if it is usable, else a folder of this user.
 
-    parents: temporary_folders(). Raises ConfigError with the fault of each.
+    parents: folders to try; None: temporary_folders().
+
+    Raises ConfigError with the fault of each folder.
     """
     faults = []
     default = ray_temporary_folder() / "ray"

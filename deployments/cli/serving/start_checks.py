@@ -1,5 +1,7 @@
-"""The checks of this machine before `manta serve`, which stops at the first fault; `manta doctor`
-reports all."""
+"""Checks of this machine before a server starts.
+
+`manta serve` stops at the first fault; `manta doctor` reports all.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -15,11 +17,11 @@ from engine.errors import ConfigError
 
 
 class StartCheck(NamedTuple):
-    """A check of this machine before a start.
+    """A check of this machine before a server starts.
 
-    check: returns what there is; raises ConfigError with a suggestion.
-    state: name of the fault in `manta doctor`.
-    own: whether the check is of a Ray that is started here, and not of one that is joined.
+    check: returns a description of what was found; raises ConfigError with a suggestion.
+    state: state of a failed check in `manta doctor`.
+    own: whether the check applies only if Ray is started here, not if a cluster is joined.
     """
 
     name: str
@@ -58,5 +60,5 @@ START_CHECKS = (
     StartCheck("packages", _packages, own=False),
     StartCheck("ray folder", _ray_folder),
     StartCheck("edge", _edge),
-    StartCheck("ports", _ports, "note"),  # of a manta serve that runs, as likely as not
+    StartCheck("ports", _ports, "note"),  # a note, as a running manta serve probably holds the port
 )

@@ -1,11 +1,12 @@
-"""The process of `manta serve` itself. It starts the process that talks to Ray, sees that that
-process and Ray live, starts both again when the node is lost, and at the end leaves no process
-behind. It never calls Ray, so no call here can hang.
+"""The parent process of `manta serve`, which starts the driver process and supervises it and Ray.
 
-                            signal
-    start driver -> serving ------> driver stops, and what is left is killed
-         ^             | raylet or GCS ended, or no beat: all is killed
-         +-------------+ for limits.restarts times an hour
+It starts both again when Ray's node is lost, and leaves no process behind. It never calls Ray, so
+it cannot hang in a call.
+
+        signal
+  start driver -> serving ------> driver stops; remaining processes are killed
+   ^             | raylet or GCS ended, or reports missing: all are killed
+   +-------------+ at most limits.restarts times an hour
 """
 
 import contextlib
@@ -38,10 +39,12 @@ from engine.errors import ConfigError, MantaError
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds
-_SAME = 0.1  # seconds; `timeout` signals its child and then the child's whole group
-_UNWIND = 2.0  # seconds for a download to put away what it has begun
-_SILENT = 60.0  # seconds without a beat; Serve's controller may be replaced meanwhile
-_NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}  # whose end is the node's end
+# Seconds in which a second signal counts as the first: `timeout` signals its child, then the group.
+_SAME = 0.1
+_UNWIND = 2.0  # seconds for a download to remove its partial files
+_SILENT = 60.0  # seconds without a report; Serve's controller may be restarting
+# Processes whose end means that the node is lost.
+_NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}
 _HOUR = 3600.0
 
 Serve = Callable[[Driver], None]
@@ -50,23 +53,27 @@ OnceReady = Callable[[str, MantaConfig], bool]
 
 
 class ServeError(MantaError):
-    """The application could not be deployed, or is not there any more."""
+    """An error: the application could not be deployed, or has disappeared."""
 
     code = "deploy_failed"
 
 
 class Signals:
-    """The first says how to stop, and a later one not to wait. first: None so far."""
+    """The signals received so far: the first says how to stop, a later one to stop waiting.
+
+    first: number of the first signal; None: none yet.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.hurry = False
-        self.interrupts = False  # whether the first is raised, too, as KeyboardInterrupt
+        self.interrupts = False  # whether the first signal also raises KeyboardInterrupt
         self._at = 0.0
 
     @property
     def exit_code(self) -> int:
-        """A supervisor asks by SIGTERM, and is told that all is well."""
+        """The exit code: 0 after SIGTERM, by which a service manager stops us, else 128 plus the
+        signal."""
         return 0 if self.first == signal.SIGTERM else 128 + (self.first or 0)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -81,18 +88,24 @@ class Signals:
     def installed(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in _STOPS}
         for number, handler in before.items():
-            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # as under nohup
+            # Under nohup SIGHUP stays ignored.
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self.handle)
         try:
             yield
         finally:
-            # Once told to stop, the process ends with its own code, whatever comes last.
+            # After a first stop signal later signals are ignored, so the exit code is that of the
+            # first.
             for number, handler in before.items():
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
 
 class DriverProcess:
-    """A driver and all that it has started. Our own Ray is part of it, a joined one is not."""
+    """A driver process and all that it has started: our own Ray, but not a joined one.
+
+    serving, has_model, has_ray: whether the driver has sent these messages.
+    ended: whether the driver has closed its channel.
+    """
 
     def __init__(self, cluster: Cluster, serve: Serve, close: Close) -> None:
         self.serving = False
@@ -101,7 +114,7 @@ class DriverProcess:
         self.ended = False
         self._heard = time.monotonic()
         self._rest = b""
-        self._node: dict[str, int] = {}  # name -> pid, 0 if there is none
+        self._node: dict[str, int] = {}  # pids of the node's processes by name; 0: not found
         self._own = cluster.own
         self._mark = mark()
         self._channel, theirs = socket.socketpair()
@@ -117,7 +130,7 @@ class DriverProcess:
         theirs.close()
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
-        """The driver's next messages; waits at most so long for one."""
+        """Return the driver's new messages. Waits for one for at most `seconds`."""
         if self.ended:
             return []
         if self._selector.select(seconds):
@@ -143,11 +156,11 @@ class DriverProcess:
                 for process in processes.values()
                 if process.parent == self.pid
             }
-            if processes:  # there is a /proc
+            if processes:  # there is no /proc otherwise
                 self._node = {name: below.get(name, 0) for name in _NODE}
 
     def check(self) -> None:
-        """Raises RayLostError."""
+        """Raise RayLostError if the driver or Ray's node has ended, or no longer reports."""
         if gone := [_NODE[name] for name, pid in self._node.items() if read(pid) is None]:
             raise RayLostError(f"{gone[0]} of Manta's Ray has ended")
         if self.ended:
@@ -156,26 +169,28 @@ class DriverProcess:
             raise RayLostError(f"Ray has not answered for {_SILENT:.0f} s")
 
     def stop(self, drain_seconds: float | None) -> None:
-        """Tell the driver to stop what it started; `ended` is true when it has."""
+        """Tell the driver to stop what it started; `ended` becomes true afterwards."""
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps({"stop": drain_seconds}).encode() + b"\n")
 
     def end(self) -> None:
-        """Kill the driver and the processes that it started. Processes that a joined Ray runs for
-        us are not touched."""
+        """Kill the driver and the processes that it started.
+
+        Processes that a joined Ray runs for us are left alone.
+        """
         if not self.has_model:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
             deadline = time.monotonic() + _UNWIND
             while read(self.pid) is not None and time.monotonic() < deadline:
                 time.sleep(_POLL / 10)
-        # Its zombie is left until the last, so that the number of its session stays its own.
+        # The driver's zombie is collected last, so that its session number is not reused.
         if not kill(lambda: started_by(self._mark, [self.pid])):
             left = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
             err.print(f"these processes do not end: {left}", markup=False)
-        with contextlib.suppress(ProcessLookupError):  # where there is no /proc
+        with contextlib.suppress(ProcessLookupError):  # there is no /proc
             os.kill(self.pid, signal.SIGKILL)
-        # A process whose first thread is a zombie holds its ports until its last thread has ended.
+        # A process whose main thread is a zombie holds its ports until its last thread has ended.
         deadline = time.monotonic() + _UNWIND
         while not reap() and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
@@ -184,7 +199,7 @@ class DriverProcess:
 
 
 class Supervisor:
-    """Serves until a signal comes, once."""
+    """The supervisor of one `manta serve`: serves until a signal comes."""
 
     def __init__(
         self,
@@ -204,7 +219,7 @@ class Supervisor:
         self._losses: list[float] = []
 
     def run(self) -> int:
-        """The exit code. Raises MantaError."""
+        """Serve until a signal comes, and return the exit code. Raises MantaError."""
         adopt_orphans()
         with self._signals.installed():
             while True:
@@ -214,7 +229,7 @@ class Supervisor:
                     self._again(lost)
 
     def _again(self, lost: RayLostError) -> None:
-        """Say that we start again; raises it where we do not."""
+        """Announce a restart; raise `lost` instead if there is to be none."""
         times = self._config.limits.restarts
         if not (self._cluster.own and self._served):
             raise lost
@@ -241,13 +256,13 @@ class Supervisor:
             child.end()
             shutil.rmtree(folder, ignore_errors=True)
             if err.is_terminal:
-                err.show_cursor(True)  # which a spinner that was killed has hidden
+                err.show_cursor(True)  # a killed spinner leaves it hidden
 
     def _check(self, child: DriverProcess) -> None:
         try:
             child.check()
         except RayLostError:
-            # The signal may go to all processes of the service, and ours got it first.
+            # A signal to the whole service may have ended Ray before our own arrived.
             time.sleep(_POLL)
             for message in child.messages(0):
                 self._hear(child, message)
@@ -255,9 +270,9 @@ class Supervisor:
                 raise
 
     def _hear(self, child: DriverProcess, message: dict[str, Any]) -> bool:
-        """False: the serving is over. Raises MantaError."""
+        """Handle a message of the driver, and return whether serving goes on. Raises MantaError."""
         if "failed" in message:
-            if self._served and not child.serving:  # a start that may go better next time
+            if self._served and not child.serving:  # a restart failed; the next one may succeed
                 raise RayLostError(message["failed"])
             kind = ConfigError if message["code"] == 2 else ServeError
             raise kind(message["failed"])
@@ -277,12 +292,12 @@ class Supervisor:
         try:
             return self._signals.first is not None or self._once_ready(url, self._config)
         except KeyboardInterrupt:
-            return True  # and the signal is seen next
+            return True  # the main loop handles the signal
         finally:
             self._signals.interrupts = False
 
     def _stop(self, child: DriverProcess) -> int:
-        """A clean stop, as far as one is asked for and possible."""
+        """Stop the driver, let requests end if the signal allows it, and return the exit code."""
         signals, own = self._signals, self._cluster.own
         terminated = signals.first == signal.SIGTERM
         drains = child.serving and (terminated or not own)
@@ -301,5 +316,5 @@ class Supervisor:
         return signals.exit_code
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may have been closed
+        with contextlib.suppress(OSError):  # the terminal may be closed
             err.print(text, markup=False)

@@ -1,5 +1,7 @@
-"""Calls that may block for ever, each with a time limit. Ray's wait for a GCS that is gone, and
-neither a signal nor an exception gets them out of it."""
+"""Time limits for calls that may block for ever.
+
+Ray's calls wait for a GCS that is gone, and neither a signal nor an exception interrupts them.
+"""
 
 import os
 import sys
@@ -13,8 +15,10 @@ _overdue = False
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what the call returns, or raise what it raises. Raises TimeoutError when it takes
-    longer; its thread then goes on, and `leave` is the way to end the process."""
+    """Return the call's result, or raise its exception. Raises TimeoutError after `seconds`.
+
+    An overdue call's thread goes on, so the process must then end by `leave`.
+    """
     global _overdue
     result: list[T] = []
     failure: list[BaseException] = []
@@ -37,7 +41,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, without Ray's farewells if one of its calls hangs: they would hang, too."""
+    """End the process; skip Ray's exit handlers if one of its calls hangs, as they would hang,
+    too."""
     if not _overdue:
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
