@@ -1,5 +1,7 @@
-"""The adapters of a router's model: calls to replicas about them, and requests whose adapter was
-replaced while they were on their way."""
+"""AdapterCalls, StaleAdapters: a router's calls to replicas about the adapters of its model.
+
+StaleAdapters handles requests whose adapter was replaced while they were on their way.
+"""
 
 import asyncio
 import time
@@ -19,20 +21,21 @@ from deployments.transport.channel import AdapterVersion
 from engine.errors import AdapterError, MantaError, Overloaded
 from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, Delta
 
-LOAD_SECONDS = 120.0  # for a large adapter from a slow store
-ANNOUNCE_SECONDS = 2.0  # for replicas to answer; one that is silent for longer is dead anyway
+LOAD_SECONDS = 120.0  # seconds for a large adapter from a slow store
+# Seconds for replicas to answer; a replica that is silent for longer is lost anyway.
+ANNOUNCE_SECONDS = 2.0
 _POLL = 0.05  # seconds between polls for a replica
-_LOSSES = 2  # replicas that may be lost over one adapter
+_LOSSES = 2  # replicas that may be lost while reading one adapter
 _STALE = ("adapter_changed", "adapter_not_found")
-_PAUSE = 0.3  # seconds: the replica may know of a change before the record store does
+_PAUSE = 0.3  # seconds: a replica may learn of a change before the record store has it
 
 
 class AdapterCalls:
     """A router's calls to replicas about adapters.
 
-    wait_seconds: how long a call waits for a replica to be ready.
+    wait_seconds: longest wait for a replica to be ready.
     waking: wakes the model if it sleeps.
-    waiting: calls that wait for a replica to be ready.
+    waiting: number of calls that wait for a replica to be ready.
     """
 
     def __init__(
@@ -45,10 +48,10 @@ class AdapterCalls:
         self._waking = waking
 
     async def load(self, record: AdapterRecord) -> AdapterInfo:
-        """Have an adapter read and checked, and made known, at the replica that its requests would
-        go to.
+        """Have a replica read and check an adapter, and make it known to its engine.
 
-        Raises AdapterError; Overloaded if there is no replica.
+        The replica is the one that requests with this adapter would be routed to. Raises
+        AdapterError; Overloaded if there is no replica.
         """
         for _ in range(_LOSSES):
             client = await self._find(record.name)
@@ -63,7 +66,11 @@ class AdapterCalls:
         raise Overloaded("the replicas that read the adapter did not answer", code="no_replica")
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """Tell every replica which revision the name means now. Returns when they know."""
+        """Tell every replica which revision an adapter's name means now, and wait for their
+        answers.
+
+        gone: whether the adapter was removed.
+        """
         revision = "" if gone else record.revision
         calls = self._replicas.calls
 
@@ -75,7 +82,8 @@ class AdapterCalls:
         await asyncio.gather(*map(announce, clients))
 
     async def _find(self, adapter: str) -> ReplicaClient:
-        """Return the replica that requests with this adapter would go to, once there is one."""
+        """Wait for a replica and return the one that requests with this adapter would be routed
+        to."""
         deadline = time.monotonic() + self._wait_seconds
         request = RoutingRequest(1, 1, adapter=adapter)
         self.waiting += 1
@@ -99,8 +107,10 @@ class AdapterCalls:
 
 
 class StaleAdapters:
-    """The requests that were sent with an adapter's old revision, because their router had not
-    heard of the new one. They have no token yet, so they begin again with the new revision."""
+    """Requests that were sent with an old revision, because their router had missed a change.
+
+    They have no tokens yet, so they start again with the new revision.
+    """
 
     def __init__(self, adapters: AdapterRegistry, assignment: Assignment) -> None:
         self._adapters = adapters
@@ -109,8 +119,10 @@ class StaleAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hold_back(self, choice: InflightChoice, delta: Delta) -> bool:
-        """Hold the end of a choice back if a new revision may explain it, and return whether it is
-        held back. If not, its error may be shown to the client."""
+        """Hold back the failed end of a choice if a new revision may explain it.
+
+        Returns whether it is held back. If not, the error may be shown to the client.
+        """
         inflight, request = choice.inflight, choice.inflight.request
         if request.adapter is None:
             return False

@@ -1,5 +1,8 @@
-"""Assignment: sends choices to replicas and takes them off again; choices that no replica can take
-wait here for one. New requests wait in the request queue instead (admission/request_queue.py)."""
+"""Assignment: sends choices to replicas, and takes choices off them.
+
+Choices that lost their replica wait here until another can take them. New requests wait in the
+request queue instead (admission/request_queue.py).
+"""
 
 import asyncio
 import itertools
@@ -23,22 +26,23 @@ from engine.messages import Abort
 
 
 class DisplacedChoices:
-    """The choices that lost their replica while no other can take them.
+    """Choices that lost their replica while no other can take them.
 
-    seconds: how long a choice waits at most; then its request fails.
+    seconds: longest wait of a choice, after which its request fails.
     waking: wakes the model when a choice begins to wait.
     """
 
     def __init__(self, seconds: float, waking: Waking) -> None:
         self._seconds = seconds
         self._waking = waking
-        self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}  # by id
+        # By the choice's id.
+        self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}
 
     def __len__(self) -> int:
         return len(self._choices)
 
     def put(self, choices: list[InflightChoice]) -> None:
-        """Let choices wait."""
+        """Add choices to wait for a replica."""
         loop = asyncio.get_running_loop()
         error = Overloaded(
             f"no replica became ready within {self._seconds:g} s", code="no_replica", retry_after=5
@@ -49,19 +53,19 @@ class DisplacedChoices:
         self._waking.wake()
 
     def remove(self, choice: InflightChoice) -> bool:
-        """Let the choice wait no longer, and return whether it did."""
+        """Remove a choice, and return whether it was waiting."""
         _, timer = self._choices.pop(choice.id, (None, None))
         if timer is not None:
             timer.cancel()
         return timer is not None
 
     def fail_all(self, error: MantaError) -> None:
-        """Fail the requests of all that wait: no replica will come for them."""
+        """Fail the requests of all waiting choices, as no replica will come for them."""
         for choices in self.pop_all():
             choices[0].inflight.fail(error)
 
     def pop_all(self) -> list[list[InflightChoice]]:
-        """Take all choices out, those of one request together."""
+        """Remove all choices and return them, grouped by request."""
         waiting = [choice for choice, _ in self._choices.values()]
         for choice in waiting:
             self.remove(choice)
@@ -72,9 +76,9 @@ class DisplacedChoices:
 class Assignment:
     """The assignment of choices to replicas.
 
-    Choices are known by numbers; no number is used twice on a connection.
+    Choices are known to replicas by numbers; no number is used twice on a connection.
 
-    wait_seconds: how long a displaced choice waits for a replica at most.
+    wait_seconds: longest wait of a displaced choice for a replica.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Assignment:
         self._random = random
 
     def numbers(self, count: int) -> int:
-        """Return the first of so many new numbers in a row."""
+        """Reserve `count` consecutive choice numbers, and return the first."""
         first, self._next = self._next, self._next + count
         return first
 
@@ -107,9 +111,9 @@ class Assignment:
         self.assign([choice for choice in inflight.choices if not choice.done], names)
 
     def assign(self, choices: list[InflightChoice], among: Sequence[str] | None = None) -> None:
-        """Send choices of one request to one replica. Without a replica they wait.
+        """Send choices of one request to one replica; if there is none, they wait.
 
-        among: names of the replicas that they may go to; None: any.
+        among: names of the replicas that may be chosen; None: any.
         """
         first = choices[0]
         inflight = first.inflight
@@ -130,12 +134,12 @@ class Assignment:
         self._submit(choices, client, decision, wanted)
 
     def assign_displaced(self) -> None:
-        """Send the displaced choices: there may be a replica for them now."""
+        """Send all displaced choices, as there may be a replica for them now."""
         for choices in self.displaced.pop_all():
             self.assign(choices)
 
     def take_off(self, choices: list[InflightChoice]) -> None:
-        """Take choices off their replicas: they are not wanted there any more."""
+        """Abort choices at their replicas, or stop their waiting."""
         by_client: dict[ReplicaClient, list[int]] = {}
         for choice in choices:
             self.displaced.remove(choice)
@@ -148,14 +152,16 @@ class Assignment:
                 client.connection.send(Abort(ids))
 
     def bring_back(self, choices: list[InflightChoice]) -> None:
-        """Send choices that were taken off. They get new numbers, because the replica may not have
-        ended the old ones yet."""
+        """Send choices that were taken off before.
+
+        They get new numbers, because the replica may not have ended the old ones yet.
+        """
         for choice in choices:
             choice.id = self.numbers(1)
         self.assign(choices)
 
     def assign_again(self, choices: list[InflightChoice]) -> None:
-        """Send choices anew, because the adapter that they ask for has changed."""
+        """Abort choices and send them again, because their adapter has changed."""
         self.take_off(choices)
         self.bring_back(choices)
 
@@ -168,18 +174,20 @@ class Assignment:
             len(tokens),
             self._cards.base.max_model_len if limit is None else limit,
             len(choices),
-            # Nothing is kept of a text that becomes an embedding.
+            # A text that becomes an embedding leaves nothing in the prefix cache.
             []
             if request.params.pooled
             else hash_prefix(tokens, request.adapter_key, request.cache_salt),
-            "" if adapter is None else adapter.name,  # as replicas call it
+            "" if adapter is None else adapter.name,  # the adapter's name at replicas
         )
 
     def _allowed(
         self, choices: list[InflightChoice], among: Sequence[str] | None
     ) -> Sequence[str] | None:
-        """Return the replicas that the choices may go to; None: any. Emitted tokens go on with the
-        same weights only."""
+        """Return the names of replicas that may take the choices; None: any.
+
+        Choices with tokens may only continue with the same weights.
+        """
         for choice in choices:
             if choice.emitted and choice.weights:
                 names = list(self._replicas) if among is None else among
@@ -205,7 +213,7 @@ class Assignment:
             adapter = AdapterRef(record.name, record.revision, record.path, version)
         for choice in choices:
             suspicion = choice.suspicion
-            if len(choice.emitted) > choice.begun:  # the last replica has given tokens
+            if len(choice.emitted) > choice.begun:  # the last replica has generated tokens
                 suspicion.passed = False
             choice.place = decision.replica
             choice.weights = client.endpoint.weights

@@ -1,8 +1,8 @@
-"""BatchWorker: answers the requests of batches, one router of an application at a time.
+"""BatchWorker: answers the requests of batches, at one router of an application at a time.
 
-The router that holds the folder's lock works. The system gives the lock back when its process
-ends, and another router goes on: answers are appended to a file as they come, and what is in it
-is not asked again.
+The router that holds the folder's lock works. The system releases the lock when its process ends,
+and another router goes on. Answers are appended to files as they arrive, and answered requests are
+not sent again.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from deployments.router.serve.handle_call import AsgiApp, post
 logger = logging.getLogger("manta.router")
 
 POLL_SECONDS = 1.0
-SAVE_SECONDS = 1.0  # between two words of the counts
+SAVE_SECONDS = 1.0  # seconds between two writes of a batch's counts
 SWEEP_SECONDS = 3600.0
-AGAIN_SECONDS = 30.0  # after a failure of the work itself
-MAX_AT_ONCE = 64  # batches; they share the requests at once
-MAX_REQUESTS = 50_000  # of a batch: OpenAI's
-MAX_ERRORS = 100  # of a bad file that are told
-MAX_TRIES = 5  # of a batch whose work fails in itself, one after the other
-PRIORITY = 16  # behind all others: the last of the steps that a queue tells apart
+AGAIN_SECONDS = 30.0  # seconds after a failure of the work itself
+MAX_AT_ONCE = 64  # batches that run at once; they share `batch.in_flight`
+MAX_REQUESTS = 50_000  # most requests of a batch, as OpenAI's limit
+MAX_ERRORS = 100  # most errors listed for an invalid file
+MAX_TRIES = 5  # tries in a row of a batch whose work itself fails
+PRIORITY = 16  # behind all others: the lowest priority that a queue distinguishes
 
 _PARTS = (("output", "output_file_id", "completed"), ("errors", "error_file_id", "failed"))
 _REST = {
@@ -48,23 +48,27 @@ _REST = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request"),
 }
 
-# (owner, path, body, request id, seconds that it may take) -> status, headers, answer
+# (owner, path, body, request id, seconds allowed) -> status, headers, body
 Answer = tuple[int, dict[bytes, bytes], bytes]
 Ask = Callable[[str, str, dict[str, Any], str, float], Awaitable[Answer]]
 
 
 def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
-    """Return a function that sends requests to our own HTTP API in the name of a batch's key. The
-    requests have that key's rights and limits as they are at the time."""
+    """Return a function that sends a request to our own HTTP API on behalf of a batch's key.
+
+    The request has the key's present rights and limits.
+
+    options: returns the API's present options.
+    """
 
     async def ask(owner: str, path: str, body: dict[str, Any], id: str, seconds: float) -> Answer:
         caller = known_caller(owner, options())
         if caller is None:
             return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
-        # Its key's other requests take turns beside its batches, and not behind them.
+        # A tenant of its own, so that the key's other requests do not queue behind its batches.
         caller = replace(caller, tenant=f"{owner}/batch")
         priority = max(PRIORITY, caller.least_priority)
-        # The standard library's: msgspec writes no integers beyond 64 bits, and infinity as null.
+        # Not msgspec, which refuses integers beyond 64 bits and writes infinity as null.
         payload = json.dumps({**body, "priority": priority}).encode()
         return await post(app, path, payload, caller, id, seconds)
 
@@ -75,13 +79,13 @@ class BatchWorker:
     def __init__(self, folder: BatchFolder, ask: Ask) -> None:
         self.folder = folder
         self.ask = ask
-        # Its waiters are served in their order, so batches take turns.
+        # Its waiters are served in order, so batches share the slots fairly.
         self.slots = asyncio.Semaphore(folder.settings.in_flight)
         self._lock: IO[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self._batches: dict[str, asyncio.Task[None]] = {}
-        self._again: dict[str, float] = {}  # batch -> when its next try may be, monotonic
-        self._failures: dict[str, int] = {}  # batch -> tries in a row that failed in themselves
+        self._again: dict[str, float] = {}  # batch -> monotonic time of its next try
+        self._failures: dict[str, int] = {}  # batch -> failed tries in a row
         self._ended: set[str] = set()
         self._swept = -SWEEP_SECONDS
 
@@ -116,8 +120,10 @@ class BatchWorker:
             self.unlock()
 
     def take_lock(self) -> bool:
-        """Take the folder's lock, and return whether this router has it. Raises OSError where the
-        folder's file system has no locks."""
+        """Take the folder's lock, and return whether this router has it.
+
+        Raises OSError if the folder's file system has no locks.
+        """
         if self._lock is None:
             lock = open(os.open(self.folder.lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
             try:
@@ -137,7 +143,7 @@ class BatchWorker:
             await asyncio.to_thread(self.folder.sweep)
 
     async def work(self) -> None:
-        """Answer batches until none is left. Cancelling leaves the batches as they are."""
+        """Answer batches until none is left. Cancellation leaves the batches resumable."""
         try:
             while True:
                 await self._begin()
@@ -177,7 +183,7 @@ class BatchWorker:
                 if error is None:
                     self._failures.pop(id, None)
                 else:
-                    # A full disk may have room again; what a line itself causes stays.
+                    # A full disk may have room later; a failure caused by a line would repeat.
                     if not isinstance(error, OSError):
                         self._failures[id] = self._failures.get(id, 0) + 1
                     self._again[id] = time.monotonic() + AGAIN_SECONDS
@@ -185,7 +191,7 @@ class BatchWorker:
 
 
 class _Run:
-    """The work on one batch, from where it is to its end."""
+    """The work on one batch, from its present state to its end."""
 
     def __init__(self, worker: BatchWorker, entry: Entry) -> None:
         self._worker = worker
@@ -195,7 +201,8 @@ class _Run:
         self._counts = entry.told["request_counts"]
         self._files: dict[str, IO[bytes]] = {}
         self._saved = 0.0
-        self._resume_at = 0.0  # monotonic: no new request before, for there was no room
+        # Monotonic time before which no new request is sent, as there was no room.
+        self._resume_at = 0.0
         self._running: set[asyncio.Task[None]] = set()
 
     async def all(self) -> None:
@@ -229,7 +236,7 @@ class _Run:
         await asyncio.to_thread(self._folder.save, self._entry)
 
     async def give_up(self) -> None:
-        """End a batch whose work has failed too often: publish its answers, and ask no more."""
+        """End a batch whose work has failed too often, and publish the answers that it has."""
         message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
         error = {"code": "internal_error", "message": message, "line": None, "param": None}
         self._batch["errors"] = {"object": "list", "data": [error]}
@@ -240,7 +247,7 @@ class _Run:
         await self._becomes("failed")
 
     def _validate(self) -> tuple[int, list[dict[str, Any]]]:
-        """Count the requests of the input, and list what is wrong with them, in OpenAI's form."""
+        """Return the number of requests in the input, and its errors in OpenAI's form."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         total = 0
@@ -264,7 +271,8 @@ class _Run:
         return total, errors
 
     def _done(self) -> set[str]:
-        """Return the custom_ids that have an answer or a failure, and set the counts by them."""
+        """Return the custom_ids that have an answer or an error, and set the batch's counts from
+        them."""
         done: set[str] = set()
         for kind, _, name in _PARTS:
             ids = [line["custom_id"] for line in whole_lines(self._part(kind))]
@@ -273,8 +281,10 @@ class _Run:
         return done
 
     def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
-        """Yield the lines of the input that are not blank, by number, as the HTTP API would read
-        them; the error of a line that it would refuse. All that reads the input reads it here."""
+        """Yield (number, content) of the input's non-blank lines, parsed as by the HTTP API.
+
+        The content is an ApiError for a line that the API would refuse.
+        """
         with self._input.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.strip():
@@ -295,7 +305,7 @@ class _Run:
                 yield line
 
     def _stopped(self) -> str | None:
-        """Return why no request is sent any more, "cancelled" or "expired"; None while requests are
+        """Return why no more requests are sent, "cancelled" or "expired"; None while they are
         sent."""
         if self._folder.cancelled_at(self._batch["id"]) is not None:
             return "cancelled"
@@ -348,7 +358,7 @@ class _Run:
                     status, headers, answer = await self._worker.ask(
                         self._entry.owner, line["url"], line["body"], id, left
                     )
-                except Exception:  # it would come again with each try of the batch
+                except Exception:  # a raised exception would repeat with each try of the batch
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = _wait_of(status, headers)
@@ -370,7 +380,7 @@ class _Run:
         file.flush()
 
     def _tell_rest(self, code: str, message: str) -> None:
-        """Write a line of this error for each request that has no answer."""
+        """Write this error for each request that has no answer yet."""
         error = {"code": code, "message": message}
         with open(
             os.open(self._part("errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
@@ -381,8 +391,10 @@ class _Run:
                 self._counts["failed"] += 1
 
     async def _publish(self, ended: str = "completed") -> None:
-        """Publish the written lines as files and end the batch. The files' ids are saved first, so
-        that it goes on after a crash."""
+        """Publish the written lines as files, and end the batch with a status.
+
+        The files' ids are saved first, so that publishing can be resumed after a crash.
+        """
         batch = self._batch
         batch["cancelling_at"] = self._folder.cancelled_at(batch["id"])
         for kind, field, _ in _PARTS:
@@ -411,8 +423,11 @@ class _Run:
 
 
 def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
-    """Return the seconds until another try; None: the answer is final. Another try follows where
-    there was no room, no replica, or the key's minute or budget is used up."""
+    """Return the seconds until a request is tried again; None: the answer is final.
+
+    A request is tried again after a lack of room or replicas, or when the key's limit per minute or
+    budget is used up.
+    """
     if status not in (429, 503):
         return None
     if b"retry-after" not in headers:

@@ -1,5 +1,5 @@
-"""Router: the Serve deployment that answers HTTP and handle calls. Dispatcher and API do the
-work."""
+"""Router: the Serve deployment that answers HTTP and handle calls, by the API and the models'
+backend."""
 
 import asyncio
 import gc
@@ -53,24 +53,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("manta.router")
 
-_FIGURES_SECONDS = 1.0  # for the other routers to tell their metrics: two heartbeats of a replica
-_ASK_SECONDS = 5.0  # for the other routers to tell what they know of a request
-_ASKERS = 8  # calls to the other routers at once
-_LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
+# Seconds for the other routers to send their metrics: two heartbeats of a replica.
+_FIGURES_SECONDS = 1.0
+_ASK_SECONDS = 5.0  # seconds for the other routers to send what they know of a request
+_ASKERS = 8  # most simultaneous calls to the other routers
+_LAST_WORDS = 1.0  # seconds for the errors of a drain to be sent
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """The settings of a router.
 
-    models: the one model that is served; None where models come and go.
-    find_models: gives the models of an application, where models come and go.
-    change_models: changes the models of an application.
-    in_flight: requests at most.
-    stream_seconds: seconds that a request may go on after its model was changed or taken away.
-    usage_file: path of the usage file, "" is none; see UsageConfig.
-    batches, grpc: settings, None if they are not served.
-    tracing: settings, None: no spans are made.
+    models: the one served model; None if models are added and removed at run time.
+    find_models: returns the models of an application, if models change at run time.
+    change_models: functions that change the models of an application.
+    in_flight: most requests at once.
+    stream_seconds: seconds that a request may go on after its model was changed or removed.
+    usage_file: path of the usage file; "": none; see UsageConfig.
+    batches, grpc: settings; None if they are not served.
+    tracing: settings; None: no spans are made.
     """
 
     models: tuple[ServedModel, ...] | None
@@ -101,13 +102,14 @@ class RouterSettings:
 class Router:
     """A router of an application.
 
-    engines: handles of the engine deployments; used for discovery, not for tokens.
+    engines: handles of the engine deployments, used for discovery only, not for tokens.
     """
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
         log_through_serve(settings.log_level)
-        # A thread that runs Python beside the event loop keeps it waiting for as long each time
-        # that the loop comes back from the system, which is several times a chunk; by default 5 ms.
+        # A thread that runs Python makes the event loop wait for one switch interval each time that
+        # the loop returns from a system call, several times per chunk. The default interval is 5
+        # ms.
         sys.setswitchinterval(5e-4)
         self._settings = settings
         self._engines = engines
@@ -117,7 +119,8 @@ class Router:
         self._spans: SpanExporter | None = None
 
     async def __serve_build_asgi_app__(self) -> handle_call.AsgiApp:
-        """Serve's hook: runs once on the loop that will carry the requests."""
+        """Build the ASGI application; Serve calls this hook once, on the loop that serves
+        requests."""
         settings = self._settings
         context = serve.get_replica_context()
         app = context.app_name
@@ -178,9 +181,9 @@ class Router:
             else RouterChanges(settings.change_models, front, self._models),
             observe=lambda route, status, _: front.metrics.http.add(1, route, str(status)),
         )
-        # A caller with a handle is inside the cluster: no key.
+        # A caller with a handle is inside the cluster and needs no key.
         self._trusted = build_asgi(front, options)
-        # Serve itself puts the request's id, or a new one, into request and answer.
+        # Serve itself adds the request's id, or a new one, to request and response.
         keys = await key_service.start()
         options = replace(options, tell_request_id=False, limits=key_service.limits, **keys)
         http = self._http = build_asgi(front, options)
@@ -195,63 +198,71 @@ class Router:
             self._worker = BatchWorker(folder, asker(http, lambda: http.options))
             self._worker.start()
         if settings.grpc is not None:
-            # Only now: few ask for it, and the library is large.
+            # Imported only here: the library is large and seldom used.
             from deployments.router.rpc.server import GrpcServer
 
             self._grpc = GrpcServer(http, front.ready, lambda: front.only, settings.grpc)
             await self._grpc.start()
-        # A garbage collection over all imported modules would hold every stream up for 70 ms.
+        # A garbage collection over all imported modules would stall every stream for 70 ms.
         gc.collect()
         gc.freeze()
         return self._http
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Serve's hook: the signals of the autoscaling policy."""
+        """Return the signals for the autoscaling policy; Serve calls this hook."""
         return self._front.autoscaling_stats() if hasattr(self, "_front") else {}
 
     # -- handle calls: plain dicts, so that callers need nothing of ours
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer a chat completion if body has `messages`, else a completion. Fields and answer are
-        as in the HTTP API."""
+        """Answer a chat completion if the body has `messages`, else a text completion.
+
+        Fields and answer are those of the HTTP API.
+        """
         return await handle_call.call(self._trusted, self._named(body))
 
     async def stream(
         self, body: dict[str, Any], last_event_id: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Stream a chat completion if body has `messages`, else a completion.
+        """Stream a chat completion if the body has `messages`, else a text completion.
 
-        last_event_id: as in handle_call.stream.
+        last_event_id: see handle_call.stream.
         """
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Add the model's name to a body that has none, where there is one model."""
+        """Add the model's name to a body that has none, if only one model is served."""
         only = self._front.only
         return {"model": only, **body} if only else body
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and return when the last answer is out. Requests that still run after
-        so many seconds end with the error `draining`. It is called before the application is
-        deleted, because Serve does not tell routers in time."""
+        """Refuse new requests, and return once the last answer was sent.
+
+        Called before the application is deleted, because Serve does not tell routers in time.
+
+        seconds: time after which running requests end with the error `draining`.
+        """
         if self._worker is not None:
-            self._worker.close()  # the next one goes on with its batches
+            self._worker.close()  # another router goes on with its batches
         self._front.refuse_new()
         await self._idle(seconds)
         self._front.fail_all()
         await self._idle(_LAST_WORDS)
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until no request is in flight, for so long at most."""
+        """Wait until no request is in flight, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (self._http.in_flight or self._trusted.in_flight):
             await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
-        """Return the replicas and load as this router sees them, where there are several models
-        also of each. `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio,
-        by name) are for finding leaks."""
+        """Return the load and the replicas as this router sees them, and of each model if there are
+        several.
+
+        `held` is all 0 when nothing is in flight. `pid`, `tasks` (asyncio tasks by name) and `held`
+        help to find leaks.
+        """
         several = (
             {
                 "models": {
@@ -275,19 +286,20 @@ class Router:
         }
 
     async def figures(self) -> bytes:
-        """Return this router's metrics for another router's /metrics."""
+        """Return this router's metrics, encoded for another router's /metrics."""
         return self._application_metrics.report()
 
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
-        """Return what this router knows of a request, lately ended or in flight: one dict a prompt;
-        see request_trace.py.
+        """Return this router's traces of a request, one dictionary per prompt; see
+        request_trace.py.
 
-        owner: digest of the key that may see it; None: no restriction.
+        owner: digest of the key that may see them; None: no restriction.
         """
         return self._front.explain(request_id, owner)
 
     async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
-        """Explain a request from whichever router had it: this one, or the others are asked."""
+        """Return the traces of a request from this router, or from the others if this one has
+        none."""
         if traces := self._front.explain(request_id, owner):
             return traces
         async with self._peer_calls:
@@ -295,19 +307,22 @@ class Router:
         return [part for answer in answers for part in answer]
 
     async def live(self) -> dict[str, Any]:
-        """Return what this router knows at this moment; see live_view.py."""
+        """Return this router's live view; see live_view.py."""
         return self._front.live()
 
     async def stop(self, request_id: str, owner: str | None = None) -> int:
-        """End this router's live requests of an id, and return how many prompts these were.
+        """End this router's running requests with an id, and return the number of prompts ended.
 
-        owner: as in explain.
+        owner: digest of the key that may end them; None: no restriction.
         """
         return self._front.stop(request_id, owner)
 
     async def _stop(self, request_id: str, owner: str | None) -> int:
-        """End the live requests of an id at all routers, and return how many prompts these were.
-        Calls with one id may be at several routers."""
+        """End the running requests with an id at all routers, and return the number of prompts
+        ended.
+
+        Requests with the same id may be at several routers.
+        """
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "stop", request_id, owner)
         return self._front.stop(request_id, owner) + sum(answers)
@@ -315,7 +330,7 @@ class Router:
     async def __del__(self) -> None:
         if hasattr(self, "_models"):
             self._models.close()
-        if self._grpc is not None:  # Serve waits for requests over HTTP alone
+        if self._grpc is not None:  # Serve itself waits for HTTP requests only
             await self._grpc.stop()
         if self._spans is not None:
             await self._spans.close()
@@ -329,7 +344,7 @@ class Router:
 
 
 def _state_json(what: ModelsBackend | Dispatcher, model: str) -> dict[str, Any]:
-    """Return the load, replicas and counts of one model, or of all."""
+    """Return the load, replicas and metrics of one model, or of all models together."""
     state = what.state()
     return {
         "name": what.name,

@@ -1,15 +1,16 @@
 """Dispatcher: the router's `Backend` of one model. It takes requests in, and its parts serve them:
 
-    RequestQueue      admits requests and keeps them until a replica has room
-    Assignment        sends choices to replicas and takes them off again
-    RequestsInFlight  those that have not ended, and what became of the last that have
-    Replicas          the connections to the replicas, and what routing knows of them
-    ReplicaEvents     hears what replicas send, and of their loss
-    ModelCards        the names that are served: the model and its adapters
-    AdapterRegistry   the adapters, which AdapterCalls make known at replicas
-    Waking            wakes a model without replicas
+  RequestQueue      admits requests and keeps them until a replica has room
+  Assignment        sends choices to replicas and takes them off again
+  RequestsInFlight  unfinished requests, and traces of those that ended last
+  Replicas          connections to the replicas, and their state for routing
+  ReplicaEvents     handles frames from replicas, and lost replicas
+  ModelCards        the names that are served: the model and its adapters
+  AdapterRegistry   the adapters, which AdapterCalls make known at replicas
+  Waking            wakes a model without replicas
 
-No Ray and no HTTP here: replicas come through `set_replicas`, requests through `generate`.
+This module has no Ray and no HTTP: replicas come through `set_replicas`, requests through
+`generate`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,10 @@ from engine.text.tokenizer import Tokenizer
 
 
 class Dispatcher:
-    """The backend of one model with any number of replicas. All methods are called on the event
-    loop that made it."""
+    """The backend of one model with any number of replicas.
+
+    All methods must be called on the event loop that created it.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Dispatcher:
     ) -> None:
         self.name = name
         self.metrics = metrics = RouterMetrics()
-        self.random = random = Random()  # of routing and admission
+        self.random = random = Random()  # for routing and admission
         self._tokenizer = tokenizer
         self._draining = False
         self.cards = ModelCards(card)
@@ -155,7 +158,8 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """Count what requests hold here; nothing of it may outlive its request."""
+        """Count what unfinished requests hold in this router; a count without requests is a
+        leak."""
         return {
             "requests": len(self.requests),
             "waiting": len(self.assignment.displaced) + self.queue.choices,
@@ -163,11 +167,11 @@ class Dispatcher:
         }
 
     def live(self) -> dict[str, Any]:
-        """Return what is known of the model at this moment; see live_view.py."""
+        """Return the model's live view; see live_view.py."""
         return view_of_model(self.replicas, self.queue, self.requests, self._events.log)
 
     def load(self) -> dict[str, int | float]:
-        """Return what arrives and what waits, for scaling/policy.py."""
+        """Return the arriving and waiting load, for scaling/policy.py."""
         return {
             **self.requests.arrival_rates(),
             "in_flight": len(self.requests),
@@ -178,11 +182,12 @@ class Dispatcher:
         }
 
     def ready(self) -> bool:
-        """Whether requests are taken: a model that sleeps takes them, too."""
+        """Whether requests are accepted, which a sleeping model does, too."""
         return not self._draining and (self.queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:
-        """Return the model's status: ready, sleeping (the next request wakes it) or starting."""
+        """Return the model's status: "ready", "sleeping" (the next request wakes it) or
+        "starting"."""
         if available := self.replicas.fleet.available():
             asleep = all(replica.stats.asleep for replica in available)
             return "sleeping" if asleep else "ready"
@@ -191,7 +196,7 @@ class Dispatcher:
     # -- for the router
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the running replicas, id -> what each replica published."""
+        """Set the running replicas: the metadata that each published, by id."""
         self.replicas.replace(replicas, self._events)
         self.waking.replicas(len(self.replicas))
         self.queue.replicas_changed()
@@ -201,13 +206,17 @@ class Dispatcher:
         self._draining = True
 
     def leave(self, reason: MantaError) -> None:
-        """Stop serving the model. Requests go on at the replicas that are left. Without a replica
-        the waiting requests fail with this error."""
+        """Stop serving the model, while requests go on at the remaining replicas.
+
+        reason: error of waiting requests once no replica is left.
+        """
         self.queue.leave(reason)
 
     def close(self, reason: MantaError | None = None) -> None:
-        """Fail the requests in flight, for this reason or because the service is stopping, and
-        disconnect from the replicas."""
+        """Fail the requests in flight, and disconnect from the replicas.
+
+        reason: their error; None: the service is stopping.
+        """
         self.refuse_new()
         self.waking.close()
         self.adapters.close()

@@ -1,10 +1,10 @@
-"""Requests in flight: what each request was and what has come out of it, so that another replica
-can go on with it.
+"""Requests in flight: each request's prompt and the tokens so far, from which any replica can go
+on.
 
 An InflightRequest is one prompt. An InflightChoice is one of its n continuations, which runs at one
-replica at a time. To go on elsewhere, `InflightChoice.as_request` puts the emitted tokens behind
+replica at a time. To continue elsewhere, `InflightChoice.as_request` appends the emitted tokens to
 the prompt. The engine counts max_tokens and its random numbers from the prompt's end, so the text
-is the one that would have come without the loss.
+is the same as without the loss.
 """
 
 import asyncio
@@ -20,22 +20,21 @@ from deployments.router.request_trace import RequestTrace
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
-# Of a stream that its client does not read: beyond this it pauses.
+# Unread bytes of a stream, estimated, beyond which the stream pauses.
 UNREAD_BYTES = 2**20
-READER_SECONDS = 30.0  # that a paused stream is kept
-DELTA_BYTES = 256  # of a delta of one token
-LOGPROB_BYTES = 192  # of a log-probability
+READER_SECONDS = 30.0  # seconds for which a paused stream is kept
+DELTA_BYTES = 256  # estimated bytes of a delta with one token
+LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 
 
 class InflightChoice:
     """A choice in flight.
 
     emitted: output token ids so far.
-    place: replica that has the choice, "" while none has.
-    begun: number of tokens that were emitted when the choice was placed there.
-    suspicion: whether the engines of the choice die of it.
-    weights: weights of the choice's last replica; emitted tokens can only go on with the same
-        weights.
+    place: replica that runs the choice; "" if none does.
+    begun: number of tokens emitted before the choice was placed at that replica.
+    suspicion: the record of engine deaths that the choice may have caused.
+    weights: weights of the choice's last replica; it may only continue with the same weights.
     """
 
     __slots__ = (
@@ -65,17 +64,19 @@ class InflightChoice:
 
     @property
     def given(self) -> int:
-        """The number of tokens that the choice's present replica has given."""
+        """The number of tokens that the choice's present replica has generated."""
         return len(self.emitted) - self.begun
 
     def as_request(self) -> EngineRequest:
-        """The message that starts the choice, or resumes it after what was emitted. A suspect is
-        started for the tokens of its probation only."""
+        """Return the message that starts the choice, or resumes it after the emitted tokens.
+
+        A suspect is started for the tokens of its probation only.
+        """
         request = self.inflight.request
         params = request.params
         if (self.last or self.emitted) and params.prompt_logprobs is not None:
-            # Prompt logprobs came with the first delta; asking again would switch the prefix cache
-            # off for nothing.
+            # Prompt logprobs came with the first delta; requesting them again would disable the
+            # prefix cache for nothing.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         limit = len(self.emitted) + self.suspicion.tokens
         if self.suspicion.tokens and (params.max_tokens is None or limit < params.max_tokens):
@@ -97,7 +98,7 @@ class InflightChoice:
     def passes(self, delta: Delta, context: int) -> bool:
         """Whether this delta ends only the choice's probation, not the choice.
 
-        context: context of the replica's model, in tokens.
+        context: context length of the replica's model, in tokens.
         """
         total = len(self.emitted) + len(delta.token_ids)
         tokens, request = self.suspicion.tokens, self.inflight.request
@@ -111,24 +112,24 @@ class InflightChoice:
 
 
 class ChoiceAssignment(Protocol):
-    """The part of `assignment.Assignment` that a request uses."""
+    """The methods of `assignment.Assignment` that a request uses."""
 
     def take_off(self, choices: list[InflightChoice]) -> None:
-        """Take unfinished choices off their replicas."""
+        """Abort unfinished choices at their replicas."""
 
     def bring_back(self, choices: list[InflightChoice]) -> None:
-        """Send choices that were taken off because the client did not read."""
+        """Send choices again that were taken off because the client did not read."""
 
 
 class EndedRequests(Protocol):
-    """The part of `requests_in_flight.RequestsInFlight` that a request uses."""
+    """The method of `requests_in_flight.RequestsInFlight` that a request uses."""
 
     def ended(self, inflight: "InflightRequest") -> None:
-        """Note that no choice is left. Called once."""
+        """Note that no choice of a request is left. Called once."""
 
 
 class InflightRequest:
-    """A request in flight; implements `deployments.backend.Generation`."""
+    """A request in flight; it implements `deployments.backend.Generation`."""
 
     def __init__(
         self,
@@ -145,15 +146,15 @@ class InflightRequest:
         ]
         self._open = len(self.choices)
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
-            # A resumed stream: another router has sent these tokens.
+            # A resumed stream, whose first tokens another router has sent.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
             self._open -= choice.done
         self.trace = RequestTrace(request, self.arrived)
         self.timers: list[asyncio.TimerHandle] = []
-        self.placed = 0.0  # monotonic seconds of the last Submit
-        self.replicas: list[str] = []  # where it has been
+        self.placed = 0.0  # monotonic seconds of the last Submit message
+        self.replicas: list[str] = []  # names of replicas that the request was sent to
         self.migrations = 0
         self._queue_s = 0.0
         self._metrics = metrics
@@ -172,12 +173,12 @@ class InflightRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether tokens have come for any choice."""
+        """Whether any choice has tokens."""
         return any(choice.emitted for choice in self.choices)
 
     @property
     def output_tokens(self) -> int:
-        """The number of output tokens so far, of all choices."""
+        """The number of output tokens of all choices so far."""
         return sum(len(choice.emitted) for choice in self.choices)
 
     @property
@@ -210,14 +211,15 @@ class InflightRequest:
         return Timing(self._queue_s, self.migrations, tuple(self.replicas))
 
     def fail(self, error: MantaError) -> None:
-        """End the request with an error. `next` still hands out what has come, then it raises."""
+        """End the request with an error, which `next` raises after it has returned the received
+        deltas."""
         if self._open:
             self._metrics.failed.add(1, error.code)
             self._error = error
             self._end([choice for choice in self.choices if not choice.done])
 
     def take(self, choice: InflightChoice, delta: Delta, now: float) -> None:
-        """Take a delta for a choice that is not done.
+        """Add a delta to a choice that is not done.
 
         now: monotonic seconds.
         """
@@ -258,8 +260,11 @@ class InflightRequest:
             self._pause()
 
     def _pause(self) -> None:
-        """Pause a stream that the client does not read. The unfinished choices give their places to
-        other requests until the client reads; then they go on as after the loss of a replica."""
+        """Pause a stream that the client does not read.
+
+        The unfinished choices leave their replicas. When the client reads again, they go on as
+        after the loss of a replica.
+        """
         self._metrics.paused.add()
         self.trace.moves(
             self.choices[0].place, "the client did not read its answer", time.monotonic()

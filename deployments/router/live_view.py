@@ -1,8 +1,7 @@
-"""The live view: what routers know of their models at this moment, as JSON for GET /v1/live.
+"""The live view: a router's present knowledge of its models, as JSON for GET /v1/live.
 
-Everything is read from what routing, queue and traces have anyway, when somebody asks, and in
-bounded time however much is in flight. Nothing is written down for it, so it costs requests
-nothing.
+It is computed on demand from the data of routing, queue and traces, in bounded time however much is
+in flight. Nothing is recorded for it, so it costs requests nothing.
 """
 
 import math
@@ -25,12 +24,12 @@ from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
 
 
 class ApplicationView:
-    """The view of all routers, whichever of them is asked.
+    """The live view of all routers, whichever of them is asked.
 
-    However many clients ask, there is one question to the others at a time.
+    Concurrent callers share one call to the other routers.
 
     own: returns this router's view.
-    others: asks all routers for theirs; those that do not answer are missing.
+    others: asks the other routers for theirs; those that do not answer are missing.
     """
 
     def __init__(
@@ -43,21 +42,21 @@ class ApplicationView:
         self.routers = SingleFlight(self._gather)
 
     async def _gather(self) -> list[dict[str, Any]]:
-        """Return the views of the routers, by name."""
+        """Return the views of all routers, sorted by name."""
         views = {view["router"]: view for view in await self._others()}
         own = self._own()
         return sorted([*(views | {own["router"]: own}).values()], key=lambda view: view["router"])
 
 
-_REQUESTS = 256  # in flight, the oldest: those that run
-_NEWEST = 64  # of these in flight, and of those that have ended, choices and moves are told
+_REQUESTS = 256  # most requests in flight that are listed, the oldest first
+_NEWEST = 64  # requests in flight, and ended requests, whose decisions and moves are listed
 _CHOICES = 50
 _EVENTS = 50
 _QUEUES = 32
 
 
 class EventLog:
-    """The last replicas that came and went. There are few of these, so all are noted."""
+    """A log of the last replicas that joined or were lost."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
@@ -77,8 +76,11 @@ def view_of_model(
     requests: RequestsInFlight,
     events: EventLog,
 ) -> dict[str, Any]:
-    """Moments are seconds ago, and spans are milliseconds: two routers' clocks differ. null is not
-    known, or not yet."""
+    """Return the live view of one model.
+
+    Times are given as seconds ago and durations in milliseconds, because routers' clocks differ.
+    null: unknown, or not yet.
+    """
     now = time.monotonic()
     fleet = replicas.fleet
     fleet.refresh()
@@ -109,7 +111,7 @@ def _last(
 
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
-    """Return a replica as JSON. cost: of the next request; see routing/route.py."""
+    """Return a replica as JSON; its `cost` is that of the next request (see routing/route.py)."""
     state, column = client.state, client.state.column
     fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {
@@ -130,8 +132,10 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
 
 
 def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
-    """Return a prompt as JSON. replicas: where its choices are. tokens: prompt and output, all
-    choices."""
+    """Return a prompt as JSON.
+
+    `replicas` are those that its choices are at. Token counts include all choices.
+    """
     trace, choices = inflight.trace, inflight.choices
     return {
         "id": trace.id,
@@ -149,8 +153,11 @@ def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
 
 
 def _choices(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the routing decisions of a request. first_token_ms: the time that came of expected_ms,
-    of the replica that gave the first token."""
+    """Yield (time, JSON) of a request's routing decisions.
+
+    first_token_ms is the measured counterpart of expected_ms, for the replica that generated the
+    first token.
+    """
     for at, decision, emitted in trace.decisions:
         first = trace.first - at if trace.first > at and not emitted else None
         yield (

@@ -1,4 +1,4 @@
-"""ReplicaEvents: what a router does when a replica is ready, sends a frame, or is lost."""
+"""ReplicaEvents: a router's reactions when a replica is ready, sends a frame, or is lost."""
 
 import logging
 import time
@@ -21,10 +21,10 @@ logger = logging.getLogger("manta.router")
 
 
 class ReplicaEvents:
-    """The listener of all replicas of one model (`replica_client.ReplicaListener`).
+    """The listener to all replicas of one model (`replica_client.ReplicaListener`).
 
-    Some ends in a frame are not for the client, and are kept back: of a replica that is to stop, of
-    an adapter that was replaced, of a probation that was passed.
+    Three kinds of ends in a frame are not passed to the client: those from a draining replica, of a
+    replaced adapter, and of a passed probation.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class ReplicaEvents:
         self._stale = StaleAdapters(adapters, assignment)
 
     def close(self) -> None:
-        """Stop waiting for news of adapters."""
+        """Stop waiting for adapter changes."""
         self._stale.close()
 
     def opened(self, client: ReplicaClient) -> None:
-        """Learn what the new replica can do, and send it what waits for one."""
+        """Register a newly connected replica, and send it the waiting choices and requests."""
         logger.info("replica %s is connected", client.replica)
         self._metrics.channels.add()
         self.log.add("joined", client.replica)
@@ -72,7 +72,7 @@ class ReplicaEvents:
         self._queue.replicas_changed()
 
     def frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
-        """Hand the deltas of a frame to their requests. now: monotonic seconds."""
+        """Pass the deltas of a frame to their requests. now: monotonic seconds."""
         choices, state = client.choices, client.state
         for delta in frame.deltas:
             choice = choices.get(delta.id)
@@ -100,9 +100,10 @@ class ReplicaEvents:
         self._queue.hear_frame(state)
 
     def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """Let a choice that has passed its probation go on when the other suspects there have had
-        theirs. It stays at this replica, which has its KV cache and, with n > 1, the other
-        choices."""
+        """Let a choice that has passed its probation go on after the other suspects at its replica.
+
+        It stays at this replica, which has its KV cache and, with n > 1, the other choices.
+        """
         choice.begun = len(choice.emitted)
         choice.place = ""
         choice.suspicion.passes()

@@ -1,4 +1,4 @@
-"""ReplicaLosses: what becomes of the choices of a replica that is lost or gives them back."""
+"""ReplicaLosses: moves or fails the choices of a replica that is lost or gives them back."""
 
 import asyncio
 import logging
@@ -14,15 +14,14 @@ from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")
 
-_SUSPECT_PAUSE = 0.25  # seconds: as long as news of replicas that died together may take
+_SUSPECT_PAUSE = 0.25  # seconds in which the deaths of replicas that died together become known
 
 
 class ReplicaLosses:
-    """The decision what becomes of choices whose replica is lost.
+    """The handling of choices whose replica is lost.
 
-    allowed: replicas, killed from outside, that a request may lose in a row without a token from
-        any.
-    requests: those in flight.
+    allowed: replicas, killed from outside, that a request may lose in a row without a new token.
+    requests: all requests in flight.
     """
 
     def __init__(
@@ -38,18 +37,18 @@ class ReplicaLosses:
         self._metrics = metrics
 
     def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """The replica is to stop, and the choice goes on elsewhere. No request is blamed."""
+        """Move a choice away from a replica that is draining. No request is blamed."""
         self._moves(client, choice, "it is to stop")
         self._assignment.assign([choice])
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """The connection to the replica broke. choices: those that were there."""
+        """Handle a broken connection to a replica. choices: choices that were at the replica."""
         level = logging.WARNING if choices or not client.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
         moving: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
             if choice.done or self._give_up(client, choice):
-                continue  # done: its request failed with another choice of this loop
+                continue  # done: its request has failed with an earlier choice of this loop
             self._moves(client, choice, f"lost: {reason}")
             logger.warning(
                 "moves from %s after %d tokens: %s",
@@ -60,8 +59,8 @@ class ReplicaLosses:
             )
             choice.begun = len(choice.emitted)
             if choice.suspicion.losses:
-                # This choice may be the cause. Choices that are not go first, to be ahead of the
-                # next death; and all news of replicas that died at once can arrive meanwhile.
+                # This choice may be the cause. Others are sent first, to be ahead of the next
+                # death; meanwhile other deaths of the same moment become known.
                 self._assign_later([choice], _SUSPECT_PAUSE)
             else:
                 moving.setdefault(choice.inflight, []).append(choice)
@@ -70,13 +69,13 @@ class ReplicaLosses:
                 for choice in inflight.choices:
                     choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
-            # Together: a poison request with n > 1 must not be on probation at two replicas.
+            # Sent together: a poison request with n > 1 must not be on probation at two replicas.
             left = [choice for choice in together if not choice.done]
             if left:
                 self._assignment.assign(left)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
-        """Whether the request has cost too many replicas; then it has failed."""
+        """Fail the request if it has cost too many replicas, and return whether it did."""
         why = choice.suspicion.lost(
             client.replica, choice.id, choice.given, client.failed, self._allowed, client.silent
         )
@@ -94,7 +93,7 @@ class ReplicaLosses:
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
     def _assign_later(self, choices: list[InflightChoice], seconds: float) -> None:
-        """Let these choices wait for so long before they are sent."""
+        """Let choices wait for some seconds before they are sent."""
         displaced = self._assignment.displaced
 
         def assign() -> None:

@@ -1,9 +1,8 @@
-"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}, and sent as
-spans to an OpenTelemetry collector. Pure: times are arguments.
+"""The trace of a request, for GET /v1/requests/{id} and as spans for an OpenTelemetry collector.
 
-A RequestTrace begins with the request. It is written to when the request is sent to a replica, has
-its first token, moves or ends, and never for a token. It holds no token and no text, so thousands
-of traces are a few megabytes.
+The router that has the request keeps the trace. A RequestTrace is written to when the request is
+sent to a replica, gets its first token, moves or ends, but not for each token. It holds no tokens
+and no text, so thousands of traces take a few megabytes. Times are arguments.
 """
 
 import logging
@@ -25,8 +24,8 @@ from deployments.observe.otlp import (
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
-KEPT = 4096  # ended requests that a router remembers; the oldest are dropped
-_EVENTS = 32  # the last decisions and moves of one request that are kept
+KEPT = 4096  # ended requests that a router remembers; the oldest are dropped first
+_EVENTS = 32  # decisions and moves of one request that are kept, the last ones
 
 logger = logging.getLogger("manta.router")
 
@@ -41,9 +40,9 @@ _WHY = {
 
 
 class RequestTrace:
-    """The trace of one prompt and its choices. Times are monotonic seconds; 0 = not yet.
+    """The trace of one prompt and its choices. Times are monotonic seconds; 0: not yet.
 
-    owner: digest of the API key that sent it, "" if keys are not used. Only that key may see it.
+    owner: digest of the API key that sent the request, which alone may see it; "" without keys.
     """
 
     __slots__ = (
@@ -82,10 +81,11 @@ class RequestTrace:
         self.arrived = arrived
         self.received_at = time.time()
         self.state = "waiting"
-        self.placed = 0.0  # the first time
-        self.engine_us = -1  # from arrival in the engine of the first token until the first step
-        self.adapter_us = -1  # part of engine_us: until its adapter was on the device
-        self.started = 0.0  # when that step began
+        self.placed = 0.0  # time of the first placement
+        # Microseconds from arrival in the engine to the first step, for the first token's choice.
+        self.engine_us = -1
+        self.adapter_us = -1  # microseconds of these until its adapter was on the device
+        self.started = 0.0  # time at which that step began
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
@@ -98,14 +98,14 @@ class RequestTrace:
     # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """Note that the request goes to a replica, with so many tokens emitted before."""
+        """Note that the request is sent to a replica. emitted: number of tokens before."""
         self.placed = self.placed or now
         self.state = "running"
         self._decisions.append((now, decision, emitted))
         del self._decisions[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
-        """Note the first tokens of a choice. Only the first choice's are noted."""
+        """Note the first tokens of a choice; later choices of the request are ignored."""
         if self.first:
             return
         self.first = now
@@ -131,12 +131,12 @@ class RequestTrace:
 
     @property
     def decisions(self) -> Sequence[tuple[float, RoutingDecision, int]]:
-        """The last routing decisions: when, the decision, the tokens emitted before."""
+        """The last routing decisions as (time in seconds, decision, tokens emitted before)."""
         return self._decisions
 
     @property
     def moves_made(self) -> Sequence[tuple[float, str, str]]:
-        """The last moves: when, the replica that was left, why."""
+        """The last moves as (time in seconds, name of the replica that was left, reason)."""
         return self._moves
 
     @property
@@ -145,13 +145,15 @@ class RequestTrace:
 
     @property
     def replicas(self) -> list[str]:
-        """Replicas that the request was at, in order."""
+        """The names of the replicas that the request was sent to, in order."""
         return [decision.replica for _, decision, _ in self._decisions]
 
     def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
-        """Return the visits of an ended request to replicas: from, until, the decision, the tokens
-        before it, and why the replica was left ("" if it was not). A request whose choices move
-        apart is at several replicas at once."""
+        """Return an ended request's visits to replicas.
+
+        They are (from, until, decision, tokens emitted before, why the replica was left or ""). A
+        request whose choices move apart is at several replicas at once.
+        """
         moves = list(self._moves)
         visits = []
         for at, decision, emitted in self._decisions:
@@ -163,8 +165,10 @@ class RequestTrace:
         return visits
 
     def to_json(self, router: str, now: float) -> dict[str, Any]:
-        """Return the trace as JSON. Times are milliseconds, of an unfinished request so far; null =
-        not reached."""
+        """Return the trace as JSON. Times are milliseconds, until `now` for an unfinished request.
+
+        null: a stage that was not reached.
+        """
         end = self.ended or now
         waited = (self.placed or end) - self.arrived
         decode = end - self.first if self.first else None
@@ -210,7 +214,7 @@ class RequestTrace:
     def _adapter(self) -> dict[str, Any] | None:
         """Return the request's adapter as JSON; None without one.
 
-        load_ms: time that the request waited for the adapter to be on the device.
+        Its load_ms is the time that the request waited for the adapter to be on the device.
         """
         if not self.adapter:
             return None
@@ -224,7 +228,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The traces of the last requests that ended. Bounded."""
+    """The traces of the last requests that ended, in bounded number."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ended: deque[RequestTrace] = deque(maxlen=kept)
@@ -239,9 +243,10 @@ class RequestTraces:
     def find(
         self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()
     ) -> Iterator[RequestTrace]:
-        """Return all traces with this id, in the order of arrival: the prompts of one call, or
-        several calls that were given one id. It walks over all traces. Questions are rare, so a
-        request that is not asked for costs nothing.
+        """Return all traces with an id, in the order of arrival.
+
+        They are the prompts of one call, or several calls with the same id. The search walks over
+        all traces, so that keeping them costs requests no index.
 
         owner: digest of the key that asks; None may see every trace.
         """
@@ -256,7 +261,8 @@ class RequestTraces:
 
 
 def log_trace(trace: RequestTrace) -> None:
-    """Log a line for a request that has ended: at info if it failed or moved, else at debug."""
+    """Log a line for a request that has ended: at info level if it failed or moved, else at
+    debug."""
     notable = trace.error or trace.moved
     level = logging.INFO if notable else logging.DEBUG
     if not logger.isEnabledFor(level):
@@ -276,15 +282,20 @@ def log_trace(trace: RequestTrace) -> None:
 
 
 def context_of(traceparent: str, tracestate: str, settings: TracingSettings) -> TraceContext | None:
-    """The caller's trace, or a new one; None: it is not sampled. A caller's decision holds."""
+    """Return the caller's trace context, or a new one; None if it is not sampled.
+
+    The caller's sampling decision holds.
+    """
     context = read_context(traceparent, tracestate) or new_context(settings.sample)
     return context if context.sampled else None
 
 
 def spans_of(trace: RequestTrace, context: TraceContext, router: str) -> list[Span]:
-    """The request's span first. Names and attributes beginning with gen_ai are OpenTelemetry's
-    conventions for generative models."""
-    shift = trace.received_at - trace.arrived  # from monotonic to Unix seconds
+    """Return the spans of an ended request, the root span first.
+
+    Names and attributes with gen_ai are OpenTelemetry's conventions for generative models.
+    """
+    shift = trace.received_at - trace.arrived  # offset from monotonic to Unix seconds
     end = trace.ended + shift
     root = Span(
         "manta.request",

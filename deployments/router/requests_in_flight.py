@@ -1,5 +1,4 @@
-"""RequestsInFlight: the requests of a dispatcher that have not ended, the traces of the last ones
-that have, and how fast new ones arrive."""
+"""RequestsInFlight: a dispatcher's unfinished requests, its last traces, and the arrival rates."""
 
 import asyncio
 import time
@@ -42,8 +41,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         return inflight in self._requests
 
     def add(self, inflight: InflightRequest) -> None:
-        """Add a request, which fails at its deadline, if it has one. A deadline needs a running
-        event loop."""
+        """Add a request. If it has a deadline, it fails then, which needs a running event loop."""
         self._requests[inflight] = None
         deadline = inflight.request.deadline
         if deadline is not None:
@@ -60,9 +58,9 @@ class RequestsInFlight(Collection[InflightRequest]):
             listener(inflight)
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """Return what became of the requests with this id; see request_trace.py."""
+        """Return the traces of the requests with this id; see request_trace.py."""
         asked = [inflight for inflight in self._requests if inflight.trace.id == id]
-        for inflight in asked:  # a trace is not written to for a token
+        for inflight in asked:  # traces are not updated for each token
             inflight.trace.output_tokens = inflight.output_tokens
         unfinished = [inflight.trace for inflight in asked]
         now = time.monotonic()
@@ -70,7 +68,7 @@ class RequestsInFlight(Collection[InflightRequest]):
         return [trace.to_json(self._router, now) for trace in traces]
 
     def stop(self, id: str, owner: str | None) -> int:
-        """End the requests with this id, and return how many prompts these were.
+        """End the requests with this id, and return the number of prompts ended.
 
         owner: digest of the key that asks; None may end any.
         """
@@ -84,8 +82,10 @@ class RequestsInFlight(Collection[InflightRequest]):
         return len(requests)
 
     def arrival_rates(self) -> dict[str, float]:
-        """Return tokens/s since the last call: of prompts without cached tokens, and of outputs by
-        the mean length so far."""
+        """Return the tokens/s that arrived since the last call.
+
+        They are those of prompts without cached tokens, and of outputs by the mean length so far.
+        """
         metrics = self._metrics
         ended = sum(metrics.output_size.counts)
         output = metrics.output_size.sum / ended if ended else OUTPUT_GUESS
@@ -98,9 +98,9 @@ class RequestsInFlight(Collection[InflightRequest]):
         return {"prompt_rate": rates["prompt"], "output_rate": rates["requests"] * output}
 
     def fail_all(self, reason: MantaError | None = None) -> None:
-        """Fail all requests, whose time to end is over.
+        """Fail all requests that are still in flight.
 
-        reason: why; by default the service is stopping.
+        reason: their error; None: the service is stopping.
         """
         message = "the service is stopping, and the time it had for this request is over"
         for inflight in list(self._requests):

@@ -1,19 +1,21 @@
-"""FairQueue: which requests a router admits, in which order they go to replicas, and when refused
-requests should come again. Pure: no Ray, no event loop, no clock. `now` is monotonic seconds.
+"""FairQueue: decides which requests a router admits, and in which order they go to replicas.
 
-    request -- refused: 429 or 503, with the seconds until there is room
-        |
-        +-- a replica has room and no request waits ----------------> replica
-        |                                                              ^
-        +-> FairQueue, in the order of (fair share, priority) -- room -+
+It also computes when refused requests should come again. It has no Ray, event loop or clock; `now`
+is in monotonic seconds.
 
-Requests wait here rather than in the engines. Here they can still be put in order, end at their
-deadline and go to whichever replica has room first. An engine is given what its batch can hold and
-a little more, so that it never waits for the router.
+  request -- refused: 429 or 503, with the seconds until there is room
+    |
+    +-- a replica has room and no request waits ----------------> replica
+    |                                                              ^
+    +-> FairQueue, in the order of (fair share, priority) -- room -+
 
-Work is counted in tokens: those of the prompt and those that are likely to come. All bounds in
-seconds are work divided by the measured rate of the replicas. So a fast pool has a longer queue
-than a slow one, and nothing is tuned by hand.
+Requests wait here rather than in the engines. Here they can still be reordered, end at their
+deadline, and go to whichever replica has room first. An engine gets what its batch can hold and a
+little more, so that it never waits for the router.
+
+Work is counted in tokens: those of the prompt and the expected output. Limits in seconds are work
+divided by the measured rate of the replicas. So a fast pool has a longer queue than a slow one, and
+needs no tuning.
 """
 
 import math
@@ -24,31 +26,32 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# Output tokens of a request without a limit, before any request has ended. More than the guess of
-# routing (`OUTPUT_GUESS`), so that rather too little is admitted than too much.
+# Expected output tokens of a request without a limit, before any request has ended. Larger than the
+# guess of routing (`OUTPUT_GUESS`), so that too little is admitted rather than too much.
 _GUESS = 256
-_LEARN = 0.05  # weight of the newest output length
-_OVERDUE = 0.1  # of the expected tokens: what a choice beyond them is taken to have left
+_LEARN = 0.05  # weight of the newest output length in the mean
+_OVERDUE = 0.1  # share of the expected tokens that a choice beyond them is assumed to have left
 
-_SHARE = 4.0  # times what is left free: work that one key may have waiting
+_SHARE = 4.0  # one key may have this many times the free room waiting
 _LEVELS = 3  # priorities are clamped to +-3 when requests are admitted
 _STEPS = 16  # priorities are clamped to +-16 when requests are ordered
-_CALM = 0.25  # of queue_seconds: when no more work waits, an overload is over
-_WHOLE = 1.5  # times queue_seconds: what the queue and the engine may take to the first token
-_LEAST = 0.1  # times queue_seconds: what may wait however slow the engine is
-_BURST = 4.0  # times queue_seconds, while a burst fills the batch
-_MARGIN = 1.25  # of the expected wait, which must end before a deadline
-_PROMISED = 0.5  # of the rate is kept for refused requests that come again, the rest for new ones
-_JITTER = 0.25  # of a Retry-After, so that requests refused together do not come again together
-_SLOWEST = 60.0  # seconds: official clients ignore a longer Retry-After
+_CALM = 0.25  # share of queue_seconds of waiting work at which an overload is over
+_WHOLE = 1.5  # times queue_seconds: longest time to the first token in queue and engine
+_LEAST = 0.1  # times queue_seconds: least wait that is allowed, however slow the engine is
+_BURST = 4.0  # times queue_seconds: longest wait while a burst fills the batch
+_MARGIN = 1.25  # times the expected wait, which must fit before a deadline
+_PROMISED = 0.5  # share of the rate reserved for refused requests that come again
+# Share of a Retry-After that is random, so that refused requests do not return together.
+_JITTER = 0.25
+_SLOWEST = 60.0  # longest Retry-After in seconds; official clients ignore a longer one
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The bounds of one router's queue.
+    """The limits of one router's queue.
 
-    queue_seconds: work that may wait, at the measured rate.
-    queue_tokens: work that may wait, whatever the rate.
+    queue_seconds: most waiting work, in seconds at the measured rate.
+    queue_tokens: most waiting work in tokens, whatever the rate.
     age_seconds: seconds of waiting that outweigh one step of priority.
     """
 
@@ -61,10 +64,10 @@ class AdmissionLimits:
 class Capacity:
     """The capacity of the replicas for one router.
 
-    rate: tokens/s, inf while unknown.
-    rows: choices that the replicas run at once.
-    free: rows that no choice has or waits for; negative: choices that wait there for a row.
-    endings: seconds until each choice at a replica is expected to end, ascending; empty if unknown.
+    rate: tokens/s; inf while unknown.
+    rows: choices that the replicas can run at once.
+    free: rows that are neither used nor waited for; negative: choices that wait there for a row.
+    endings: expected seconds until each choice at a replica ends, ascending; empty if unknown.
     first_seconds: seconds from sending a choice to a replica to its first token.
     """
 
@@ -76,8 +79,12 @@ class Capacity:
 
     @classmethod
     def over(cls, replicas: Sequence["Capacity"], endings: Sequence[float] = ()) -> "Capacity":
-        """Return the capacity of all replicas together: their sums, and the mean of first_seconds.
-        A replica whose rate is unknown is taken to be like the others. endings: of all."""
+        """Return the capacity of all replicas: the sums, and the mean of first_seconds.
+
+        A replica with an unknown rate is assumed to have the mean rate of the others.
+
+        endings: see Capacity; of all replicas.
+        """
         rows = sum(replica.rows for replica in replicas)
         free = sum(replica.free for replica in replicas)
         first = sum(replica.first_seconds for replica in replicas) / max(1, len(replicas))
@@ -90,11 +97,11 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The refusal of a request.
+    """The reason to refuse a request.
 
-    code: "overloaded" (all keys together have too much waiting), "rate_limit_exceeded" (this key
-        has) or "deadline_exceeded".
-    seconds: seconds until the request would be admitted; 0 with a deadline.
+    code: "overloaded" (all keys together have too much work waiting), "rate_limit_exceeded" (this
+        key has) or "deadline_exceeded".
+    seconds: seconds until the request would be admitted; 0 for a deadline.
     """
 
     code: str
@@ -102,20 +109,24 @@ class Refusal:
 
 
 class OutputEstimate:
-    """An estimate of a request's output tokens, learnt from requests with about the same limit."""
+    """An estimate of output tokens, learnt from requests with a similar limit."""
 
     def __init__(self) -> None:
-        self._means: dict[int, float] = {}  # by the bits of the limit
+        self._means: dict[int, float] = {}  # mean output tokens, by the bit length of the limit
 
     def expected(self, limit: int) -> float:
-        """Return the output tokens that a request is expected to have.
+        """Return the expected output tokens of a request.
 
         limit: max_tokens, or what is left of the context.
         """
         return min(limit, self._means.get(limit.bit_length(), _GUESS))
 
     def left(self, limit: int, tokens: int) -> float:
-        """Return how many tokens a request is likely to bring still, after so many."""
+        """Return the expected number of further tokens of a request.
+
+        limit: max_tokens, or what was left of the context.
+        tokens: output tokens so far.
+        """
         expected = self.expected(limit)
         return max(expected - tokens, _OVERDUE * expected)
 
@@ -126,12 +137,12 @@ class OutputEstimate:
 
 
 class Ticket(Generic[T]):
-    """A request in the queue."""
+    """A request's place in the queue."""
 
     __slots__ = ("item", "key", "sequences", "start", "tokens")
 
     def __init__(self, item: T, key: str, tokens: float, sequences: int, start: float) -> None:
-        self.item: T | None = item  # None: taken out
+        self.item: T | None = item  # None: removed from the queue
         self.key = key
         self.tokens = tokens
         self.sequences = sequences
@@ -143,7 +154,7 @@ class _Key:
 
     def __init__(self) -> None:
         self.finish = 0.0  # virtual time at which its last request will have had its share
-        self.tokens = 0.0  # waiting
+        self.tokens = 0.0  # tokens of its waiting requests
         self.waiting = 0
 
 
@@ -153,15 +164,15 @@ class FairQueue(Generic[T]):
     Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
     had. A request starts where its key's last request ends, or now if the key was idle. So a key
     that sends ten times as much waits behind itself, and an idle key saves nothing up. Each step of
-    priority shifts a request by what its key would be served in age_seconds. Waiting outweighs
-    priority, so no request starves.
+    priority shifts a request by the service of its key in age_seconds. Waiting outweighs priority,
+    so no request starves.
 
-    Bound: a key may have `_SHARE` times as much waiting as there is room left, halved with each
-    step of priority. So no key can fill the queue, there is always room for a key that has nothing
-    in it, and the lowest priority is the first to be refused when the queue gets full. A request
-    that was admitted is not refused later.
+    Bound: a key may have `_SHARE` times the free room waiting, halved with each step of priority.
+        So
+    no key can fill the queue, a key without waiting requests always finds room, and the lowest
+    priority is refused first. An admitted request is not refused later.
 
-    random: uniform in [0, 1), for the jitter of Retry-After.
+    random: returns uniform numbers in [0, 1), for the jitter of Retry-After.
     """
 
     def __init__(self, limits: AdmissionLimits, random: Callable[[], float]) -> None:
@@ -170,27 +181,27 @@ class FairQueue(Generic[T]):
         self._limits = limits
         self._random = random
         self._heap: list[tuple[float, int, Ticket[T]]] = []
-        self._live = 0  # tickets in the heap that still wait
+        self._live = 0  # tickets in the heap that were not removed
         self._count = 0
         self._keys: dict[str, _Key] = {}
         self._busy = 0  # keys with requests waiting
         self._now = 0.0  # virtual time
-        self._long_since = math.inf  # since when there is more than queue_seconds of work
-        self._calm_since = math.inf  # since when a quarter of that waits, or less
-        self._asked = -math.inf  # when a request was last in question
-        self._promised = 0.0  # until when the room to come is promised to refused requests
+        self._long_since = math.inf  # time since which more than queue_seconds of work waits
+        self._calm_since = math.inf  # time since which at most a quarter of that waits
+        self._asked = -math.inf  # time of the last admission check
+        self._promised = 0.0  # time until which future room is reserved for refused requests
 
     def __len__(self) -> int:
         return self._live
 
     @property
     def keys(self) -> int:
-        """The number of keys that are remembered; for tests."""
+        """The number of remembered keys, for tests."""
         return len(self._keys)
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """Return the keys with the most tokens waiting, the longest queue first: the key, its
-        requests and their tokens."""
+        """Return (key, number of requests, their tokens) for the keys with the most tokens
+        waiting."""
         waiting = ((state.tokens, key, state) for key, state in self._keys.items() if state.waiting)
         most = nlargest(count, waiting, key=lambda found: found[0])
         return [(key, state.waiting, tokens) for tokens, key, state in most]
@@ -206,14 +217,18 @@ class FairQueue(Generic[T]):
         capacity: Capacity,
         deadline: float | None = None,
     ) -> Refusal | None:
-        """Return why a request of so many tokens may not wait; None if it may."""
+        """Return why a request may not wait; None if it may.
+
+        tokens: expected work of the request.
+        deadline: monotonic seconds; None: no deadline.
+        """
         rate = capacity.rate
         state = self._keys.get(key)
         mine = state.tokens if state is not None else 0.0
         if deadline is not None and now + _MARGIN * self._ahead(mine) / rate > deadline:
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:
-            return Refusal("overloaded", 1.0)  # as many as can run, until their rate is known
+            return Refusal("overloaded", 1.0)  # until the rate is known, no more than can run
         if not self._live:
             return self._refusal_of_first(capacity)
         left = self._bound(capacity, now) - self.tokens
@@ -224,10 +239,10 @@ class FairQueue(Generic[T]):
         excess = mine + tokens - share * left
         if excess <= 0 and late <= 0:
             return None
-        # Room comes as the queue drains, this key's part of it with the rest.
+        # Room comes as the queue drains, in proportion also from this key's requests.
         part = mine / self.tokens
         seconds = max(late, excess / (share + part) / rate)
-        # Other refused requests want that room too: each gets a later time.
+        # Other refused requests need that room, too, so each gets a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
         self._promised = at + tokens / (_PROMISED * rate)
         seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))
@@ -235,31 +250,41 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
     def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
-        """Return why a request may not be the only one that waits. It may wait for as long as one
-        of a burst: with no request before it, it takes no other's place."""
+        """Return why a request may not be the only waiting one; None if it may.
+
+        It may wait as long as in a burst, since it takes nobody else's place.
+        """
         late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
         if late <= 0:
             return None
         return Refusal("overloaded", max(1.0, min(_SLOWEST, late)))
 
     def _ahead(self, mine: float) -> float:
-        """Return the tokens that are served before a new request of a key with so many tokens
-        waiting."""
+        """Return the tokens that are served before a new request of a key.
+
+        mine: tokens that this key has waiting.
+        """
         return min(self.tokens, mine * self._busy)
 
     def _patience(
         self, capacity: Capacity, most: float = 1.0, with_engine: float = _WHOLE
     ) -> float:
-        """Return the seconds that a request may wait here: what its engine takes comes on top of
-        it. most, with_engine: times queue_seconds."""
+        """Return the seconds that a request may wait here, in addition to its time in the engine.
+
+        most: limit of the wait, in units of queue_seconds.
+        with_engine: limit of wait and engine time together, in units of queue_seconds.
+        """
         seconds = self._limits.queue_seconds
         left = with_engine * seconds - capacity.first_seconds
         return max(_LEAST * seconds, min(most * seconds, left))
 
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
-        """Return the seconds until a row is expected to be free for a new request of a key with so
-        many tokens waiting. Requests that began together end together: the rate alone would say
-        that rows come evenly."""
+        """Return the expected seconds until a row is free for a new request of a key.
+
+        Requests that began together end together, so the mean rate alone would be wrong.
+
+        mine: tokens that this key has waiting.
+        """
         if not capacity.endings:
             return 0.0
         ahead = self.sequences * self._ahead(mine) / self.tokens if self.tokens else 0.0
@@ -267,8 +292,11 @@ class FairQueue(Generic[T]):
         return capacity.endings[min(int(rank), len(capacity.endings) - 1)] if rank >= 0 else 0.0
 
     def _bound(self, capacity: Capacity, now: float) -> float:
-        """Return the tokens that may wait. A burst that fills an idle batch may wait longer, but
-        only for a time: work that is still there then was no burst."""
+        """Return the tokens that may wait.
+
+        A burst that fills an idle batch may wait longer, but only for a time: work that still waits
+        then is no burst.
+        """
         limits = self._limits
         short = self._patience(capacity) * capacity.rate
         if self.tokens > _CALM * short:
@@ -287,7 +315,12 @@ class FairQueue(Generic[T]):
     def push(
         self, item: T, key: str, priority: int, tokens: float, sequences: int, rate: float
     ) -> Ticket[T]:
-        """Let a request wait. sequences: its choices. rate: of the capacity."""
+        """Add a request to the queue, and return its ticket.
+
+        tokens: expected work of the request.
+        sequences: number of its choices.
+        rate: the capacity's tokens/s.
+        """
         state = self._keys.get(key)
         if state is None:
             self._forget()
@@ -314,14 +347,14 @@ class FairQueue(Generic[T]):
     # -- out
 
     def head(self) -> Ticket[T] | None:
-        """The next request to go, still in the queue."""
+        """Return the next request to send, without removing it; None if none waits."""
         heap = self._heap
         while heap and heap[0][2].item is None:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def pop(self) -> T:
-        """Take the head out, which goes to a replica. Legal when there is one."""
+        """Remove and return the head, which goes to a replica. The queue must not be empty."""
         ticket = self.head()
         assert ticket is not None and ticket.item is not None
         self._now = max(self._now, ticket.start)
@@ -330,8 +363,10 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """Take out a request that ended while it waited, so its key has not been served it.
-        Idempotent."""
+        """Remove a request that ended while it waited, and take its tokens off its key's service.
+
+        Idempotent.
+        """
         if ticket.item is not None:
             self._keys[ticket.key].finish -= ticket.tokens
             self._take_out(ticket)
@@ -342,7 +377,7 @@ class FairQueue(Generic[T]):
         state.waiting -= 1
         state.tokens -= ticket.tokens
         if not state.waiting:
-            state.tokens = 0.0  # no rounding errors
+            state.tokens = 0.0  # remove rounding errors
             self._busy -= 1
         self._live -= 1
         self.tokens -= ticket.tokens
@@ -357,14 +392,14 @@ class FairQueue(Generic[T]):
             heapify(self._heap)
 
     def correct(self, key: str, tokens: float) -> None:
-        """Correct the service of a key: its request took so many tokens more (or fewer) than
-        expected."""
+        """Correct a key's service by tokens that its request took beyond (or below) the
+        estimate."""
         state = self._keys.get(key)
         if state is not None:
             state.finish += tokens
 
     def _forget(self) -> None:
-        """Drop idle keys whose service lies in the past: they are as good as new ones."""
+        """Drop idle keys whose service lies in the past, as they are equal to new keys."""
         if len(self._keys) > 2 * self._busy + 64:
             self._keys = {
                 key: state

@@ -1,5 +1,7 @@
-"""RequestQueue: admits a router's requests and keeps them until a replica has room. It is the
-FairQueue with a clock and replicas."""
+"""RequestQueue: admits a router's requests, and keeps them until a replica has room.
+
+It combines the FairQueue with a clock and the replicas.
+"""
 
 import asyncio
 import math
@@ -19,15 +21,15 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
 
-_CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good for
+_CAPACITY_SECONDS = 0.05  # seconds for which a computed capacity is reused
 
 
 class RequestQueue:
     """The requests of one router that wait for a replica with room.
 
     fleet: the router's replicas.
-    requests: all in flight; the queue hears of their ends.
-    assignment: where requests go when a replica has room.
+    requests: all requests in flight, which report their ends to the queue.
+    assignment: sends requests to replicas.
     waking: wakes the model if it sleeps.
     """
 
@@ -50,9 +52,10 @@ class RequestQueue:
         self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random.random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
-        self._capacity = (0.0, Capacity())  # good until, capacity
-        self._rate = math.inf  # tokens/s of the replicas, when it was last known
-        self._leaving: MantaError | None = None  # why, where no replica will come any more
+        self._capacity = (0.0, Capacity())  # valid until, capacity
+        self._rate = math.inf  # last known tokens/s of the replicas
+        # Error for waiting requests once no replica will come any more.
+        self._leaving: MantaError | None = None
         requests.on_end.append(self.ended)
 
     @property
@@ -62,19 +65,20 @@ class RequestQueue:
 
     @property
     def tokens(self) -> int:
-        """The work of the requests that wait, in tokens."""
+        """The work of the waiting requests, in tokens."""
         return int(self._queue.tokens)
 
     def seconds(self) -> float:
-        """Return the seconds until the waiting requests will have gone to replicas."""
+        """Return the expected seconds until all waiting requests have gone to replicas."""
         return self._queue.tokens / self._capacity_at(time.monotonic()).rate
 
     def ready(self) -> bool:
-        """Whether a replica can be sent requests."""
+        """Whether any replica can be sent requests."""
         return any(replica.available for replica in self._fleet.replicas.values())
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """Return the keys with the most work waiting: the key, its requests and their tokens."""
+        """Return (key, number of requests, their tokens) for the keys with the most work
+        waiting."""
         return self._queue.longest(count)
 
     # -- in
@@ -90,9 +94,9 @@ class RequestQueue:
             self._check(key, 0, 0.0, None)
 
     def check(self, request: GenerationRequest) -> list[ReplicaState]:
-        """Return the replicas that the request may be sent to now; without one, it may wait.
+        """Return the replicas that a new request may be sent to now; [] if it has to wait.
 
-        Raises MantaError where it may do neither.
+        Raises MantaError if the request is refused.
         """
         limits = self._limits
         ready, roomy, free = self._survey()
@@ -110,10 +114,13 @@ class RequestQueue:
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
         self._check(request.key, request.priority, self._work(request), request.deadline)
-        return roomy  # the request waits there rather than here, for the next row
+        return roomy  # the request waits at a replica rather than here, for the next free row
 
     def enter(self, inflight: InflightRequest, roomy: list[ReplicaState]) -> None:
-        """Send the request to one of these replicas, or let it wait, as `check` has said."""
+        """Send a request to a replica, or let it wait.
+
+        roomy: result of `check`.
+        """
         if roomy:
             self._assignment.begin(inflight, roomy)
             return
@@ -142,7 +149,7 @@ class RequestQueue:
     # -- out
 
     def fill(self) -> None:
-        """Send waiting requests while a replica has room."""
+        """Send waiting requests while any replica has room."""
         queue = self._queue
         while queue.head() is not None and (roomy := self._survey()[1]):
             inflight = queue.pop()
@@ -150,30 +157,31 @@ class RequestQueue:
             self._assignment.begin(inflight, roomy)
 
     def fail_all(self, error: MantaError) -> None:
-        """Fail the requests that wait: no replica will come for them."""
+        """Fail all waiting requests, as no replica will come for them."""
         for inflight in list(self._tickets):
             inflight.fail(error)
 
     def leave(self, reason: MantaError) -> None:
-        """Fail the requests that wait as soon as no replica is left: none will come any more."""
+        """Fail the waiting requests once no replica is left, as none will come. reason: their
+        error."""
         self._leaving = reason
         self.replicas_changed()
 
     def replicas_changed(self) -> None:
-        """Note that a replica may have gone."""
+        """Handle a change of the replicas, one of which may be gone."""
         if self._leaving is not None and not self.ready():
             self._assignment.displaced.fail_all(self._leaving)
             self.fail_all(self._leaving)
 
     def hear_frame(self, replica: ReplicaState) -> None:
-        """Note that a frame of this replica has come: it may have room."""
+        """Place queued requests if this replica's last frame shows room."""
         if self._queue.sequences and replica.room() > 0:
             self.fill()
         if self._leaving is not None:
             self.replicas_changed()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Note that a request has ended, wherever it was."""
+        """Remove a request that has ended, or learn from its output if it had been sent."""
         ticket = self._tickets.pop(inflight, None)
         if ticket is not None:
             self._queue.remove(ticket)
@@ -188,8 +196,8 @@ class RequestQueue:
     # -- measures
 
     def _survey(self) -> tuple[bool, list[ReplicaState], bool]:
-        """Return whether a replica is available, those with room, and whether one of these has a
-        row for one more choice."""
+        """Return whether any replica is available, those with room, and whether one of these has a
+        free row."""
         ready = free = False
         roomy = []
         for replica in self._fleet.replicas.values():
@@ -201,14 +209,14 @@ class RequestQueue:
         return ready, roomy, free
 
     def _limit(self, request: GenerationRequest) -> int:
-        """Return how many output tokens a choice can have at most."""
+        """Return the most output tokens that a choice can have."""
         limit = request.params.max_tokens
         if limit is None:
             return self._cards.base.max_model_len - len(request.token_ids)
         return limit
 
     def _work(self, request: GenerationRequest) -> float:
-        """Return the tokens that the request is likely to take."""
+        """Return the expected work of a request, in tokens."""
         output = self._estimate.expected(self._limit(request))
         return len(request.token_ids) + request.params.n * output
 
@@ -243,14 +251,14 @@ class RequestQueue:
             if capacity.rate < math.inf:
                 self._rate = capacity.rate
             elif known:
-                # All replicas are new, after an update or from another pool. Until their rate is
-                # known, the last known rate counts, so that what waits is not refused.
+                # All replicas are new, after an update or from another pool. The last known rate is
+                # used until theirs is known, so that waiting work is not refused.
                 capacity = replace(capacity, rate=self._rate)
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity
 
     def _endings(self) -> list[float]:
-        """Return the seconds until each choice at a replica is expected to end, ascending."""
+        """Return the expected seconds until each choice at a replica ends, ascending."""
         self._fleet.refresh()
         replicas, step = self._fleet.replicas, self._fleet.step
         endings = []

@@ -1,5 +1,8 @@
-"""Waking: scaling from zero. A request wakes a model whose pools are empty; if the request cannot
-be held until a replica is ready, its error says when to come back."""
+"""Waking: scaling from zero replicas.
+
+A request wakes a model whose pools are empty. If the request cannot be held until a replica is
+ready, its error says when to come back.
+"""
 
 import asyncio
 import logging
@@ -12,17 +15,18 @@ from engine.errors import Overloaded
 
 logger = logging.getLogger("manta.router")
 
-UNKNOWN = 5.0  # seconds after which to try again where nobody knows when a replica is ready
+UNKNOWN = 5.0  # Retry-After in seconds if the time of a replica's start is unknown
 
 
 class Waking:
-    """The waking of a model by one router. A model sleeps while it may, no replica is there and
-    nobody has asked for one.
+    """The waking of a model by one router.
+
+    A model sleeps if it may have no replicas, has none, and none was asked for.
 
     model: name of the model.
-    start_seconds: time of a replica's start, until that was measured; None: the model never sleeps,
-        and nothing here does anything.
-    ask: asks for a replica and returns when one has answered.
+    start_seconds: assumed time of a replica's start until one was measured; None: the model never
+        sleeps, and this object does nothing.
+    ask: asks for a replica, and returns when one has answered.
     """
 
     def __init__(
@@ -31,13 +35,13 @@ class Waking:
         start_seconds: float | None = None,
         ask: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.metrics = RouterMetrics()  # of the dispatcher that uses it
+        self.metrics = RouterMetrics()  # the dispatcher's own, once it sets them
         self._model = model
         self._guess = start_seconds
         self._ask = ask
-        self._took: float | None = None  # seconds of a start, once measured
-        self._was_there = False  # a replica, since this router knows the model
-        self._empty = False  # Serve has said that there is no replica
+        self._took: float | None = None  # measured seconds of a start
+        self._was_there = False  # whether a replica was there since this router knows the model
+        self._empty = False  # whether Serve has reported that there is no replica
         self._asked = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -47,7 +51,7 @@ class Waking:
 
     @property
     def wakes_for_requests(self) -> bool:
-        """Whether the model had replicas and has none, so that the next request gets one."""
+        """Whether the model had replicas and has none now, so that the next request starts one."""
         return self._guess is not None and self._empty and self._was_there
 
     @property
@@ -55,18 +59,18 @@ class Waking:
         return self._task is not None and not self._task.done()
 
     def replicas(self, count: int) -> None:
-        """Note how many replicas there are, by Serve's word."""
+        """Note the number of replicas that Serve reports."""
         self._empty = not count
         self._was_there |= count > 0
 
     def opened(self, start_seconds: float) -> None:
         """Note that a replica can take requests.
 
-        start_seconds: seconds that its start took, by its own word; 0: it did not say.
+        start_seconds: duration of the replica's start as it reports; 0: unknown.
         """
         self._was_there = True
         if self._waits:
-            # Another router may have asked earlier than this one.
+            # Another router may have asked earlier.
             self._took = max(time.monotonic() - self._asked, start_seconds)
             logger.info("%s is awake after %.1f s", self._model, self._took)
         elif self._took is None and start_seconds:
@@ -74,7 +78,7 @@ class Waking:
         self.close()
 
     def wake(self) -> bool:
-        """Ask for a replica, where that is of use, and return whether it was asked for just now."""
+        """Ask for a replica if the model sleeps, and return whether this call has asked."""
         if not self.sleeping or self._ask is None:
             return False
         logger.info("%s sleeps, and is woken by a request", self._model)
@@ -84,7 +88,7 @@ class Waking:
         return True
 
     def check(self, wait_seconds: float) -> None:
-        """Raise Overloaded if it is known that no replica will be there within so many seconds."""
+        """Raise Overloaded if no replica is expected within `wait_seconds`."""
         if self._took is None or not self._waits:
             return
         left = self._asked + self._took - time.monotonic()
@@ -96,15 +100,15 @@ class Waking:
             )
 
     def seconds(self) -> float:
-        """Return how many seconds a client should wait before another try, while no replica is
-        there."""
+        """Return the seconds that a client should wait before its next try, while there is no
+        replica."""
         if not self._waits or self._guess is None:
             return UNKNOWN
         expected = self._guess if self._took is None else self._took
         return math.ceil(max(UNKNOWN, self._asked + expected - time.monotonic()))
 
     def take_over(self, other: "Waking") -> None:
-        """Take over what another Waking of the same model knew."""
+        """Take over the measurements of an earlier Waking of the same model."""
         self._took, self._was_there = other._took, other._was_there
 
     def close(self) -> None:

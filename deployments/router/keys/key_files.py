@@ -1,5 +1,4 @@
-"""KeyFiles: the API keys of a router, from the files of the configuration, read again when these
-change."""
+"""KeyFiles: a router's API keys, read from the configured files, and again when these change."""
 
 import logging
 from collections.abc import Mapping
@@ -16,11 +15,11 @@ logger = logging.getLogger("manta.router")
 
 @dataclass(frozen=True, slots=True)
 class KeySettings:
-    """The keys of a configuration.
+    """The API keys of a configuration.
 
-    user, admin: the keys when the configuration was built, which count where the files are not on
-        the router's node.
-    files: paths of both files, by their names in the configuration.
+    user, admin: the keys when the configuration was built, used if the router's node lacks the
+        files.
+    files: paths of the two files, by their names in the configuration.
     """
 
     user: tuple[ApiKey, ...] = ()
@@ -29,7 +28,7 @@ class KeySettings:
 
 
 class KeyFiles:
-    """The keys in the files as they are now. `poll` blocks, and may run in one thread at a time."""
+    """The keys in the files as last read. `poll` blocks, and may run in one thread at a time."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._keys = {"api_keys_file": settings.user, "admin_keys_file": settings.admin}
@@ -37,8 +36,11 @@ class KeyFiles:
         self._seen: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._files)
 
     def poll(self) -> bool:
-        """Read the files that have changed. Whether the keys have. A file that is gone or has a
-        fault leaves the keys as they were: a slip of the pen must not lock all users out."""
+        """Read the files that have changed, and return whether keys have changed.
+
+        A missing or faulty file leaves its keys as they were, so that a mistake does not lock all
+        users out.
+        """
         changed = False
         for name, path in self._files.items():
             try:
@@ -64,7 +66,7 @@ class KeyFiles:
         return changed
 
     def options(self) -> dict[str, Any]:
-        """The fields of ApiOptions that follow from the keys."""
+        """Return the fields of ApiOptions that follow from the keys."""
         user, admin = self._keys["api_keys_file"], self._keys["admin_keys_file"]
         rules: dict[bytes, KeyRule] = {
             bytes.fromhex(key.digest): key.rule for key in (*admin, *user) if key.rule != KeyRule()
@@ -76,6 +78,6 @@ class KeyFiles:
         }
 
     def names(self) -> dict[str, str]:
-        """Caller.id -> what metrics and the usage file call it."""
+        """Return the name of each key in metrics and the usage file, by Caller.id."""
         keys = (*self._keys["admin_keys_file"], *self._keys["api_keys_file"])
         return {key.digest[:32]: key.rule.name or key.digest[:8] for key in keys}

@@ -1,4 +1,4 @@
-"""KeyService: a router's work for keys and usage beside its requests.
+"""KeyService: a router's background work for keys and usage.
 
 Once a second, in a thread, it reads changed keys files, shares counts with the other routers and
 writes the usage file.
@@ -23,16 +23,16 @@ from deployments.router.keys.usage_log import UsageLine, UsageLog
 logger = logging.getLogger("manta.router")
 
 POLL_SECONDS = 1.0
-_SHARE_SECONDS = 60.0  # after the last request of a key with limits
+_SHARE_SECONDS = 60.0  # seconds of sharing after the last request of a key with limits
 
 _Counts = dict[str, KeyCount]
 
 
 class SharedCounts:
-    """The counts of keys with limits that the routers of an application share.
+    """Counts of keys with limits, which the routers of an application share.
 
-    They are in Ray's own key-value store, so that a key's limit is one for all routers, and nothing
-    is forgotten when a router ends. Methods block, and raise OSError if the store cannot be had.
+    They are in Ray's own key-value store, so that a key's limit is one for all routers and survives
+    them. Methods block, and raise OSError if the store is unavailable.
     """
 
     def __init__(self, app: str, router: str) -> None:
@@ -41,10 +41,12 @@ class SharedCounts:
         self._put = b""
 
     def base(self, spent: dict[str, dict[str, int]]) -> None:
-        """Put what keys had spent before this application. The first router's word stays: a later
-        one would count the application's own work twice.
+        """Store what keys had spent before this application started, unless another router has done
+        so.
 
-        spent: from UsageLog.
+        A later value would count the application's own work twice.
+
+        spent: result of UsageLog.spent.
         """
         for place, length in (("before-day", 10), ("before-month", 7)):
             counts = {
@@ -56,9 +58,9 @@ class SharedCounts:
             store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
 
     def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
-        """Put the own counts, and return those of all other routers.
+        """Store this router's counts, and return those of all other routers.
 
-        periods: the current ones; a router that has counted nothing in them is forgotten.
+        periods: the current day and month; routers that have counted nothing in them are forgotten.
         """
         data = msgspec.msgpack.encode(counts)
         if data != self._put:
@@ -80,7 +82,7 @@ class SharedCounts:
 class KeyService:
     """The keys and usage of one router.
 
-    on_change(options): called with the fields of ApiOptions that follow from changed keys.
+    on_change: called with the fields of ApiOptions that follow from changed keys.
     """
 
     def __init__(
@@ -103,12 +105,11 @@ class KeyService:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to look at: neither keys nor a usage file."""
+        """Whether there is nothing to poll: neither keys nor a usage file."""
         return not self._keyed and self._log is None
 
     async def start(self) -> dict[str, Any]:
-        """Start the looks, and return the fields of ApiOptions that follow from the keys as they
-        are now."""
+        """Start polling, and return the fields of ApiOptions that follow from the present keys."""
         if not self.idle:
             await asyncio.to_thread(self._first)
             self._names = self._files.names()
@@ -116,16 +117,16 @@ class KeyService:
         return self._files.options()
 
     def close(self) -> None:
-        """Stop the looks, and write the usage of prompts that have ended until now."""
+        """Stop polling, and write the usage of prompts that have ended until now."""
         if self._task is not None:
             self._task.cancel()
         if self._log is not None:
             self._log.flush()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """Count a prompt that has ended for its key and model."""
+        """Count the tokens of a prompt that has ended for its key and model."""
         trace = inflight.trace
-        # A resumed stream has another router's tokens in front, which were counted there.
+        # A resumed stream begins with another router's tokens, which that router has counted.
         before = sum(len(tokens or ()) for tokens in inflight.request.emitted)
         prompt = 0 if inflight.request.emitted else trace.prompt_tokens
         output = max(0, trace.output_tokens - before)

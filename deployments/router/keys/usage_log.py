@@ -1,5 +1,8 @@
-"""UsageLog: a JSON line for each prompt that has ended, in one file of all routers of a machine
-that is renamed when it is full: usage.jsonl, usage.jsonl.1 (the newest of the full ones), ..."""
+"""UsageLog: a log file with a JSON line for each prompt that has ended.
+
+All routers of a machine share the file, which is renamed when it is full: usage.jsonl,
+usage.jsonl.1 (the newest of the full ones), ...
+"""
 
 import fcntl
 import logging
@@ -15,18 +18,18 @@ from deployments.api.key_limits import period_of
 
 logger = logging.getLogger("manta.router")
 
-_MOST_LINES = 100_000  # kept while the disk takes none
+_MOST_LINES = 100_000  # most lines kept in memory while the disk takes none
 _COMPLAINT_SECONDS = 60.0
 
 
 class UsageLine(msgspec.Struct):
     """The usage of one prompt that has ended.
 
-    at: Unix seconds of the end.
-    key: name of the key, "" where keys are not used.
-    key_id: start of the key's SHA-256.
-    prompt_tokens: prompt tokens with those found in the prefix cache.
-    error: code, "" without an error.
+    at: Unix time of its end.
+    key: name of the API key; "" if keys are not used.
+    key_id: first half of the key's SHA-256.
+    prompt_tokens: prompt tokens, including those found in the prefix cache.
+    error: error code; "" without an error.
     """
 
     at: float
@@ -45,7 +48,7 @@ class UsageLine(msgspec.Struct):
 class UsageLog:
     """The usage file. `add` is for the event loop; `flush` writes, and blocks.
 
-    bytes: size of a file.
+    bytes: size at which a file is full.
     files: number of full files that are kept.
     """
 
@@ -64,8 +67,10 @@ class UsageLog:
             self._lost += 1
 
     def flush(self) -> None:
-        """Append the lines that have been added. The log reports a disk that takes nothing, and the
-        lines are written later."""
+        """Append the added lines to the file.
+
+        If the disk takes nothing, the log reports it and the lines are written later.
+        """
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -88,7 +93,7 @@ class UsageLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Other routers append to the same file, and rename it.
+            # Other routers append to the same file, and may rename it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             size = self.path.stat().st_size if self.path.exists() else 0
             if size and size + len(data) > self._bytes:
@@ -100,7 +105,7 @@ class UsageLog:
                     f.write(data)
                     f.flush()
                 except OSError:
-                    f.truncate(size)  # no half line before the next one
+                    f.truncate(size)  # leave no partial line
                     raise
         finally:
             os.close(lock)
@@ -122,8 +127,10 @@ class UsageLog:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def spent(self, at: float) -> dict[str, dict[str, int]]:
-        """Return the tokens by key's id and period, of the day and the month of a Unix time, as far
-        back as the files go."""
+        """Return the tokens of each key in the day and month of a Unix time, by key id and period.
+
+        The result covers the files that are still there.
+        """
         spent: dict[str, dict[str, int]] = {}
         periods: tuple[Period, ...] = ("day", "month")
         current = {period: period_of(period, at) for period in periods}
@@ -152,7 +159,7 @@ def _lines(path: Path, since: float) -> Iterator[UsageLine]:
                 try:
                     line = msgspec.json.decode(raw, type=UsageLine)
                 except msgspec.MsgspecError:
-                    continue  # no line of ours
+                    continue  # not a usage line
                 if line.at >= since and line.key_id:
                     yield line
     except OSError:

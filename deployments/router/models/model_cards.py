@@ -1,4 +1,4 @@
-"""ModelCards: the names that a router serves: the model's and its adapters'."""
+"""ModelCards: the names that a router serves, of a model and its adapters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,8 +11,8 @@ from deployments.router.replicas.replica_client import ReplicaEndpoint
 class ModelCards:
     """The cards of a model and its adapters, by name.
 
-    card: of the model, as configured. What replicas can really do is learnt from them.
-    on_change(): called when cards have changed.
+    card: the model's configured card, corrected by what replicas report.
+    on_change: called without arguments when cards have changed.
     """
 
     def __init__(self, card: ModelCard) -> None:
@@ -20,10 +20,11 @@ class ModelCards:
         self.on_change: Callable[[], None] = lambda: None
         self.by_name: dict[str, ModelCard] = {card.id: card}
         self._records: Mapping[str, AdapterRecord] = {}
-        self._known = False  # a replica has told what it can do
+        self._known = False  # whether a replica has reported what it can do
 
     def learn(self, endpoint: ReplicaEndpoint) -> None:
-        """Note what a replica can do; of several, the shortest context counts."""
+        """Update the cards by a replica's limits; of several replicas the shortest context
+        counts."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True
         self.base = replace(

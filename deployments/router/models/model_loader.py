@@ -1,6 +1,8 @@
-"""ModelLoader: loads the models that a router serves, connects it to their replicas, and polls for
-what other routers have changed: adapters, and models where these come and go. One look is for all
-models, so that one which nobody asks costs a router nothing."""
+"""ModelLoader: loads the models that a router serves, and connects the router to their replicas.
+
+It also polls for changes that other routers make to adapters and models. One poll covers all
+models, so that an unused model costs a router nothing.
+"""
 
 import asyncio
 import hashlib
@@ -35,8 +37,9 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-_POLL_SECONDS = 1.0  # seconds between polls of whether something was changed by our own commands
-_FULL_POLL_SECONDS = 10.0  # the same at what Serve and the store have, whoever changed it
+_POLL_SECONDS = 1.0  # seconds between polls of the marks, which our own commands change
+# Seconds between full polls of Serve and the store, whoever has changed them.
+_FULL_POLL_SECONDS = 10.0
 
 FindModels = Callable[[str], dict[str, ServedModel]]
 Engines = Sequence["DeploymentHandle[Any]"]
@@ -44,7 +47,7 @@ Engines = Sequence["DeploymentHandle[Any]"]
 
 @dataclass(slots=True)
 class _Connected:
-    """A model and what follows its replicas."""
+    """A served model, and the subscriptions that track its replicas."""
 
     model: ServedModel
     dispatcher: Dispatcher
@@ -66,7 +69,7 @@ class ModelLoader:
     """The models of one router and their replicas. All methods belong to the event loop.
 
     app: application of the router.
-    seconds: seconds that requests may go on after their model was changed or taken away.
+    seconds: time that requests may go on after their model was changed or removed.
     """
 
     def __init__(self, front: ModelsBackend, app: str, seconds: float) -> None:
@@ -74,19 +77,23 @@ class ModelLoader:
         self._app = app
         self._seconds = seconds
         self._connected: dict[str, _Connected] = {}
-        self._failed: dict[str, ServedModel] = {}  # which could not be loaded
+        self._failed: dict[str, ServedModel] = {}  # models that could not be loaded, by name
         self._mark = b""
         self._polled = 0.0
         self._adapters_mark = b""
         self._refreshed = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # no other reference keeps them alive
+        self._ending: set[asyncio.Task[None]] = set()  # references that keep the tasks alive
         self._find: FindModels | None = None
         self._polling = asyncio.Lock()
 
     async def serve(self, model: ServedModel, engines: Engines) -> None:
-        """Load a model and serve it from now on, in place of what has its name. engines: handles of
-        its deployments. Raises what loading it raises."""
+        """Load a model and serve it from now on, in place of an earlier one with its name.
+
+        engines: handles of the model's engine deployments.
+
+        Raises the errors of loading.
+        """
         card, tokenizer, identity = await asyncio.to_thread(_load, model, self._app)
         dispatcher = Dispatcher(
             card,
@@ -102,7 +109,7 @@ class ModelLoader:
         connected = _Connected(model, dispatcher, engines)
         loop = asyncio.get_running_loop()
         for engine in engines:
-            # Any option makes the handle follow its deployment from now on, not from the first
+            # Setting an option makes the handle track its deployment now rather than from the first
             # call.
             engine.options(method_name="stats")
             set_replicas = partial(connected.set_replicas, engine.deployment_name)
@@ -124,8 +131,10 @@ class ModelLoader:
             self._disconnect(before, same=model)
 
     async def follow(self, find: FindModels | None) -> None:
-        """Look for changes from now on. find: gives the models to serve, and blocks; None: those
-        that are served stay."""
+        """Poll for changes from now on.
+
+        find: returns the models to serve, and blocks; None: the served models never change.
+        """
         self._find = find
         await self.poll()
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -161,19 +170,19 @@ class ModelLoader:
                 logger.exception("the look at the models failed")
 
     def _marks(self) -> tuple[bytes, bytes]:
-        """Return the marks of the adapters and of the models, which change with them. Blocks."""
+        """Return the marks of adapters and of models, which change whenever these do. Blocks."""
         models = self._mark if self._find is None else model_applications.mark(self._app)
         return mark_of_all(self._app), models
 
     async def poll(self) -> None:
-        """Serve the models that there are now. Raises OSError, and what Ray does."""
+        """Serve the models that exist now. Raises OSError and Ray's exceptions."""
         async with self._polling:
             if self._find is not None:
                 await self._poll(self._find)
             self._polled = time.monotonic()
 
     async def _poll(self, find: FindModels) -> None:
-        # The mark first: a change while the models are read makes the next look find another one.
+        # The mark is read first, so that a change in between is noticed by the next poll.
         mark = await asyncio.to_thread(model_applications.mark, self._app)
         wanted = await asyncio.to_thread(find, self._app)
         for name in self._connected.keys() - wanted.keys():
@@ -189,7 +198,7 @@ class ModelLoader:
             except (MantaError, OSError, ValueError) as error:
                 if failed is None or not failed.same(model):
                     logger.error("the model %s cannot be served: %s", name, error)
-                self._failed[name] = model  # and is tried again with the next look
+                self._failed[name] = model  # to be tried again at the next poll
             else:
                 logger.info("the model %s is served", name)
                 self._failed.pop(name, None)
@@ -211,7 +220,7 @@ class ModelLoader:
     def _disconnect(self, connected: _Connected, same: ServedModel | None = None) -> None:
         """Disconnect a model from its replicas once its last request has ended.
 
-        same: model that still uses the handles.
+        same: the new version of the model, whose handles stay open; None: the model was removed.
         """
         in_use = () if same is None else [(same.app, pool) for pool in same.pools]
 
@@ -233,9 +242,9 @@ class ModelLoader:
 class ChangeModels:
     """The functions that change Serve's list of models. All block, and raise MantaError.
 
-    put(name, section): adds a model, or changes it.
-    remove(name): removes a model.
-    trouble(name): returns why a model does not start, as of ModelChanges.
+    put: adds or changes a model, given its name and section.
+    remove: removes a model, given its name.
+    trouble: returns why a model does not start; see ModelChanges.
     """
 
     put: Callable[[str, Mapping[str, Any]], None]
@@ -244,8 +253,10 @@ class ChangeModels:
 
 
 class RouterChanges:
-    """The changes of models over HTTP, one after the other. This router knows of a change when it
-    has answered, the others within a second."""
+    """The changes of models over HTTP, made one at a time.
+
+    This router knows a change when it has answered; the others learn of it within a second.
+    """
 
     def __init__(self, change: ChangeModels, front: ModelsBackend, loader: ModelLoader) -> None:
         self._change, self._front, self._loader = change, front, loader
@@ -265,7 +276,7 @@ class RouterChanges:
             await asyncio.to_thread(self._change.put, name, section)
             await self._loader.poll()
             if name in self._front.dispatchers:
-                # Whether the model can start is to be seen now.
+                # Start a replica now, to find out whether the model can run.
                 self._front.dispatchers[name].waking.wake()
 
     async def remove(self, name: str) -> None:
@@ -275,8 +286,11 @@ class RouterChanges:
 
 
 async def _ask(engines: Engines) -> None:
-    """Wait for a replica with a call to it. Serve reports the call to the scaling policy as waiting
-    work until it is answered or cancelled. One call is enough: the policy weighs all pools."""
+    """Wait for a replica by calling it.
+
+    Serve reports the call to the scaling policy as waiting work until it is answered or cancelled.
+    One pool is enough, as the policy weighs all pools.
+    """
     response: Any = engines[0].stats.remote()
     try:
         await response

@@ -1,5 +1,4 @@
-"""ServedModel and DispatchLimits: the part of the configuration that a router needs to serve a
-model."""
+"""ServedModel, DispatchLimits: the settings that a router needs to serve a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +11,13 @@ from deployments.transport.channel import ChannelLimits
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """The bounds of one router's work for a model.
+    """The limits of one router's work for a model.
 
-    wait_seconds: how long a request waits for a replica at most.
-    in_flight: requests at most.
-    waiting: choices that may wait while no replica is ready.
-    admission: bounds while replicas are ready.
-    losses: replicas, killed from outside, that a request may lose in a row without a token from
-        any.
+    wait_seconds: longest wait of a request for a replica.
+    in_flight: most requests at once.
+    waiting: most choices that wait while no replica is ready.
+    admission: limits while replicas are ready.
+    losses: replicas, killed from outside, that a request may lose in a row without a new token.
     """
 
     wait_seconds: float = 30.0
@@ -36,10 +34,10 @@ class ServedModel:
 
     name: name that requests use.
     aliases: patterns of other names.
-    find_model: gives the local folder, and fetches the model if need be.
+    find_model: returns the model's local folder, and downloads the model if needed.
     seed, generation_config: settings of the engines.
-    start_seconds: time of a replica's start, where the model may sleep; else None.
-    app: Serve's application of the model's engines, "" for the router's own.
+    start_seconds: assumed time of a replica's start if the model may sleep; else None.
+    app: Serve application of the model's engines; "": the router's own.
     pools: deployments of the engines in that application.
     """
 
@@ -55,8 +53,10 @@ class ServedModel:
     pools: tuple[str, ...] = ()
 
     def same(self, other: "ServedModel") -> bool:
-        """Whether the other model is the same to a router, which then need not do anything.
-        Functions are compared by what they were made of."""
+        """Whether another model is equal for a router, which then has nothing to do.
+
+        The functions find_model are compared by their parts.
+        """
         mine, theirs = _made_of(self.find_model), _made_of(other.find_model)
         return mine == theirs and all(
             getattr(self, name) == getattr(other, name)
@@ -66,6 +66,6 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Return the parts of a partial to compare by, because two partials are never equal."""
+    """Return the parts of a partial function to compare by, as two partials are never equal."""
     parts = ("func", "args", "keywords")
     return [getattr(function, name, None) for name in parts] or function

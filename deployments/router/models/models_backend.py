@@ -1,7 +1,7 @@
 """ModelsBackend: the `Backend` of one model or of several.
 
-Each model has a Dispatcher of its own, so that queues, limits, replicas and metrics of two models
-have nothing to do with each other. A request finds the dispatcher of its model in a dictionary.
+Each model has a Dispatcher of its own, so that queues, limits, replicas and metrics of models are
+independent. A dictionary finds a request's dispatcher by the model's name.
 """
 
 import asyncio
@@ -25,22 +25,23 @@ from engine.errors import AdapterError, InvalidRequest, MantaError, Overloaded
 from engine.lora.tiers.names import not_found
 from engine.text.tokenizer import Tokenizer
 
-_POLL = 0.2  # seconds between polls of what a model that has left still answers
+_POLL = 0.2  # seconds between polls of whether a removed model is idle
 
 
 class ModelsBackend:
-    """The models that one router serves. All methods are called on the event loop that made it.
+    """The models that one router serves. All methods belong to the event loop that created it.
 
     name: name of the router.
-    several: whether models come and go; else there is the one that was put in, and everything is
-        reported without its name.
+    several: whether models are added and removed at run time. If not, there is one model, and
+        reports do not name it.
     """
 
     def __init__(self, name: str, *, several: bool = False) -> None:
         self.name = name
         self.several = several
-        self.metrics = RouterMetrics()  # of several: what belongs to none of them
-        self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
+        self.metrics = RouterMetrics()  # with several models: metrics that belong to none of them
+        # Called for each prompt that has ended.
+        self.on_end: list[Callable[[InflightRequest], None]] = []
         self.adapters = AdaptersByModel(self)
         self.dispatchers: dict[str, Dispatcher] = {}
         self._leaving: dict[Dispatcher, asyncio.Task[None]] = {}
@@ -49,8 +50,10 @@ class ModelsBackend:
         self._draining = False
 
     def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
-        """Serve the model by this dispatcher from now on. Answers of the dispatcher that it
-        replaces may go on for so many seconds."""
+        """Serve a model by this dispatcher from now on.
+
+        seconds: time that requests of a replaced dispatcher may go on.
+        """
         dispatcher.requests.on_end.append(self._ended)
         dispatcher.cards.on_change = self._rebuild
         if not self.several:
@@ -69,7 +72,7 @@ class ModelsBackend:
             listener(inflight)
 
     def take_out(self, model: str, seconds: float) -> None:
-        """Stop serving the model to new requests; those in flight may go on for so many seconds."""
+        """Stop serving a model to new requests; those in flight may go on for `seconds`."""
         dispatcher = self.dispatchers.pop(model)
         removed = MantaError(
             f"the model {model} was removed while it answered; GET /v1/models says what is served",
@@ -86,8 +89,10 @@ class ModelsBackend:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Look up again which names requests may use. Of two models with an adapter of one name,
-        the first has its bare name."""
+        """Collect the names that requests may use.
+
+        If two models have adapters of the same name, the first model's gets the bare name.
+        """
         cards: dict[str, ModelCard] = {}
         owners: dict[str, Dispatcher] = {}
         for dispatcher in self.dispatchers.values():
@@ -97,9 +102,9 @@ class ModelsBackend:
         self._cards, self._owners = cards, owners
 
     def _retire(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
-        """Close a dispatcher once it has no requests, or after so many seconds.
+        """Close a dispatcher once it has no requests, at the latest after `seconds`.
 
-        reason: error of requests that take longer.
+        reason: error of the requests that take longer.
         """
         task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds, reason))
         self._leaving[dispatcher] = task
@@ -153,8 +158,8 @@ class ModelsBackend:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
 
     def _owner(self, model: str) -> Dispatcher:
-        """Return the model's dispatcher. Raises MantaError where the model left after its name was
-        looked up."""
+        """Return the model's dispatcher. Raises MantaError if the model was removed since its name
+        was read."""
         owner = self._owners.get(model)
         if owner is None:
             raise InvalidRequest("the model was taken away", param="model", code="model_not_found")
@@ -164,7 +169,7 @@ class ModelsBackend:
 
     @property
     def only(self) -> str:
-        """The model of requests that name none; "" where there are several."""
+        """The model of requests that name none; "" if there are several."""
         return next(iter(self.dispatchers)) if len(self.dispatchers) == 1 else ""
 
     def _all(self) -> Iterator[Dispatcher]:
@@ -172,7 +177,7 @@ class ModelsBackend:
         yield from self._leaving
 
     def figures(self) -> Iterator[MetricFamily]:
-        """Yield what the router has counted, for /metrics and Ray's exporter."""
+        """Yield the router's metrics, for /metrics and Ray's exporter."""
         for model, dispatcher in self.dispatchers.items():
             figures = families(dispatcher.metrics, dispatcher.state())
             yield from figures if not self.several else of_model(figures, model)
@@ -180,7 +185,8 @@ class ModelsBackend:
             yield from self.metrics.of_no_model()
 
     def held(self) -> dict[str, int]:
-        """Count what requests hold here; nothing of it may outlive its request."""
+        """Count what unfinished requests hold in this router; a count without requests is a
+        leak."""
         counts = {"requests": 0, "waiting": 0, "choices": 0}
         for dispatcher in self._all():
             for name, count in dispatcher.held().items():
@@ -188,25 +194,27 @@ class ModelsBackend:
         return counts
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """Return what became of the requests with this id; see request_trace.py."""
+        """Return the traces of the requests with this id; see request_trace.py."""
         return [
             part for dispatcher in self._all() for part in dispatcher.requests.explain(id, owner)
         ]
 
     def live(self) -> dict[str, Any]:
-        """Return what this router knows at this moment, by model; see live_view.py."""
+        """Return this router's live view of each model; see live_view.py."""
         models = [
             {"model": model, **dispatcher.live()} for model, dispatcher in self.dispatchers.items()
         ]
         return {"router": self.name, "models": models}
 
     def stop(self, id: str, owner: str | None) -> int:
-        """End the live requests with this id, and return how many prompts these were."""
+        """End the running requests with this id, and return the number of prompts ended."""
         return sum(dispatcher.requests.stop(id, owner) for dispatcher in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
-        """Return the load of the one model; {} where there are several. Models of their own
-        applications scale by what their engines say."""
+        """Return the load of the one model; {} if there are several.
+
+        Several models have applications of their own, which scale by their engines' reports.
+        """
         if self.several:
             return {}
         return next((dispatcher.load() for dispatcher in self.dispatchers.values()), {})
@@ -218,12 +226,12 @@ class ModelsBackend:
             dispatcher.refuse_new()
 
     def fail_all(self) -> None:
-        """Fail the requests in flight, whose time to end is over."""
+        """Fail all requests that are still in flight, as the time for them is over."""
         for dispatcher in self._all():
             dispatcher.requests.fail_all()
 
     def close(self) -> None:
-        """Fail the requests in flight and disconnect from all replicas."""
+        """Fail the requests in flight, and disconnect from all replicas."""
         self._draining = True
         for task in self._leaving.values():
             task.cancel()
@@ -232,7 +240,7 @@ class ModelsBackend:
 
 
 class AdaptersByModel:
-    """The adapters of all models. A name is an adapter of one of them."""
+    """The adapters of all models. A name is an adapter of one model."""
 
     def __init__(self, front: ModelsBackend) -> None:
         self._front = front
@@ -276,9 +284,12 @@ class AdaptersByModel:
         return [pair for registry in self._each().values() for pair in registry.by_model()]
 
     def _base(self, name: str, model: str) -> str:
-        """Return the base model's name: the one that is given, or that of the model with such an
-        adapter; "" if no model has it. Raises MantaError where several models have it, or no model
-        is called so."""
+        """Return the name of an adapter's base model; "" if no model has the adapter.
+
+        model: the base model as the caller named it; "": that of the model with such an adapter.
+
+        Raises MantaError if several models have the adapter, or no model has the given name.
+        """
         registries = self._each()
         if model and model not in registries:
             raise AdapterError(f"no model is called {model!r}", code="model_not_found")
@@ -288,9 +299,11 @@ class AdaptersByModel:
         return model or next(iter(holders), "")
 
     def _of(self, name: str) -> AdapterRegistry:
-        """Return the registry that has the adapter. For an adapter that is new to all registries it
-        is any, as each looks for what other routers have written. Raises AdapterError where there
-        is none."""
+        """Return the registry that has an adapter.
+
+        For an adapter that no registry knows any will do, as each then reads what other routers
+        have written. Raises AdapterError if there is no registry.
+        """
         registries = list(self._each().values())
         for registry in registries:
             if name in registry.records:

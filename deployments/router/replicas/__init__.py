@@ -1,1 +1,1 @@
-"""The connections to the replicas, as a router has them."""
+"""A router's connections to the replicas of its model."""

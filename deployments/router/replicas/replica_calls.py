@@ -1,6 +1,6 @@
 """ReplicaCalls: requests to replicas over their channels, answered by ticket.
 
-`recall` asks with them for the tokens of a stream whose router or proxy has died.
+`recall` uses them to fetch the tokens of a stream whose router or proxy has died.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from deployments.transport.channel import Recall, Recalled
 if TYPE_CHECKING:
     from deployments.router.replicas.replica_client import ReplicaClient
 
-RECALL_SECONDS = 2.0  # for all replicas: a new router has to connect first; longer is not worth it
-_POLL = 0.02  # seconds between polls for replicas that were not there yet
+RECALL_SECONDS = 2.0  # seconds for all replicas, which a new router has to connect to first
+_POLL = 0.02  # seconds between polls for newly connected replicas
 
 
 class Ticketed(Protocol):
@@ -35,7 +35,8 @@ class ReplicaCalls:
         return next(self._tickets)
 
     async def ask(self, client: "ReplicaClient", message: Ticketed, seconds: float) -> Any:
-        """Return the answer; None if the replica was lost or has not answered in time."""
+        """Send a call and return its answer; None if the replica was lost or did not answer in
+        time."""
         if client.connection is None:
             return None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -50,13 +51,13 @@ class ReplicaCalls:
             self._waiting.pop(message.ticket, None)
 
     def answered(self, answer: Ticketed) -> None:
-        """Give the answer to the call that has its ticket, if that still waits."""
+        """Pass an answer to the call that has its ticket, if the call still waits."""
         call = self._waiting.pop(answer.ticket, None)
         if call is not None and not call[1].done():
             call[1].set_result(answer)
 
     def lost(self, client: "ReplicaClient") -> None:
-        """End the calls to a replica whose connection is gone."""
+        """End the calls to a replica whose connection is lost."""
         for ticket, (asked, future) in list(self._waiting.items()):
             if asked is client:
                 del self._waiting[ticket]
@@ -70,8 +71,11 @@ async def recall(
     streams: Sequence[str],
     enough: Callable[[list[RecalledChoice]], bool],
 ) -> list[RecalledChoice]:
-    """Ask all replicas for these streams, those too that connect meanwhile. Ends when `enough` says
-    so, when all have answered, or after RECALL_SECONDS."""
+    """Return what all replicas remember of these streams, including replicas that connect
+    meanwhile.
+
+    Ends when `enough` returns true, when all replicas have answered, or after RECALL_SECONDS.
+    """
     choices: list[RecalledChoice] = []
     asked: dict[ReplicaClient, asyncio.Task[None]] = {}
 

@@ -1,5 +1,5 @@
-"""ReplicaClient: a router's connection to one replica, the choices that run there, and what routing
-needs to know of the replica."""
+"""ReplicaClient: a router's connection to one replica, its choices there, and its state for
+routing."""
 
 import asyncio
 import logging
@@ -22,11 +22,12 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEndpoint:
-    """The facts that a replica publishes: where it listens, the secret, and what its engine can do.
+    """The metadata that a replica publishes: its address, its secret, and its engine's limits.
 
-    step_tokens: the most tokens of a step. adapter_slots: adapters on the device; 0: not reported.
-    weights, tokenizer: of checkpoints.resolve.ModelIdentity. start_seconds: that its start took; 0:
-    not reported.
+    step_tokens: most tokens of a step.
+    adapter_slots: adapters that fit on the device; 0: not reported.
+    weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
+    start_seconds: duration of the replica's start; 0: not reported.
     """
 
     host: str
@@ -61,26 +62,26 @@ class ReplicaEndpoint:
 
 
 class ReplicaListener(Protocol):
-    """The object that hears of what happens at the replicas, on the event loop."""
+    """The interface for events of replicas, called on the event loop."""
 
     def opened(self, client: "ReplicaClient") -> None:
-        """The replica can take requests."""
+        """Handle that a replica can take requests."""
 
     def frame(self, client: "ReplicaClient", frame: StepFrame, now: float) -> None:
-        """A step's deltas and stats have come. now: monotonic seconds."""
+        """Handle a step's deltas and stats. now: monotonic seconds."""
 
     def lost(self, client: "ReplicaClient", choices: list[InflightChoice], reason: str) -> None:
-        """The connection broke. choices: those that were at the replica."""
+        """Handle a broken connection. choices: choices that were at the replica."""
 
 
 class ReplicaClient:
-    """A connection to one replica, made anew until the client is retired.
+    """A connection to one replica, which is re-established until the client is retired.
 
-    listener: what hears of the replica.
-    fleet: where the replica's state is until this client is retired.
-    calls: calls to replicas, which get the replica's answers.
+    listener: object that handles the replica's events.
+    fleet: the fleet that has the replica's state until this client is retired.
+    calls: the router's calls to replicas, which get the replica's answers.
     router: name of the router, for the replica's logs.
-    state: what is known of the replica.
+    state: the replica's state for routing.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class ReplicaClient:
     ) -> None:
         self.replica = replica
         self.endpoint = endpoint
-        self.connection: RouterEnd | None = None  # while it is open
+        self.connection: RouterEnd | None = None  # None while it is not open
         self.choices: dict[int, InflightChoice] = {}
-        self.failed: Failed | None = None  # what the replica said when its engine failed
-        self.silent = False  # the connection was closed for silence; the process may well live
-        self.retired = False  # Serve no longer counts the replica: send nothing new
+        self.failed: Failed | None = None  # the replica's message when its engine failed
+        self.silent = False  # the connection was closed for silence, so the process may be alive
+        self.retired = False  # Serve has removed the replica: send it no new requests
         self._limits = limits
         self._router = router
         self._listener = listener
@@ -117,7 +118,7 @@ class ReplicaClient:
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
 
     def receive(self, message: FromReplica) -> None:
-        """Note what it says of the replica, and pass on what it says of requests."""
+        """Update the replica's state by a message, and pass its deltas or answer on."""
         if isinstance(message, StepFrame):
             now = time.monotonic()
             self.state.observe(message.stats, message.taken, now)
@@ -132,14 +133,14 @@ class ReplicaClient:
             self._calls.answered(message)
 
     def forget(self, choice: InflightChoice) -> None:
-        """The choice ended or moved. A retired client closes with its last choice."""
+        """Forget a choice that ended or moved. A retired client closes with its last choice."""
         self.choices.pop(choice.id, None)
         self.state.unbook(choice.id)
         if self.retired and not self.choices:
             self.close("no longer in service")
 
     def retire(self) -> None:
-        """Take nothing new; let the choices there end."""
+        """Send no new requests; close once the choices there have ended."""
         self._leave()
         if not self.choices:
             self.close("no longer in service")

@@ -1,5 +1,4 @@
-"""Replicas: what a router has of the replicas of its model: the connections, what routing knows of
-them, and the calls to them."""
+"""Replicas: a router's replicas of its model: their connections, state for routing, and calls."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,8 @@ class Replicas(dict[str, ReplicaClient]):
     """The clients of the replicas in service, by the replica's name.
 
     router: name of the router, for the replicas' logs.
-    vocabulary: identity of the router's tokenizer; "": not known.
-    closing: retired clients with choices left.
+    vocabulary: identity of the router's tokenizer; "": unknown.
+    closing: retired clients with unfinished choices.
     """
 
     def __init__(self, limits: ChannelLimits, router: str, vocabulary: str = "") -> None:
@@ -36,12 +35,12 @@ class Replicas(dict[str, ReplicaClient]):
         self._router = router
 
     def everywhere(self) -> Iterator[ReplicaClient]:
-        """Yield all clients, retired ones too."""
+        """Yield all clients, including retired ones."""
         yield from self.values()
         yield from self.closing
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
-        """Return the client that has the choice; None if no client has it."""
+        """Return the client that has a choice; None if no client has it."""
         client = self.get(choice.place)
         if client is not None and choice.id in client.choices:
             return client
@@ -50,11 +49,12 @@ class Replicas(dict[str, ReplicaClient]):
     def replace(
         self, published: Mapping[str, Mapping[str, Any]], listener: ReplicaListener
     ) -> None:
-        """Set the running replicas. During an update, replicas with another tokenizer are left to
-        the routers that have that tokenizer too.
+        """Set the running replicas.
 
-        published: name -> what the replica has published.
-        listener: what hears of new replicas.
+        During an update, replicas with another tokenizer are left to routers with that tokenizer.
+
+        published: metadata that each replica has published, by name.
+        listener: object that handles events of new replicas.
         """
         if self.vocabulary:
             mine = ("", self.vocabulary)

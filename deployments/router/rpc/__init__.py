@@ -1,1 +1,1 @@
-"""gRPC: the service of the HTTP API in protobuf messages, where the configuration has a port."""
+"""gRPC: the HTTP API's service with protobuf messages, if the configuration has a port for it."""

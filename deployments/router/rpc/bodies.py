@@ -1,4 +1,4 @@
-"""Requests in protobuf as bodies of the HTTP API, and its answers as protobuf."""
+"""Conversion of protobuf requests to bodies of the HTTP API, and of its answers to protobuf."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ Answer, ModelList = message("Answer"), message("ModelList")
 
 
 def body_of(request: Any, default_model: str) -> dict[str, Any]:
-    """Return the HTTP body of a ChatRequest or a GenerateRequest. Raises ApiError 400 naming the
+    """Return the HTTP body of a ChatRequest or GenerateRequest. Raises ApiError 400 naming the
     field."""
     body = _options(request.options)
     chat = request.DESCRIPTOR.name == "ChatRequest"
@@ -84,7 +84,7 @@ def _choice(text: str) -> Any:
 def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for field, value in sampling.ListFields():
-        # Lists come as protobuf's own.
+        # Repeated values are a protobuf container, not a list.
         body[field.name] = value if isinstance(value, int | float | str) else list(value)
     if chat and "logprobs" in body:
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
@@ -92,7 +92,7 @@ def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
 
 
 def answer_of(event: dict[str, Any]) -> Any:
-    """Return the protobuf Answer of a whole HTTP answer, or of an event of a stream."""
+    """Return the protobuf Answer of a complete HTTP response, or of an event of a stream."""
     answer = Answer(id=event["id"], model=event["model"], created=event["created"])
     answer.event_id = event.get("event_id", "")
     for choice in event["choices"]:

@@ -1,5 +1,7 @@
-"""read_proto: a .proto file as descriptors, so that there is no generated code, which would be good
-for some versions of protobuf only."""
+"""read_proto: a .proto file parsed to descriptors at run time.
+
+Generated code would work with some versions of protobuf only.
+"""
 
 import re
 from pathlib import Path
@@ -29,9 +31,12 @@ _BLOCK = re.compile(r"(message|service|oneof|enum) (\w+) \{(\})?")
 
 
 def read_proto(path: Path) -> FileDescriptorProto:
-    """Return the descriptor that protoc would make of a file. Takes what our own files have: one
-    statement a line, messages at the top, enums inside them, scalars and messages as fields. Raises
-    ValueError naming the line of anything else."""
+    """Return the descriptor that protoc would make of a .proto file.
+
+    Only the syntax of our own files is supported: one statement per line, messages at the top
+    level, enums inside messages, scalar and message fields. Raises ValueError that names the line
+    of anything else.
+    """
     file = FileDescriptorProto(name=path.name, syntax="proto3")
     open_: list[DescriptorProto | ServiceDescriptorProto | EnumDescriptorProto | str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -44,7 +49,7 @@ def read_proto(path: Path) -> FileDescriptorProto:
     for message in file.message_type:
         for field in message.field:
             _resolve(file.package, message, field, enums)
-        # As protoc has them: oneofs of one optional field come after those that are written.
+        # As in protoc, the oneofs of optional fields come after the declared ones.
         for field in message.field:
             if field.proto3_optional:
                 field.oneof_index = len(message.oneof_decl)
@@ -133,14 +138,14 @@ INFERENCE, HEALTH = "manta.v1.Inference", "grpc.health.v1.Health"
 
 
 def message(name: str) -> Any:
-    """Return the class of a message by its name: "Answer", or with its package."""
+    """Return the class of a message. name: "Answer", or a full name such as "manta.v1.Answer"."""
     full = name if "." in name else f"manta.v1.{name}"
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full))
 
 
 def methods(service: str) -> dict[str, tuple[Any, Any, bool]]:
-    """Return the methods of a service: name -> the classes of request and answer, and whether
-    answers are streamed."""
+    """Return a service's methods by name: request class, response class, whether responses are
+    streamed."""
     descriptor = POOL.FindServiceByName(service)
     return {
         method.name: (

@@ -1,8 +1,8 @@
-"""GrpcServer: our services on a port of this process.
+"""GrpcServer: the gRPC services on a port of the router's process.
 
-All routers of a node listen on the same port, and the kernel gives each connection to one of them.
-Each call becomes a request to the HTTP API inside this process, so that keys, limits, admission,
-errors and streams that go on after a break are the same.
+All routers of a node listen on the same port, and the kernel distributes connections among them.
+Each call becomes a request to the HTTP API inside this process. So keys, limits, admission, errors
+and resumed streams work as over HTTP.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from deployments.router.serve.handle_call import AsgiApp, AsgiCall
 logger = logging.getLogger("manta.grpc")
 
 _CHAT, _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
-_HEALTH_SECONDS = 1.0  # between polls for those that watch
+_HEALTH_SECONDS = 1.0  # seconds between polls for Watch calls
 _Code = grpc.StatusCode
-# By `type` of an error: of one inside a stream there is no status.
+# By the `type` of an error: an error inside a stream has no HTTP status.
 _KINDS = {
     INVALID: _Code.INVALID_ARGUMENT,
     AUTHENTICATION: _Code.UNAUTHENTICATED,
@@ -59,13 +59,13 @@ _STATUS = {
 }
 
 Ready = Callable[[], bool]
-OnlyModel = Callable[[], str]  # the one that a request means which names none; "" if several
+OnlyModel = Callable[[], str]  # the model of requests that name none; "" if there are several
 
 
 class GrpcServer:
     """A router's gRPC server.
 
-    port: port that it listens on, also where the settings have 0.
+    port: the port that it listens on; the chosen one if the settings have 0.
     """
 
     def __init__(self, api: Api, ready: Ready, model: OnlyModel, settings: GrpcSettings) -> None:
@@ -73,7 +73,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             interceptors=(_Keys(api),),
             options=(
-                # protobuf has as many bytes as JSON at most, nearly.
+                # A protobuf message is hardly larger than the JSON of the same request.
                 ("grpc.max_receive_message_length", api.options.max_body_bytes),
                 ("grpc.so_reuseport", 1),
             ),
@@ -98,12 +98,15 @@ class GrpcServer:
         logger.info("gRPC at %s:%d", self._settings.host, self.port)
 
     async def stop(self) -> None:
-        """Take no new call; running calls may end."""
+        """Accept no new calls; running calls may end within `stop_seconds`."""
         await self._server.stop(self._settings.stop_seconds)
 
 
 def _handlers(service: str, implementation: Any) -> Any:
-    """Return the handlers of a service, each method's by the attribute of its name."""
+    """Return the handlers of a service.
+
+    implementation: object with a method of the same name for each method of the service.
+    """
     handlers = {}
     for name, (request, answer, streamed) in methods(service).items():
         make = grpc.unary_stream_rpc_method_handler if streamed else None
@@ -117,7 +120,7 @@ def _handlers(service: str, implementation: Any) -> Any:
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers of the HTTP request that a call becomes: which client asks, and how."""
+    """Return the headers of the HTTP request that a gRPC call becomes, from the call's metadata."""
     return [
         (key.encode(), value.encode("utf-8", "replace"))
         for key, value in metadata or ()
@@ -127,8 +130,10 @@ def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
 
 
 class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Every call needs a key, where keys are used, before its message is read; health needs none,
-    as over HTTP."""
+    """Checks a call's API key before its message is read, if keys are used.
+
+    Health calls need no key, as over HTTP.
+    """
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -250,8 +255,10 @@ class _Inference:
             raise
 
     async def _begin(self, path: str, body: dict[str, Any] | None, context: Any) -> AsgiCall:
-        """Send a call to the HTTP API, and return when its answer has started and the headers are
-        sent."""
+        """Send a call to the HTTP API, and return once its response has started.
+
+        The gRPC call's initial metadata is sent then, too.
+        """
         headers = _headers(context.invocation_metadata())
         ids = [value for name, value in headers if name == b"x-request-id"]
         id = request_id(ids)
@@ -275,8 +282,7 @@ class _Inference:
 
 
 async def _body(call: AsgiCall, context: Any) -> dict[str, Any]:
-    """Return the JSON body of an answer that is no stream. An answer that is an error aborts the
-    call."""
+    """Return the JSON body of an unstreamed response; abort the gRPC call if it is an error."""
     data = b"".join([part async for part in call.parts()])
     body: dict[str, Any] = json.loads(data) if data else {}
     if call.status != 200:
@@ -286,7 +292,7 @@ async def _body(call: AsgiCall, context: Any) -> dict[str, Any]:
 
 
 class _Health:
-    """The methods of grpc.health.v1.Health. The server serves while a replica can take requests."""
+    """The methods of grpc.health.v1.Health: serving while a replica can take requests."""
 
     def __init__(self, ready: Ready) -> None:
         self._ready = ready

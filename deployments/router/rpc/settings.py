@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class GrpcSettings:
     """The settings of a gRPC server.
 
-    certificate, key: files in PEM; "" for none.
-    stop_seconds: for streams that run when the server stops.
+    certificate, key: PEM files; "": no TLS.
+    stop_seconds: time for running streams to end when the server stops.
     """
 
     host: str

@@ -12,20 +12,22 @@ logger = logging.getLogger("manta.router")
 
 
 class AllRouters:
-    """The calls of one router to all routers of its application, itself included."""
+    """Calls of one router to all routers of its application, including itself."""
 
     def __init__(self, deployment: str, app: str) -> None:
         self._deployment, self._app = deployment, app
         self._handle: Any = None
 
     async def ask(self, seconds: float, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of the routers that answer within so many seconds. A router that is
-        silent or fails does not cost the answers of the others."""
+        """Call a method of all routers, and return the answers that arrive within `seconds`.
+
+        A router that is silent or fails does not affect the answers of the others.
+        """
         try:
             async with asyncio.timeout(seconds) as limit:
                 if self._handle is None:
                     self._handle = serve.get_deployment_handle(self._deployment, self._app)
-                # Serve's own results_async() loses all answers if one is late.
+                # Serve's results_async() would lose all answers if one is late.
                 asked = self._handle.broadcast(method, *arguments)
                 waiting = [
                     asyncio.ensure_future(result.get_async())

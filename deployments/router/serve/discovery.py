@@ -1,15 +1,16 @@
-"""discovery: the running replicas, as Serve tells this process's handles, kept for the dispatcher.
+"""discovery: the running replicas, as Serve reports them to this process's handles.
 
-Serve sends the request router class to other processes by value together with its module, so a
-global in that module would be a different object there. The registry therefore lives here, and the
-class in `deployments.router.serve.request_router` imports it.
+Serve pickles the request router class by value together with its module, so a global in that module
+would be another object in each process. The registry is therefore in this module, which the class
+in `deployments.router.serve.request_router` imports.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Replicas = Mapping[str, Mapping[str, Any]]  # replica id -> what it published when it became ready
+# Replica id -> metadata that the replica published when it became ready.
+Replicas = Mapping[str, Mapping[str, Any]]
 Listener = Callable[[Replicas], None]
 
 _lock = threading.Lock()
@@ -18,7 +19,8 @@ _listeners: dict[tuple[str, str], list[Listener]] = {}
 
 
 def publish(app: str, deployment: str, replicas: Replicas) -> None:
-    """The set of running replicas of a deployment is now this. Called on the handle's thread."""
+    """Set the running replicas of a deployment, and call the listeners. Runs on the handle's
+    thread."""
     key = (app, deployment)
     with _lock:
         if _replicas.get(key) == replicas:
@@ -30,8 +32,10 @@ def publish(app: str, deployment: str, replicas: Replicas) -> None:
 
 
 def subscribe(app: str, deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call listener now, if replicas are known, and at each change, on whatever thread. Returns a
-    function that ends the subscription."""
+    """Call the listener now, if replicas are known, and at each change, on any thread.
+
+    Returns a function that ends the subscription.
+    """
     key = (app, deployment)
     with _lock:
         _listeners.setdefault(key, []).append(listener)

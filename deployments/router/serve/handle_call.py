@@ -1,5 +1,4 @@
-"""Calls of our own ASGI app without HTTP, so that handle calls get the validation and the answers
-of the HTTP API."""
+"""Calls of our own ASGI app without HTTP, by which handle calls get the HTTP API's behaviour."""
 
 import asyncio
 import json
@@ -20,16 +19,19 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
-_MAX_PARTS = 16  # of an answer that wait for the caller to read them
+_MAX_PARTS = 16  # most unread parts of a response
 
 
 def path_for(body: dict[str, Any]) -> str:
-    """Return the route that a body is for: chat has messages, a completion has a prompt."""
+    """Return the route for a body: chat bodies have `messages`, completions have a `prompt`."""
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside."""
+    """Return the JSON of the response.
+
+    A failure is OpenAI's {"error": {...}} with an additional key "status".
+    """
     exchange = AsgiCall(app, path_for(body), {**body, "stream": False})
     try:
         await exchange.started.wait()
@@ -42,11 +44,12 @@ async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
 async def stream(
     app: AsgiApp, body: dict[str, Any], last_event_id: str | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer; a failure is the last item, in `call`'s form. Closing it
-    aborts the request.
+    """Yield the chunks of a streamed response; a failure is the last item, in the form of `call`.
 
-    last_event_id: go on after this event, or begin ("") with ids; then each chunk has `event_id`,
-    and after the last one comes {"done": True}.
+    Closing the generator aborts the request.
+
+    last_event_id: id of the event to resume after; "": a new stream with ids; None: without ids.
+        With ids each chunk has `event_id`, and {"done": True} follows the last one.
     """
     headers: list[tuple[bytes, bytes]] = []
     if last_event_id is not None:
@@ -71,8 +74,14 @@ async def stream(
 async def post(
     app: AsgiApp, path: str, payload: bytes, caller: Caller, request_id: str, seconds: float
 ) -> tuple[int, dict[bytes, bytes], bytes]:
-    """A POST of JSON in the caller's name, answered whole within so many seconds: status, headers,
-    body. Cancelling it aborts the request."""
+    """Send a POST request on behalf of a caller, and return status, headers and body of the
+    response.
+
+    Cancelling the call aborts the request.
+
+    payload: the JSON body.
+    seconds: deadline of the request.
+    """
     deadline = f"{min(seconds, MAX_DEADLINE):.3f}".encode()
     headers = ((b"x-request-id", request_id.encode()), (b"x-deadline-seconds", deadline))
     scope = _scope(path, payload, headers)
@@ -122,10 +131,10 @@ def _scope(
 
 
 class AsgiCall:
-    """A request in a task of its own, with the parts of its body in a queue.
+    """A request to an ASGI app that runs in its own task and queues the parts of the response.
 
-    body: JSON object, None for a GET.
-    status, headers: status and headers of the answer, once it has started.
+    body: JSON object; None for a GET.
+    status, headers: those of the response, once it has started.
     """
 
     def __init__(
@@ -179,7 +188,8 @@ class AsgiCall:
             yield part
 
     async def events(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Yield the events of a stream; with ids, each has `event_id`. None: [DONE]."""
+        """Yield the events of a streamed response; with ids, each has `event_id`. None stands for
+        [DONE]."""
         tail = b""
         async for part in self.parts():
             *events, tail = (tail + part).split(b"\n\n")
@@ -203,8 +213,8 @@ class AsgiCall:
         return answer
 
     async def end(self) -> None:
-        """End the call; the app sees a disconnect if it has not ended."""
+        """End the call; an app that still runs sees a disconnect."""
         self._gone.set()
-        self._room.release()  # for a send that waits
+        self._room.release()  # wakes a send that waits for room
         await asyncio.wait([self._task])
         self._task.result()

@@ -1,7 +1,8 @@
-"""The request router of the handles to engine deployments: discovery, and plain calls to the least
-busy replica.
+"""The request router of handles to engine deployments.
 
-Tokens do not pass here (transport/channel.py). This module travels by value: no state in it.
+It publishes the running replicas to `discovery` and sends plain calls to the least busy replica.
+Tokens do not pass through it (see transport/channel.py). Serve pickles this module by value, so it
+must have no state.
 """
 
 from ray.serve.request_router import (
@@ -15,8 +16,10 @@ from deployments.router.serve import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Publishes the replicas' metadata to `discovery`; ranks all replicas equal, so the shortest
-    queue wins."""
+    """Publishes the replicas' metadata to `discovery`.
+
+    It ranks all replicas equally, so Serve picks the shortest queue.
+    """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
