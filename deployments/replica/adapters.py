@@ -1,14 +1,14 @@
-"""ReplicaAdapters: makes adapters known to an engine before requests for them. No Ray here.
+"""ReplicaAdapters: makes adapters known to an engine before requests that use them arrive there.
 
-A request names an adapter, its revision and the place of its files, so a replica needs to know
-nothing beforehand: the first request for a revision makes it known. The engine must know an adapter
-before a request for it comes. So what concerns one name is done in order, one job after the other.
-Jobs for other names, and requests for adapters that are known, do not wait.
+A request names an adapter, its revision and the place of its files, so the first request for a
+revision can make it known. The engine must know an adapter before such a request, so the jobs of
+one name run in order, one at a time. Jobs of other names, and requests for known adapters, do not
+wait. This module does not need Ray.
 
-`newest` holds the latest version of each name that a router has named. A new request of an older
-version comes from a router that has not heard of the change: the request is refused with
-adapter_changed, and the router looks again. So once the replicas have been told, a replaced or
-removed adapter is so for every request, whatever the routers know.
+`newest` holds the latest version of each name that any router has sent. A new request with an older
+version comes from a router that has missed a change: it is refused with adapter_changed, and the
+router refreshes. So once the replicas know of a replaced or removed adapter, no request can use the
+old one, whatever its router knows.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineReques
 
 logger = logging.getLogger("manta.replica")
 
-FAILED_SECONDS = 5.0  # how long the failure of an adapter is remembered
+FAILED_SECONDS = 5.0  # seconds for which an adapter's failure is remembered
 
 
 class AdapterEngine(Protocol):
-    """The part of `engine.process.client.EngineClient` that is used here."""
+    """The methods of `engine.process.client.EngineClient` that this module uses."""
 
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
@@ -40,7 +40,7 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A router's message, and the connection that it came over."""
+    """A router's request, and the connection that it came over."""
 
     connection: ReplicaEnd
     message: Submit
@@ -51,7 +51,7 @@ class SubmittedRequest:
 
     @property
     def wanted(self) -> bool:
-        """Whether the request's router is connected and has not taken the request back."""
+        """Whether the request's router is still connected and has not aborted the request."""
         return self.request.id in self.connection.live
 
 
@@ -59,10 +59,10 @@ Job = SubmittedRequest | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
 
 
 class ReplicaAdapters:
-    """The adapters of a replica, made known to its engine before requests for them.
+    """The adapters of a replica, made known to its engine before requests that use them.
 
-    submit(request): gives a request to the engine.
-    refuse(connection, id, error): ends a request.
+    submit: passes a request to the engine.
+    refuse: ends a request, given its connection, id and error.
     """
 
     def __init__(
@@ -74,14 +74,15 @@ class ReplicaAdapters:
         self._engine = engine
         self._submit = submit
         self._refuse = refuse
-        self._known: dict[str, str] = {}  # name -> the revision that the engine knows
+        self._known: dict[str, str] = {}  # adapter name -> the revision that the engine knows
         self._newest: dict[str, int] = {}
         self._failed: dict[tuple[str, str], tuple[float, AdapterError]] = {}
-        self._jobs: dict[str, deque[Job]] = {}  # of names that a task is working on
+        # Unfinished jobs by adapter name, each name with a running task.
+        self._jobs: dict[str, deque[Job]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """Give a request with an adapter to the engine, once the engine knows the adapter."""
+        """Pass a request with an adapter to the engine, once the engine knows the adapter."""
         adapter = submitted.message.adapter
         assert adapter is not None
         name = adapter.name
@@ -92,8 +93,11 @@ class ReplicaAdapters:
             self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop requests that are no longer wanted, and return the ids of those requests that the
-        engine has."""
+        """Drop aborted requests that wait for adapters, and return the ids of those that the engine
+        has.
+
+        ids: ids of the aborted requests.
+        """
         waiting = {
             job.request.id
             for jobs in self._jobs.values()
@@ -104,8 +108,10 @@ class ReplicaAdapters:
         return [id for id in ids if id in connection.live]
 
     def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
-        """Do what a router asks: read an adapter, or note a new version. The router gets an
-        AdapterAnswer in any case."""
+        """Do an adapter job for a router: read an adapter, or note a new version.
+
+        The router always gets an AdapterAnswer.
+        """
         self._do(message.name, (connection, message))
 
     def close(self) -> None:
@@ -137,7 +143,8 @@ class ReplicaAdapters:
                     await self._answer(*job, self._announced(job[1]))
                 jobs.popleft()
         except EngineDead as error:
-            logger.info("adapter %s: %s", name, error.message)  # the routers hear of the death
+            # The routers are told of the engine's death elsewhere.
+            logger.info("adapter %s: %s", name, error.message)
         finally:
             del self._jobs[name]
 
@@ -161,8 +168,10 @@ class ReplicaAdapters:
             self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
-        """Add an adapter to the engine. Raises AdapterError; at once if the same adapter failed a
-        moment ago."""
+        """Add an adapter to the engine.
+
+        Raises AdapterError; at once if the same adapter failed within FAILED_SECONDS.
+        """
         now = time.monotonic()
         self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
         failed = self._failed.get((path, revision))
@@ -178,15 +187,18 @@ class ReplicaAdapters:
         self._known[name] = revision
 
     async def _load(self, message: AddAdapter) -> AdapterInfo:
-        """Read and check the whole adapter; its revision is the hash of its files."""
+        """Read and check the whole adapter, and return its facts; its revision is the hash of its
+        files."""
         info = await self._engine.add_adapter(message.name, message.path)
         self._known[message.name] = info.revision
         self._failed.clear()
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """Note that the name means this revision from now on. Requests that run on another revision
-        go on."""
+        """Note the revision that a name means from now on.
+
+        Running requests with another revision go on.
+        """
         name = message.name
         if message.version < self._newest.get(name, 0):
             return

@@ -1,5 +1,8 @@
-"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it. Tokens
-pass through the ReplicaServer's channels, not through Serve."""
+"""EngineReplica: the Serve deployment of one engine.
+
+Serve places, checks and replaces replicas. Requests and tokens pass through the ReplicaServer's
+channels, not through Serve.
+"""
 
 import asyncio
 import logging
@@ -31,11 +34,9 @@ from engine.process.client import EngineClient
 
 logger = logging.getLogger("manta.replica")
 
-_NOTICE_SECONDS = 1.0  # between polls of whether this node is to be drained
-_BEFORE_DEADLINE = 2.0  # seconds: requests that still run then are handed over
-_ROWS = (
-    256  # sequences of a full batch; autoscaling does not plan for slower tokens than these give
-)
+_NOTICE_SECONDS = 1.0  # seconds between polls of whether this node is to be drained
+_BEFORE_DEADLINE = 2.0  # seconds before a node's deadline at which running requests are handed over
+_ROWS = 256  # most running sequences for which autoscaling predicts tokens/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class ReplicaSettings:
     """The settings of one engine replica. Times are in seconds.
 
     engine: fields of EngineConfig, with the model as the user wrote it.
-    loopback: whether the service is for this machine only, provided that the cluster is this
-        machine.
+    loopback: whether the service is for this machine only; it listens on loopback if the cluster is
+        one node.
     """
 
     engine: dict[str, Any]
@@ -52,14 +53,16 @@ class ReplicaSettings:
     drain_seconds: float = 60.0
     loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
-    sleep: SleepSettings | None = None  # of replicas that sleep
+    sleep: SleepSettings | None = None  # None: the replica never sleeps
 
 
 class EngineReplica:
-    """A replica: one engine, behind channels to the routers.
+    """A replica: one engine that routers reach over channels.
 
-    settings: how to run it, from the configuration. prepare: turns that into the EngineConfig on
-    this machine (finds or fetches the model). Serve's replica is up when the engine can serve.
+    Serve regards the replica as started once the engine can serve.
+
+    settings: the replica's settings from the configuration.
+    prepare: returns the EngineConfig for this machine; it finds or downloads the model.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -74,7 +77,8 @@ class EngineReplica:
         if config.pipeline_nodes > 1:
             make_config = partial(prepare, settings)
             self._others = await OtherNodes.start(make_config, config, identity)
-        self._drained = False  # another node of this replica, which has handed over
+        # Whether another node of this replica is draining and its requests were handed over.
+        self._drained = False
         self._rates = CounterRates(time.monotonic())
         remote = None if self._others is None else self._others.remote
         self._server = ReplicaServer(
@@ -83,8 +87,7 @@ class EngineReplica:
             partial(EngineClient, remote=remote),
             settings.sleep,
         )
-        # The address of this node in the cluster, never all interfaces; loopback on a loopback
-        # cluster.
+        # The address is never that of all interfaces; on a loopback cluster it is loopback.
         host = _address(settings.loopback)
         ready = await self._server.start(config, host)
         self._step_tokens = ready.step_tokens
@@ -109,12 +112,15 @@ class EngineReplica:
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve's hook, called once when the replica is ready: what routers need to connect."""
+        """Return what routers need to connect; Serve calls this once, when the replica is ready."""
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Serve's hook, for scaling/policy.py: the engine's load, tokens/s computed since the last
-        call, and tokens/s that it was measured to be able to do."""
+        """Return the engine's load for scaling/policy.py; Serve calls this hook.
+
+        prompt_rate and output_rate are tokens/s since the last call. prompt_able and output_able
+        are the tokens/s that the engine could reach, by its measured steps.
+        """
         stats = self._server.stats
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         rates = self._rates.update(
@@ -132,13 +138,13 @@ class EngineReplica:
         }
 
     async def _await_notice(self) -> None:
-        """Wait until a node of this replica is to be drained, by a spot instance's notice or an
-        operator's order. From then on take no new requests, and hand over before the deadline what
-        still runs.
+        """Wait for a drain notice of this replica's nodes, then refuse new requests and hand over
+        the rest.
 
-        Serve starts a replacement at the same time and ends this replica when the replacement is
-        ready. It only looks at the node of this actor, so for another one the replica calls itself
-        unhealthy once it has handed over.
+        The notice is a spot instance's or an operator's. Requests that still run are handed over
+        before the deadline. Serve starts a replacement at the same time, and ends this replica when
+        that is ready. But Serve only considers the node of this actor. For another node the replica
+        reports itself unhealthy once it has handed over.
         """
         own = node_id()
         ours = {own, *(() if self._others is None else self._others.node_ids)}
@@ -160,8 +166,11 @@ class EngineReplica:
             self._server.hand_over()
 
     def check_health(self) -> None:
-        """Serve's hook: raises when the engine is dead or stuck, or another node of this replica is
-        to be drained; Serve then replaces the replica."""
+        """Raise EngineDead if the engine is dead or stuck, or another node of this replica is
+        draining.
+
+        Serve calls this hook, and replaces a replica that raises.
+        """
         if self._drained:
             raise EngineDead("another node of this replica is to be drained")
         self._server.check_health()
@@ -169,7 +178,7 @@ class EngineReplica:
     async def stats(self) -> dict[str, Any]:
         """Return the replica's stats for operators: `handle.stats.remote()`.
 
-        tasks: asyncio tasks by name.
+        Its `tasks` are the numbers of asyncio tasks by name.
         """
         server = self._server
         return {
@@ -182,11 +191,11 @@ class EngineReplica:
         }
 
     async def __del__(self) -> None:
-        """Serve's hook at the end: refuse new requests, let the others end for a while, stop."""
+        """Drain and stop the replica; Serve calls this hook at its end."""
         server = getattr(self, "_server", None)
         if server is not None:
             await server.drain(self._drain_seconds)
-            self._notice.cancel()  # not before: its deadline may be the nearer one
+            self._notice.cancel()  # cancelled after the drain, as its deadline may be earlier
             self._export.stop()
             await server.stop()
             if self._others is not None:
@@ -194,8 +203,10 @@ class EngineReplica:
 
 
 def _draining_nodes() -> Mapping[str, int]:
-    """Return the nodes to be drained: node id -> deadline in milliseconds since 1970, 0 for none.
-    Empty while the control plane cannot be asked."""
+    """Return the nodes to be drained, with their deadlines in Unix milliseconds (0: none).
+
+    Returns {} while Ray's control plane does not answer.
+    """
     try:
         return cast(Mapping[str, int], state.get_draining_nodes())
     except Exception as error:
@@ -204,8 +215,10 @@ def _draining_nodes() -> Mapping[str, int]:
 
 
 def _address(loopback: bool) -> str:
-    """Return the address to listen on, never all interfaces. It is this node's address in the
-    cluster, or loopback where the settings and a cluster of one node allow."""
+    """Return the address to listen on: this node's address in the cluster, or loopback.
+
+    Loopback is used if `loopback` is set and the cluster has one node.
+    """
     if loopback and sum(node["Alive"] for node in cast(Any, ray).nodes()) == 1:
         return "127.0.0.1"
     return node_address()

@@ -1,8 +1,8 @@
-"""DeviceLease: the lease of a device that several replicas share. The replica with the lease is
-awake, the others sleep.
+"""DeviceLease: the lease of a device that several replicas share.
 
-The lease is a lock of a file, which is free as soon as its holder has ended, however that came. The
-replicas that wait hold the lock of a second file, so that the holder sees them.
+The replica with the lease is awake, the others sleep. The lease is a file lock, which the kernel
+releases however its holder ends. Waiting replicas hold a shared lock of a second file, by which the
+holder notices them.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ _BEHIND_SECONDS = 0.1
 
 
 class DeviceLease:
-    """A replica's lease of a device. Raises OSError where the machine's temporary folder cannot be
-    written.
+    """A replica's lease of a device.
 
-    device: name among the devices of this machine; replicas with the same one share it.
+    device: the device's name on this machine; replicas with the same name share it.
+
+    Raises OSError if the machine's temporary folder cannot be written.
     """
 
     def __init__(self, device: str, folder: Path | None = None) -> None:
@@ -41,10 +42,13 @@ class DeviceLease:
         return False
 
     async def take(self, seconds: float | None = None) -> bool:
-        """Wait for the lease, and return whether it came within so many seconds."""
+        """Wait for the lease, and return whether it was granted.
+
+        seconds: longest wait; None: no limit.
+        """
         loop = asyncio.get_running_loop()
         deadline = None if seconds is None else loop.time() + seconds
-        # A replica that waited during this one's lease goes first.
+        # A replica that waited while this one held the lease goes first.
         await asyncio.sleep(max(0.0, self._released + _BEHIND_SECONDS - loop.time()))
         try:
             while not _lock(self._lease, fcntl.LOCK_EX):
@@ -53,7 +57,7 @@ class DeviceLease:
                     return False
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
-            with contextlib.suppress(OSError):  # it is closed by now
+            with contextlib.suppress(OSError):  # the file may be closed by now
                 fcntl.flock(self._waiting, fcntl.LOCK_UN)
         self.held = True
         return True

@@ -1,8 +1,7 @@
-"""The other nodes of a replica whose pipeline is on several: an actor on each starts the engine's
-ranks there.
+"""The other nodes of a replica whose pipeline spans several: an actor on each starts its ranks.
 
-Serve makes a placement group for such a replica, with a bundle on each node. The replica's own
-actor is in the first. The others belong to it, so Ray ends them with it.
+Serve creates a placement group for such a replica, with one bundle per node. The replica's own
+actor is in the first bundle. The other actors belong to it, so Ray ends them with it.
 """
 
 import asyncio
@@ -27,35 +26,41 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class HostedRanks:
-    """A node's report of itself, once its ranks wait for rank 0."""
+    """A node's report that its ranks wait for rank 0.
+
+    model: folder of the model on that node.
+    """
 
     node_id: str
     address: str
     port: int
-    model: str  # its folder there
+    model: str
     weights: str
 
 
 class RankActor:
-    """The actor that holds the engine's ranks on one of the other nodes."""
+    """The actor that runs the engine's ranks on one of the other nodes."""
 
     def start(self, prepare: Callable[[], EngineConfig], node: int, key: bytes) -> HostedRanks:
-        """Start this node's ranks. Raises what prepare raises.
+        """Start this node's ranks.
 
-        prepare: gives the engine's configuration on this node.
-        node: its number in the replica, from 1 on.
+        prepare: returns the engine's configuration on this node.
+        node: number of the node in the replica, from 1 on.
+        key: secret of the connections between the nodes.
+
+        Raises what `prepare` raises.
         """
         config, address = prepare(), node_address()
         identity = ModelIdentity.of(config.model)
-        self._host = RankHost(config, node, address, key)  # ends with this process
+        self._host = RankHost(config, node, address, key)  # its processes end with this one
         return HostedRanks(node_id(), address, self._host.port, config.model, identity.weights)
 
 
 class OtherNodes:
     """The actors on the other nodes of a replica.
 
-    node_ids: ids of the nodes in Ray.
-    remote: remote ranks, for `EngineClient`.
+    node_ids: Ray's ids of the nodes.
+    remote: the remote ranks, for `EngineClient`.
     """
 
     def __init__(self, actors: list[Any], node_ids: tuple[str, ...], remote: RemoteRanks) -> None:
@@ -70,10 +75,12 @@ class OtherNodes:
         config: EngineConfig,
         identity: ModelIdentity,
     ) -> "OtherNodes":
-        """Start an actor on each other node. Raises what prepare raises there, ConfigError where a
-        node has other weights, EngineDead where a node is lost.
+        """Start an actor on each other node.
 
         config, identity: engine configuration and model identity of this node.
+
+        Raises what `prepare` raises there, ConfigError if a node has other weights, and EngineDead
+        if a node is lost.
         """
         group = cast(Any, ray).util.get_current_placement_group()
         if group is None or len(group.bundle_specs) != config.pipeline_nodes:
@@ -139,5 +146,5 @@ def node_id() -> str:
 
 
 def node_address() -> str:
-    """Return the address of this node in the cluster."""
+    """Return this node's address in the cluster."""
     return str(cast(Any, ray).util.get_node_ip_address())

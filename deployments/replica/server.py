@@ -1,5 +1,7 @@
-"""ReplicaServer: passes requests and tokens between one engine and the routers' connections. No
-Ray here."""
+"""ReplicaServer: passes requests and tokens between one engine and the routers' connections.
+
+This module does not need Ray.
+"""
 
 import asyncio
 import itertools
@@ -44,15 +46,15 @@ from engine.process.client import EngineClient
 
 logger = logging.getLogger("manta.replica")
 
-_ROUTER_BITS = 40  # engine id = connection's index above, the router's own number below
+_ROUTER_BITS = 40  # engine's request id = connection's index << 40 | the router's request id
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
-_IDLE_NEWS = 0.05  # seconds: a router without tokens in a step still gets the stats this often
-_FAREWELL = 0.2  # seconds for the last frames to be sent before the connections are closed
-_MAX_PREFIX_BYTES = 4096  # of prefix hashes in a frame: those of eight long prompts
+_IDLE_NEWS = 0.05  # seconds between stats for a router that has no tokens in a step
+_FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
+_MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
 
 
 class ReplicaEngine(Protocol):
-    """The part of `engine.process.client.EngineClient` that is used here."""
+    """The methods of `engine.process.client.EngineClient` that this module uses."""
 
     @property
     def alive(self) -> bool: ...
@@ -87,10 +89,11 @@ MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]
 
 
 class ReplicaServer:
-    """Routers' connections on one side, the engine on the other.
+    """The server of one replica, with the routers' connections on one side and the engine on the
+    other.
 
-    It splits each step's deltas by connection and keeps the routers' request numbers apart. When a
-    router's connection is gone, it aborts the requests of that router.
+    It splits each step's deltas by connection and keeps the routers' request ids apart. When a
+    router's connection is lost, it aborts that router's requests.
     """
 
     def __init__(
@@ -102,11 +105,11 @@ class ReplicaServer:
     ) -> None:
         """Make the server; `start` starts its engine.
 
-        sleep: settings of an engine that sleeps; None: it never does.
+        sleep: settings of an engine that sleeps; None: it never sleeps.
         """
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
-        self.steps = StepCostModel(StepCost.mean(()))  # what this engine's steps were seen to cost
+        self.steps = StepCostModel(StepCost.mean(()))  # measured cost of this engine's steps
         self.failed: Failed | None = None
         self.port = 0
         self._limits = limits
@@ -135,8 +138,8 @@ class ReplicaServer:
         self._loop = asyncio.get_running_loop()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
-        """Start the engine, then listen on a free port of host. Raises what the engine's start
-        raises."""
+        """Start the engine, then listen on a free port of `host`. Raises the engine's start
+        errors."""
         if self._sleep is not None:
             await self._sleep.before_start()
         ready = await self._engine.start(config)
@@ -154,7 +157,7 @@ class ReplicaServer:
         if self._server is not None:
             self._server.close()
         for connection in [*self._unauthenticated, *self._routers.values()]:
-            connection.live.clear()  # the engine ends as a whole
+            connection.live.clear()  # the engine ends as a whole, so aborts are not needed
             connection.close("the replica has stopped")
         self._unauthenticated.close()
         self._adapters.close()
@@ -165,8 +168,10 @@ class ReplicaServer:
             self._sleep.close()
 
     async def drain(self, seconds: float) -> None:
-        """Tell the routers to send nothing new and let running requests end, for so long at most;
-        then hand over the rest."""
+        """Refuse new requests, let running ones end, and hand over the rest.
+
+        seconds: longest time for running requests to end.
+        """
         self.refuse_new()
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline and self.failed is None:
@@ -175,8 +180,10 @@ class ReplicaServer:
         await asyncio.sleep(_FAREWELL)
 
     def hand_over(self) -> None:
-        """Give running requests, and those that still come, back to the routers, which go on with
-        them elsewhere. A broken connection would do the same, but make the requests suspects."""
+        """Give running requests, and those that still arrive, back to the routers, which move them.
+
+        A broken connection would move them, too, but also make them suspects.
+        """
         self.refuse_new()
         self._leaving = True
         for router in list(self._routers.values()):
@@ -188,7 +195,7 @@ class ReplicaServer:
         self._suspects.advance()
 
     def refuse_new(self) -> None:
-        """Have the routers send nothing new from now on; running requests go on."""
+        """Tell the routers to send no new requests; running requests go on."""
         self._draining = True
         self._announce()
 
@@ -205,14 +212,14 @@ class ReplicaServer:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Check the engine. Raises EngineDead when it is gone or stuck."""
+        """Check the engine. Raises EngineDead if it is dead or stuck."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
 
     def _check_engine(self) -> None:
-        """Ask the watchdog, once a tick, whether the engine is stuck."""
+        """Check once per tick, by the watchdog, whether the engine is stuck."""
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)
@@ -232,7 +239,7 @@ class ReplicaServer:
             self._suspects.advance()
 
     def _share_out(self, frame: StepFrame) -> None:
-        """Send each router its own deltas, and the stats."""
+        """Send each router the deltas of its own requests, and the stats."""
         stats, now = frame.stats, self._loop.time()
         self._memory.take(frame.deltas, now)
         self.steps.observe_frame(stats)
@@ -240,7 +247,7 @@ class ReplicaServer:
             stats.draining = True
         stats.routers = len(self._routers)
         self.stats = stats
-        # No frame will follow this one: a router without it would see load until the next
+        # No frame follows this one, so a router that missed it would see load until the next
         # heartbeat.
         idle = not stats.running and not stats.waiting
         routers = self._routers
@@ -268,7 +275,7 @@ class ReplicaServer:
             index = id >> _ROUTER_BITS
             owner = routers.get(index)
             if owner is None:
-                continue  # the router has gone; its requests are being aborted
+                continue  # the router is gone, and its requests are being aborted
             delta.id = id & _ROUTER_MASK
             by_router.setdefault(index, []).append(delta)
             if delta.finish:
@@ -279,15 +286,15 @@ class ReplicaServer:
                 router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
-        """Note that the engine cannot go on: tell the routers, which move their requests, and
-        refuse new connections."""
+        """Record that the engine has failed: tell the routers, which move requests, and refuse
+        connections."""
         if self.failed is not None:
             return
         logger.error("the engine has failed: %s: %s", error.code, error.message)
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
-        # The engine did not die of requests that it did not have.
+        # Blame only requests that the engine had received.
         accused = self._suspects.accused()
         doubt = len(accused) > 1
         deaths = accused[0].message.deaths if len(accused) == 1 else []
@@ -326,7 +333,7 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            return  # the router knows, and moves its requests
+            return  # the router has been told, and moves its requests
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
@@ -356,7 +363,7 @@ class ReplicaServer:
             extra={"request_id": request.request_id},
         )
         for other in self._routers.values():
-            # A prompt's head is what prompts share, so what is too much at once is left out.
+            # The head of a prompt is what prompts share, so hashes over the limit are dropped.
             if other is not connection and len(other.prefix_hashes) < _MAX_PREFIX_BYTES:
                 other.prefix_hashes += message.prefix_hashes[:_MAX_PREFIX_BYTES]
         connection.live.add(id)
@@ -375,8 +382,10 @@ class ReplicaServer:
             self._start(submitted.message.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop requests that are no longer wanted, and return the ids of those requests that the
-        engine has."""
+        """Drop aborted requests, and return the ids of those that the engine has.
+
+        ids: ids of the aborted requests.
+        """
         for id in ids:
             self._memory.end(id, self._loop.time())
         self._suspects.take_back(connection, ids)
@@ -426,10 +435,10 @@ class ReplicaServer:
             self._hear_death(error)
 
     def _hear_death(self, error: EngineDead) -> None:
-        """Note that the engine took nothing any more."""
+        """Handle an error of the engine's client: the engine accepts nothing any more."""
         if not self._engine.alive:
             self.on_death(error)
-        # Otherwise its client will soon report the cause, after the engine's last frames.
+        # Otherwise the client will soon report the cause, after the engine's last frames.
 
     def _announce(self) -> None:
         self.stats.draining = True
@@ -440,6 +449,6 @@ class ReplicaServer:
 def _given_back(id: int) -> Delta:
     """Return the delta that ends a request which goes back to its router.
 
-    id: number of the request at its router.
+    id: id of the request at its router.
     """
     return Delta(id, [], "error", error="draining: this replica is about to end")

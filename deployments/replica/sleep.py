@@ -1,8 +1,8 @@
-"""ReplicaSleep: when a replica's engine sleeps, and what becomes of requests until it is awake.
+"""ReplicaSleep: puts a replica's engine to sleep, and holds requests until it is awake.
 
-It sleeps when nobody has asked for a while, or when another replica waits for the device and there
-is nothing to do; and a replica that is never without work gives the device up all the same after a
-while, once what it had begun has ended. A request is held while the engine sleeps and wakes it.
+The engine sleeps after an idle time, or if another replica waits for the device and there is no
+work. A replica that is never idle gives the device up after a while, once its running requests have
+ended. Requests that arrive during sleep are held, and wake the engine.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from engine.messages import StepFrame
 logger = logging.getLogger("manta.replica")
 
 _POLL_SECONDS = 0.1
-_YIELD_SECONDS = 0.5  # without work, before the device is given to one that waits for it
-_LEASE_SECONDS = 10.0  # with work, before no more is begun
+_YIELD_SECONDS = 0.5  # idle seconds before the device is given to a waiting replica
+_LEASE_SECONDS = 10.0  # busy seconds, while another replica waits, before no new request is started
 
 
 @dataclass(frozen=True, slots=True)
 class SleepSettings:
     """The settings of an engine that sleeps.
 
-    idle_seconds: seconds without a request, before the engine sleeps.
-    wait_seconds: seconds that a request is held for at most, while others keep the device.
-    takes_turns: whether replicas share a device, of which one is awake at a time.
+    idle_seconds: seconds without a request before the engine sleeps.
+    wait_seconds: longest time that a request is held while others keep the device.
+    takes_turns: whether replicas share a device, of which only one is awake at a time.
     """
 
     idle_seconds: float = 300.0
@@ -39,12 +39,12 @@ class SleepSettings:
 
 
 class ReplicaSleep:
-    """The sleep of one replica's engine, and the requests that wait for it to wake.
+    """The sleep of one replica's engine, and the requests held until it is awake.
 
-    order(what): sends a `Control` and returns its ticket.
-    start(submitted): lets a request go on.
-    refuse(submitted, message): ends a request.
-    busy(): returns how many requests of routers have not ended, those that are held here included.
+    order: sends a `Control` to the engine and returns its ticket.
+    start: lets a request go on to the engine.
+    refuse: ends a request with a message.
+    busy: returns the number of unfinished requests, including held ones.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class ReplicaSleep:
         self._refuse = refuse
         self._busy = busy
         self._lease = DeviceLease(visible_devices()) if settings.takes_turns else None
-        self._open = False  # requests go on
-        self._held: list[tuple[float, SubmittedRequest]] = []  # since when
+        self._open = False  # whether requests are passed on rather than held
+        # (monotonic seconds when the request was held, request)
+        self._held: list[tuple[float, SubmittedRequest]] = []
         self._asked = asyncio.Event()
         self._used = time.monotonic()
         self._news: asyncio.Future[None] | None = None
@@ -72,17 +73,17 @@ class ReplicaSleep:
 
     @property
     def held(self) -> int:
-        """Requests that wait for the engine to be awake."""
+        """The number of requests held until the engine is awake."""
         return sum(submitted.wanted for _, submitted in self._held)
 
     async def before_start(self) -> None:
-        """Wait for the device, which the start of the engine needs."""
+        """Wait for the device, which the engine needs for its start."""
         if self._lease is not None and not await self._lease.take(0):
             logger.info("waiting for the device, which another replica uses")
             await self._lease.take()
 
     def begin(self) -> None:
-        """The engine is ready and awake."""
+        """Begin to watch for idle times; the engine must be started and awake."""
         self._open, self._used = True, time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -99,14 +100,15 @@ class ReplicaSleep:
             self._news.set_result(None)
 
     def stop(self) -> None:
-        """The engine is to end. The device stays taken until `close`."""
+        """Stop sleeping and waking, as the engine is about to end. The device stays leased until
+        `close`."""
         if self._task is not None:
             self._task.cancel()
         self._open = False
         self._held.clear()
 
     def close(self) -> None:
-        """The engine has ended."""
+        """Release the device; the engine must have ended."""
         if self._lease is not None:
             self._lease.release()
             self._lease.close()
@@ -114,7 +116,7 @@ class ReplicaSleep:
     async def _run(self) -> None:
         try:
             await self._sleep_and_wake()
-        except EngineDead as error:  # its client tells the replica
+        except EngineDead as error:  # its client reports it to the replica
             logger.info("no more sleep: %s", error)
 
     async def _sleep_and_wake(self) -> None:
@@ -135,7 +137,8 @@ class ReplicaSleep:
                     self._start(submitted)
 
     async def _until_unused(self) -> None:
-        """Returns with nothing at the engine, and requests held from then on."""
+        """Wait for a reason to sleep; return once the engine is idle, holding requests from then
+        on."""
         wanted_since: float | None = None
         while True:
             await asyncio.sleep(_POLL_SECONDS)
@@ -156,7 +159,7 @@ class ReplicaSleep:
                 return
 
     async def _until_wanted(self) -> None:
-        """Returns when somebody waits for the engine, and it may have the device."""
+        """Wait until a request is held for the engine and the device lease is granted."""
         while True:
             self._asked.clear()
             self._held = [entry for entry in self._held if entry[1].wanted]
@@ -173,7 +176,7 @@ class ReplicaSleep:
                     self._refuse(submitted, _TAKEN.format(self._settings.wait_seconds))
 
     async def _do(self, what: str, *, asleep: bool) -> None:
-        """Order it, and wait until the engine says that it is so."""
+        """Send a control message to the engine, and wait until its stats confirm it."""
         self._news = asyncio.get_running_loop().create_future()
         ticket = self._order(what)
         self._done = lambda frame: frame.ticket >= ticket and frame.stats.asleep is asleep

@@ -1,10 +1,10 @@
-"""StreamMemory: the tokens of streams that run at a replica or ended there a moment ago.
+"""StreamMemory: the tokens of streams that run at a replica or ended there recently.
 
-A client whose router or proxy has died comes back with the number of its stream, and the next
-router asks the replicas for the tokens. So the answer goes on after what the client has, at the
-cost of a look into the prefix cache. The tokens are the same, also where computing them again could
-give others. Kept are streams whose client has asked for event ids, for KEEP_SECONDS after their end
-and KEEP_TOKENS in all; the oldest are dropped first.
+A client whose router or proxy has died reconnects with its stream's id, and the new router asks the
+replicas for the tokens. So the stream continues where the client left off, for the price of a
+prefix cache lookup. Recomputed tokens could differ; remembered ones do not. Only streams with event
+ids are kept, for KEEP_SECONDS after their end and up to KEEP_TOKENS in all; the oldest are dropped
+first.
 """
 
 from array import array
@@ -14,8 +14,8 @@ from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
 KEEP_SECONDS = 180.0  # longer than a proxy, a router or a node takes to restart
-KEEP_TOKENS = 8 * 2**20  # of ended streams: 32 MiB
-_OF_EACH = 128  # a record without tokens counts as so many
+KEEP_TOKENS = 8 * 2**20  # most tokens kept of ended streams (32 MiB)
+_OF_EACH = 128  # tokens that a record is counted as, in addition to its own
 
 
 class _Kept:
@@ -34,9 +34,9 @@ class StreamMemory:
 
     def __init__(self) -> None:
         self._live: dict[int, _Kept] = {}
-        self._ended: OrderedDict[int, _Kept] = OrderedDict()  # in the order of their ends
+        self._ended: OrderedDict[int, _Kept] = OrderedDict()  # ordered by the time of their end
         self._streams: dict[str, list[_Kept]] = {}
-        self._tokens = 0  # of those that have ended
+        self._tokens = 0  # tokens of ended streams
 
     def begin(self, request: EngineRequest, stream: str) -> None:
         emitted = request.token_ids[request.num_prompt_tokens :]
@@ -45,7 +45,7 @@ class StreamMemory:
         self._streams.setdefault(stream, []).append(record)
 
     def take(self, deltas: list[Delta], now: float) -> None:
-        """Note the tokens of a step. now: seconds, as in `find`."""
+        """Add a step's tokens to their streams. now: seconds of the clock that `find` uses."""
         live = self._live
         if not live:
             return
@@ -59,7 +59,7 @@ class StreamMemory:
                     self.end(delta.id, now)
 
     def end(self, id: int, now: float) -> None:
-        """The request has ended here or was taken back. Idempotent."""
+        """Note that a request has ended here or was given back. Idempotent."""
         record = self._live.pop(id, None)
         if record is None:
             return

@@ -1,5 +1,8 @@
-"""SuspectQueue: runs the suspected poison requests of one replica, from all its routers, one at a
-time (router/poison.py). Other requests do not wait for them."""
+"""SuspectQueue: runs the suspected poison requests of one replica one at a time.
+
+It covers the requests of all routers (see router/poison.py). Other requests do not wait for
+suspects.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -7,22 +10,22 @@ from collections.abc import Callable, Iterable
 from deployments.replica.adapters import SubmittedRequest
 from deployments.transport.channel import ReplicaEnd
 
-_SUSPECTS_FIRST = 0.1  # seconds in which all routers hear of a death and send its suspects
+_SUSPECTS_FIRST = 0.1  # seconds for all routers to hear of a death and send its suspects
 
 
 class SuspectQueue:
-    """The suspects of one replica, which wait for their probation.
+    """The suspects of one replica that wait for their probation.
 
-    start(submitted): gives a request to the engine.
-    later(seconds, call): calls after so long.
-    suspect: request on probation. Its router has limited it to a few tokens, so its end is the end
-        of the probation.
-    given: whether the engine has the suspect; before that its adapter may be on its way, and an
-        engine that is gone takes nothing.
+    start: passes a request to the engine.
+    later: calls a function after some seconds.
+    suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
+        end of the probation.
+    given: whether the engine has the suspect. Before that its adapter may still be loading, or the
+        engine be gone.
 
-    A request that was at a death and is no suspect of it has passed. It starts when no suspect is
-    on probation, and not before all routers can have sent the suspects of that death. It may have
-    been the cause all the same, slowly, so a suspect that dies beside it is not convicted.
+    A request that was in an engine that died, but is no suspect of its death, has passed. It starts
+    when no suspect is on probation, and after all routers have had time to send that death's
+    suspects. It may still be a slow cause, so a suspect that dies while it runs is not convicted.
     """
 
     def __init__(
@@ -35,14 +38,15 @@ class SuspectQueue:
         self._start = start
         self._later = later
         self._suspects: list[SubmittedRequest] = []
-        # They go on when no suspect is left.
+        # Passed requests, which go on when no suspect is left.
         self._passed: deque[SubmittedRequest] = deque()
-        self._known: set[str] = set()  # deaths whose suspects have come, or had their time to
-        self._expected = 0  # deaths whose suspects may be on their way
-        self._company: list[SubmittedRequest] = []  # running, and were at deaths
+        self._known: set[str] = set()  # deaths whose suspects have had the time to arrive
+        self._expected = 0  # number of deaths whose suspects may still arrive
+        # Running requests that were in engines that died.
+        self._company: list[SubmittedRequest] = []
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """Start the request when it is its turn."""
+        """Start a request when it is its turn."""
         start = submitted.message.start
         if start == "alone":
             self._suspects.append(submitted)
@@ -64,7 +68,7 @@ class SuspectQueue:
         self.advance()
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
-        """Drop the waiting requests among these, which are no longer wanted."""
+        """Drop aborted requests that wait here. ids: ids of the aborted requests."""
         waiting = {submitted.request.id for submitted in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
@@ -73,9 +77,11 @@ class SuspectQueue:
             self._passed = deque(suspect for suspect in self._passed if suspect.wanted)
 
     def accused(self) -> list[SubmittedRequest]:
-        """The requests that the engine, which has just died, may have died of: the suspect on
-        probation, and requests that ran beside it and were at all the deaths that it is suspected
-        of. [] if no suspect was on probation."""
+        """Return the requests that may have caused the engine's death, which has just happened.
+
+        These are the suspect on probation, and running requests that were at all deaths of which it
+        is suspected. Returns [] if no suspect was on probation.
+        """
         if self.suspect is None or not self.given:
             return []
         suspected = set(self.suspect.message.deaths)
@@ -93,12 +99,12 @@ class SuspectQueue:
         self._start(submitted)
 
     def advance(self) -> None:
-        """Start the next request if a request has ended and it is the next one's turn."""
+        """Start the next waiting requests, if no suspect is on probation any more."""
         if self.suspect is not None and self.suspect.wanted:
             return
         self.suspect, self.given = None, False
         while self._suspects:
-            # In the engine's order: a suspect that other requests overtake there would hold up the
+            # In the engine's order: a suspect that others overtake in the engine would delay the
             # suspects behind it.
             submitted = min(self._suspects, key=lambda one: one.request.urgency)
             self._suspects.remove(submitted)

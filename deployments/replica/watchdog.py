@@ -1,29 +1,29 @@
-"""Watchdog: is the engine process stuck? Pure; no clock: it counts the replica's own ticks, so that
-a replica that could not run does not take its own pause for the engine's.
+"""Watchdog: detects that the engine process is stuck.
 
-Three kinds of stuck, from the quickest noticed to the slowest:
+It has no clock but counts the replica's own ticks, so that a pause of the replica process is not
+taken for one of the engine. Three kinds of stuck, from the fastest detected to the slowest:
 
-    no sign of life        the process is stopped, or its machine is out of memory and swaps
-    a step in which the    a kernel or a collective hangs on the device, or a lock on the host
-      host computes nothing
-    a step without end     the host computes: a large step on a CPU, a kernel being compiled
+  no sign of life        the process is stopped, or its machine swaps
+  a step in which the    a kernel or a collective hangs on the device, or a lock on the host
+  host computes nothing
+  a step without end     the host computes: a large step on a CPU, a kernel being compiled
 """
 
 from dataclasses import dataclass
 
 from engine.messages import Pulse
 
-_COMPUTES = 0.01  # seconds of CPU in a tick that count as work; the pulse itself takes less
+_COMPUTES = 0.01  # CPU seconds in a tick that count as work; the pulse itself takes less
 
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """The limits of a step, in seconds.
+    """The time limits of a step, in seconds.
 
-    step: in any step.
-    tick: between two checks; an engine gives a sign of life as often.
-    silent: without a sign of life.
-    hung: in a step in which the host computes nothing.
+    step: longest step.
+    tick: time between two checks; an engine sends its signs of life as often.
+    silent: longest time without a sign of life.
+    hung: longest time within a step in which the host computes nothing.
     """
 
     step: float = 30.0
@@ -39,20 +39,20 @@ class Watchdog:
         self._limits = limits
         self._pulses = self._step = -1
         self._cpu_seconds = 0.0
-        self._silent = self._hung = self._still = 0  # ticks
+        self._silent = self._hung = self._still = 0  # in ticks
 
     def check(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
-        """Return what is wrong, "" if nothing is.
+        """Return why the engine is stuck; "" if it is not.
 
-        pulses: signs of life so far.
-        pulse: the last of them.
-        step: the last step that ended.
+        pulses: number of signs of life so far.
+        pulse: the last sign of life.
+        step: number of the last step that ended.
         busy: whether the engine has work.
         """
         limits = self._limits
         heard = pulses != self._pulses
         computed = pulse.cpu_seconds - self._cpu_seconds
-        # Requests whose adapters are on their way are work, but none that the engine could do.
+        # Requests that wait for their adapters count as work, but the engine cannot run them yet.
         moved = step != self._step or not busy or pulse.doing == "input"
         self._pulses, self._step, self._cpu_seconds = pulses, step, pulse.cpu_seconds
         self._silent = 0 if heard else self._silent + 1

@@ -1,4 +1,4 @@
-"""RoutingRequest and RoutingDecision: what a router asks of `route`, and the answer."""
+"""RoutingRequest, RoutingDecision: the input and the output of `route`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """The need of a request, in tokens.
+    """The needs of a request, in tokens.
 
-    prefix_hashes: of its prompt (prefix_index.hash_prefix). sequences: choices.
+    prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
+    sequences: number of choices.
+    adapter: name of the adapter; "": none.
     """
 
     prompt_tokens: int
@@ -22,11 +24,11 @@ class RoutingRequest:
 class RoutingDecision:
     """The choice of a replica for a request.
 
-    replica: its name.
-    reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (it shall have it); "spill"
-        (the replica that has it is too busy); "only".
+    replica: name of the replica.
+    reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (the replica is to have it);
+        "spill" (the replica that has it is too busy); "only" (it is the only replica).
     seconds: expected time to the first token.
-    cached: prompt tokens expected in the replica's cache.
+    cached: prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.
     """
 

@@ -1,14 +1,14 @@
-"""Fleet: what a router knows of its replicas, in columns, so that a decision is a few operations on
-arrays however many replicas there are. Pure: times are arguments.
+"""Fleet: a router's knowledge of all its replicas, as a table with one column per replica.
 
-A replica's column follows from its ReplicaState, and is derived anew by the first decision after a
-change of that state. Its first three fields give the seconds that a request would add, linear in
-what the request needs:
+With the table a routing decision takes a few array operations, however many replicas there are.
+Times are arguments. A replica's column is derived from its ReplicaState, by the first decision
+after a change of that state. Its first three fields give the seconds that a request would add,
+linear in the request's needs:
 
-    fixed + uncached prompt tokens x token + output tokens x decode
+  fixed + uncached prompt tokens x token + output tokens x decode
 
-What is known of one replica comes from its ReplicaState. This module adds what routing needs of all
-replicas together: the columns, and which replicas hold which prefix and which adapter.
+Knowledge of a single replica is in its ReplicaState. This module adds what routing needs of all
+replicas: the columns, and which replicas hold which prefix and which adapter.
 """
 
 from collections.abc import Sequence
@@ -26,32 +26,34 @@ from engine.messages import EngineStats
 
 Fields = NDArray[np.float64]  # [fields, columns]
 
-# The fields of a column, which are the rows of the table; the first three are `Fleet.terms`.
+# The fields of a column, which are rows of the table; the first three are `Fleet.terms`.
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING = range(9)
-HARM = 0.1  # what a second of each running stream counts against a second of the new request
-_STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
-OUTPUT_GUESS = 128.0  # output tokens of a request, until some requests have ended
-_ADAPTER_SECONDS = 0.1  # a load, until one was measured
-_WAKE_SECONDS = 1.0  # of an engine that sleeps, until one was measured
+HARM = 0.1  # weight of a second's delay for each running stream, against one for the new request
+# Seconds without a frame that are normal for a busy replica, in addition to three steps.
+_STALE = 0.25
+OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
+_ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
+_WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
 
 
 class Fleet:
     """The replicas in service, by name.
 
-    `terms`, `room` and the other columns are for routing.route. They are right after `refresh`.
+    `terms`, `room` and the other columns are for routing.route. They are valid after `refresh`.
     """
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = PrefixIndex() if index is None else index
         self.columns: list[ReplicaState | None] = []
         self.replicas: dict[str, ReplicaState] = {}
-        self.holders: dict[str, set[int]] = {}  # adapter -> columns
-        self.popularity = Popularity()  # of adapters
+        self.holders: dict[str, set[int]] = {}  # adapter -> columns of the replicas that have it
+        self.popularity = Popularity()  # how often each adapter is requested
         self.adapter_seconds = _ADAPTER_SECONDS
-        # column -> adapters, the next to be evicted last
+        # Column -> its adapters, the next one to be evicted last.
         self._held: dict[int, tuple[str, ...]] = {}
-        self._changed: set[ReplicaState] = set()  # whose columns are out of date
-        self._stats: dict[int, EngineStats] = {}  # column -> those that the caches were taken from
+        self._changed: set[ReplicaState] = set()  # states whose columns are out of date
+        # Column -> the stats from which its cache sizes were taken.
+        self._stats: dict[int, EngineStats] = {}
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
@@ -69,10 +71,11 @@ class Fleet:
     def _view(self, count: int) -> None:
         table = self._table[:, :count]
         self.terms = table[:_ROOM]
-        self.room, self.beyond = table[_ROOM], table[_BEYOND]  # tokens; seconds for each beyond
-        self.due = table[_DUE]  # when silence begins
+        # Free tokens; seconds for each token beyond them.
+        self.room, self.beyond = table[_ROOM], table[_BEYOND]
+        self.due = table[_DUE]  # time at which a missing frame counts as silence
         self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
-        self.victim = table[_VICTIM]  # popularity of the adapter that the next one would evict
+        self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
 
     # -- members
 
@@ -85,8 +88,12 @@ class Fleet:
         adapter_slots: int = 0,
         prefix_caching: bool = True,
     ) -> ReplicaState:
-        """Add a replica that will send frames. It is taken to be as fast as its pool until it has
-        been measured. adapter_slots: 0 is unknown."""
+        """Add a replica that will send frames.
+
+        It is assumed to be as fast as its pool until it was measured.
+
+        adapter_slots: adapters that fit on its device; 0: unknown.
+        """
         column = next(
             (i for i, known in enumerate(self.columns) if known is None), len(self.columns)
         )
@@ -114,8 +121,10 @@ class Fleet:
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
-        """Take a replica out: it takes nothing new, and its state changes alone from now on.
-        Idempotent."""
+        """Remove a replica: it gets no new requests, and its state is no longer part of the table.
+
+        Idempotent.
+        """
         column = replica.column
         if column < 0:
             return
@@ -130,7 +139,7 @@ class Fleet:
         return [replica for replica in self.replicas.values() if replica.available]
 
     def routers(self) -> int:
-        """Return how many routers the replicas have, by their own word; 1 before any has said."""
+        """Return the number of routers as the replicas report it; 1 before any report."""
         return max((replica.stats.routers for replica in self.replicas.values()), default=1)
 
     # -- caches
@@ -143,8 +152,10 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """Note that these choices of one request go to a replica. The first choice computes what
-        the others find cached."""
+        """Note that choices of one request are sent to a replica.
+
+        The first choice computes the prompt; the others find it cached.
+        """
         uncached = request.prompt_tokens - decision.cached
         for choice in choices:
             replica.book(choice, request.prompt_tokens, uncached, request.adapter)
@@ -161,21 +172,20 @@ class Fleet:
             self.index.add(request.prefix_hashes, replica.column)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Note that another router has sent a prompt with these prefix hashes to the replica."""
+        """Note that another router has sent a prompt with these prefix hashes to a replica."""
         if replica.column >= 0:
             self.index.add(prefix_hashes, replica.column)
 
     def adapter_loaded(self, seconds: float) -> None:
-        """Note that a request waited so many seconds until its adapter was on the device."""
+        """Note that a request waited some seconds until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
-        """Return the adapters on a replica's device or on their way there, the next to be evicted
-        last."""
+        """Return the adapters that a replica has or is loading, the next one to be evicted last."""
         return self._held.get(replica.column, ())
 
     def forget_caches(self, replica: ReplicaState) -> None:
-        """Note that the replica's caches are gone, or must count as empty."""
+        """Note that a replica's caches are empty."""
         column = replica.column
         if column >= 0:
             self.index.capacity -= _share(self._stats[column])
@@ -222,7 +232,7 @@ class Fleet:
         stats, column, table = replica.stats, replica.column, self._table
         cost = replica.steps.cost
         running = stats.running
-        # The other routers see the same stats and choose alike, unseen until the next frame.
+        # The other routers see the same stats and choose alike, which shows only in the next frame.
         routers = max(1, stats.routers)
         sequences = running + stats.waiting + routers * replica.booked
         limit = stats.rows or 2**31
@@ -230,10 +240,10 @@ class Fleet:
         step = cost.base + cost.sequence * crowd
         chunk = max(1, replica.step_tokens - crowd)
         token = cost.token + step / chunk
-        # Part of what waits there will be found in its cache. Of what this router sent, it knows
-        # which part.
+        # Part of the waiting prompts will be found in the cache. Of its own prompts this router
+        # knows which part.
         queued = stats.waiting_tokens * replica.missed + routers * replica.uncached_tokens
-        # Seconds between two ends, if all sequences have the usual length.
+        # Seconds between two ends, if all sequences have the mean length.
         output = stats.output_tokens / stats.finished if stats.finished else OUTPUT_GUESS
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)
@@ -262,7 +272,7 @@ class Fleet:
 
 
 def _share(stats: EngineStats) -> int:
-    """Return how many prefix hashes a replica's cache can hold."""
+    """Return how many prefix hashes a replica's prefix cache can hold."""
     return stats.total_blocks * stats.block_size // STRIDE
 
 

@@ -1,10 +1,10 @@
-"""PrefixIndex: which replica holds which prefix, as far as this router knows. Pure and bounded.
+"""PrefixIndex: which replica holds which prefix, as far as this router knows, in bounded memory.
 
-The index has two sources: what this router sent where, and what the other routers sent. Their
-requests carry the hashes of their prefixes, and the replica passes these on with its next frame.
-Replicas do not tell what their caches drop. The index is as large as the caches and forgets in the
-same order. A wrong entry costs the computation of one prompt, after which it is right.
-docs/routing.md has the cost of this, and that of telling all routers of every block instead.
+The index has two sources: this router's own requests, and those of other routers. Their requests
+carry prefix hashes, which the replica passes on with its next frame. Replicas do not report
+evictions. The index is as large as the caches and forgets in the same order. A wrong entry costs
+one prefill, after which it is right. docs/routing.md compares this with reporting every block to
+all routers.
 
 A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
 the set of its holders as the bits of an integer.
@@ -15,14 +15,21 @@ from collections.abc import Sequence
 
 from engine.scheduling.prefix_hash import extend_hashes, root_hash
 
-STRIDE = 64  # tokens a hash: four blocks; finer costs memory and finds 32 tokens more on average
-HASH_BYTES = 8  # a collision costs a wrong guess, nothing more
-FORWARDED_HASHES = 64  # of a request's hashes: those that the other routers are told
-_LIMIT = 2**19  # (hash, holder) pairs: 33 million tokens, 80 to 120 MB
+# Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
+STRIDE = 64
+HASH_BYTES = 8  # a collision costs a wrong guess and nothing else
+FORWARDED_HASHES = 64  # leading hashes of a request that are passed on to other routers
+_LIMIT = 2**19  # most (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
 def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
-    """Return the hashes of a prompt; the last token is in none, because it is always computed."""
+    """Return the chained prefix hashes of a prompt, one for each STRIDE tokens.
+
+    The last token is in none, because it is always computed.
+
+    adapter: adapter as "name@revision"; "": none.
+    salt: cache salt of the request.
+    """
     prefix_hashes: list[bytes] = []
     if len(token_ids) <= STRIDE:
         return prefix_hashes
@@ -32,13 +39,12 @@ def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> 
 
 
 def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
-    """Return the hashes that other routers hear of: those of a prompt's head, which prompts
-    share."""
+    """Join the hashes for the other routers: those of the prompt's head, which prompts share."""
     return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
 def unpack_hashes(prefix_hashes: bytes) -> list[bytes]:
-    """Return the hashes that `pack_hashes` joined."""
+    """Split the hashes that `pack_hashes` joined."""
     return [prefix_hashes[at : at + HASH_BYTES] for at in range(0, len(prefix_hashes), HASH_BYTES)]
 
 
@@ -47,8 +53,8 @@ class PrefixIndex:
 
     Holders are small integers, the columns of routing.Fleet.
 
-    capacity: pairs of hash and holder that the replicas' caches hold; beyond it, or `limit`, the
-        hashes that were used least recently go.
+    capacity: (hash, holder) pairs that the replicas' caches hold. Beyond it, or beyond `limit`, the
+        least recently used hashes are dropped.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
@@ -61,7 +67,10 @@ class PrefixIndex:
         return self._size
 
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
-        """[(holders, hashes held)], most hashes first; each holder once, at most `limit` pairs."""
+        """Return up to `limit` pairs (holders, number of hashes held), most hashes first.
+
+        holders: a bit set. Each holder is in one pair only.
+        """
         matches: list[tuple[int, int]] = []
         get = self._holders.get
         at, held = 0, -1
@@ -79,10 +88,12 @@ class PrefixIndex:
         return matches[: -limit - 1 : -1]
 
     def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Note that `holder` will have these hashes: a request with this prefix was sent there."""
+        """Note that `holder` will have these hashes, as a request with this prefix was sent
+        there."""
         holders = self._holders
         bit = 1 << holder
-        for prefix_hash in reversed(prefix_hashes):  # the head is worth more than its tail
+        # From the tail, so that the head is the last to be evicted.
+        for prefix_hash in reversed(prefix_hashes):
             known = holders.get(prefix_hash, 0)
             if not known & bit:
                 holders[prefix_hash] = known | bit
@@ -94,7 +105,7 @@ class PrefixIndex:
             self._size -= gone.bit_count()
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Note that `holder` turned out not to have these hashes."""
+        """Note that `holder` does not have these hashes after all."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)
@@ -106,8 +117,10 @@ class PrefixIndex:
                     self._holders[prefix_hash] = known ^ bit
 
     def forget(self, holder: int) -> None:
-        """Forget a replica that is gone, or whose cache is. A walk over everything: tens of ms when
-        full."""
+        """Forget a replica that is gone or has lost its cache.
+
+        The walk over all hashes takes tens of ms when the index is full.
+        """
         bit = 1 << holder
         self.remove(
             [prefix_hash for prefix_hash, known in self._holders.items() if known & bit], holder

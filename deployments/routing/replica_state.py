@@ -1,11 +1,12 @@
-"""ReplicaState: all that one router knows of one replica: its last stats, what was sent since and
-is not in them yet, how fast the replica works, and how much more it can be given. Pure: no loop, no
-clock, no connection.
+"""ReplicaState: one router's knowledge of one replica.
 
-A request that was sent is *booked* until the replica's stats count it. The replica's frame names
-the requests that its stats count for the first time (`StepFrame.taken`). So a booking lasts as long
-as the replica needs to take the request, through a step of any length. It ends with the request's
-first tokens at the latest.
+It has the last stats, the choices sent since, the measured speed, and how much more the replica can
+be given. It has no event loop, clock or connection.
+
+A choice that was sent is *booked* until the replica's stats count it. The replica's frame names the
+choices that its stats count for the first time (`StepFrame.taken`). So a booking lasts until the
+replica has taken the choice, through a step of any length. It ends with the choice's first tokens
+at the latest.
 """
 
 import math
@@ -14,25 +15,25 @@ from collections.abc import Iterable
 from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
-_RATE_SECONDS = 2.0  # how long a measurement of a rate counts
-_RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
-_FIRST = 0.1  # weight of the newest choice's time to its first token
+_RATE_SECONDS = 2.0  # seconds over which a rate is measured; older ones fade
+_RATE_ENOUGH = 0.25  # least seconds of measurement for a rate
+_FIRST = 0.1  # weight of the newest choice in first_seconds
 _ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 
-_SPARE = (
-    1 / 16
-)  # of the rows: choices that may wait at the replica, so that a freed row is filled at once
-# Prompts that may wait at the replica: enough for its next step, and no more. A prompt that waits
-# there is out of the router's order, and prompts that begin together end together.
+# Share of the rows: choices that may wait at the replica, so that a freed row is filled at once.
+_SPARE = 1 / 16
+# Prompts that may wait at the replica: enough for its next step. A prompt that waits there is out
+# of the router's order, and prompts that begin together end together.
 _AHEAD_SECONDS = 0.5
-_AHEAD_STEPS = 2.5  # at least, of what it computes in one beside its decodes
-_AHEAD_LEAST = 1 / 8  # of a step's budget, at least
-_AHEAD_UNKNOWN = 1 / 2  # of a step's budget, before a prompt has waited there
-_MISSED_TOKENS = 20_000  # prompt tokens looked up that make half of the hit rate
+_AHEAD_STEPS = 2.5  # at least the prompt tokens that it computes in so many steps
+_AHEAD_LEAST = 1 / 8  # at least this share of a step's token budget
+_AHEAD_UNKNOWN = 1 / 2  # share of a step's token budget, before a prompt has waited there
+# The weight of a new hit rate is its looked-up prompt tokens divided by this, at most one half.
+_MISSED_TOKENS = 20_000
 
 
 class FadingRate:
-    """An amount a second, as a mean in which older seconds fade."""
+    """A measured rate per second, as a mean in which older seconds fade."""
 
     __slots__ = ("_amount", "_seconds")
 
@@ -52,11 +53,11 @@ class FadingRate:
 class ReplicaState:
     """The state of one replica as one router knows it.
 
-    step_tokens: tokens of a step of its engine, at most.
-    adapter_slots: adapters on its device; 0: not reported.
-    cost: what its steps are taken to cost until they were measured.
+    step_tokens: most tokens of its engine's step.
+    adapter_slots: adapters that fit on its device; 0: not reported.
+    cost: assumed cost of its steps until measured.
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
-    column: column in the fleet's table; -1: in none.
+    column: column in the fleet's table; -1: none.
     available: whether requests may be sent to the replica.
     """
 
@@ -78,50 +79,52 @@ class ReplicaState:
         self.step_tokens = step_tokens
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching
-        self.seen = 0.0  # when the last frame came
-        self.stats = EngineStats()  # as published
+        self.seen = 0.0  # time of the last frame
+        self.stats = EngineStats()  # as last published
         self.steps = StepCostModel(cost or StepCost.mean(()))
         self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
-        self.booked_tokens = 0  # prompts
-        self.uncached_tokens = 0  # of these, those that its cache was not expected to have
-        self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two
-        self._ours: set[int] = set()  # choices there that are this router's
-        self._unbegun: dict[int, str] = {}  # of these, those without a token -> adapter
-        self.first_seconds = 0.0  # from sending a choice to its first token; newer ones count more
+        self.booked_tokens = 0  # prompt tokens of booked choices
+        self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
+        self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two sums
+        self._ours: set[int] = set()  # this router's choices at the replica
+        self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
+        # Fading mean of the seconds from sending a choice to its first token.
+        self.first_seconds = 0.0
         self._open = False  # connected, and in service
-        self._sharing = 0  # routers that a new replica will have soon
+        self._sharing = 0  # number of routers that a new replica will soon have
         self._opened = 0.0
         self._changed: set[ReplicaState] = set() if changed is None else changed
-        self._room: int | None = None  # until something changes
-        self._free_rows = 0.0  # counted with the room
-        self._part = FadingRate()  # this router's choices among all there, while it is full
-        self._prompts = FadingRate()  # while a prompt waits
-        self._work = FadingRate()  # prompts (computed or found) and outputs, while it is full
+        self._room: int | None = None  # None: to be computed
+        self._free_rows = 0.0  # computed with the room
+        self._part = FadingRate()  # this router's share of all choices there, while it is full
+        self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
+        # tokens/s of prompts (computed or cached) and outputs, while it is full
+        self._work = FadingRate()
 
     # -- the connection
 
     def opened(self, sharing: int, now: float) -> None:
-        """Note that the connection is new.
+        """Note that a connection was opened.
 
-        sharing: number of routers at the other replicas. These will connect here too, but the first
-            to do so is told that it is the only one.
+        sharing: number of routers at the other replicas. They will connect here, too, but the first
+            one is told that it is the only one.
         """
         self._open, self.available = True, not self.stats.draining
         self._sharing, self._opened = sharing, now
         self._touch()
 
     def retire(self) -> None:
-        """Note that nothing new may be sent to the replica."""
+        """Note that no new requests may be sent to the replica."""
         self._open = self.available = False
         self._touch()
 
     def _touch(self) -> None:
-        """Forget what was derived from this state."""
+        """Mark what was derived from this state as out of date."""
         self._room = None
         self._changed.add(self)
 
     def lost(self) -> None:
-        """Note that the connection is gone, and the requests with it. Measurements stay."""
+        """Note that the connection is lost, and with it the requests. Measurements are kept."""
         self._open = self.available = False
         self._touch()
         self.stats = EngineStats()
@@ -134,7 +137,7 @@ class ReplicaState:
 
     @property
     def booked(self) -> int:
-        """The number of choices that were sent and are not in the replica's stats."""
+        """The number of choices that were sent but are not in the replica's stats yet."""
         return len(self._booked)
 
     @property
@@ -146,7 +149,7 @@ class ReplicaState:
         """Note that a choice was sent.
 
         tokens: tokens of its prompt.
-        uncached: number of these tokens to be computed.
+        uncached: prompt tokens that must be computed.
         """
         self._room = None
         self._changed.add(self)
@@ -157,7 +160,7 @@ class ReplicaState:
         self.uncached_tokens += uncached
 
     def settle(self, choices: Iterable[int]) -> None:
-        """Drop the bookings of choices that the stats count now, or that are gone. Idempotent."""
+        """Drop the bookings of choices that the stats now count, or that are gone. Idempotent."""
         settled = False
         for choice in choices:
             booking = self._booked.pop(choice, None)
@@ -169,29 +172,29 @@ class ReplicaState:
             self._touch()
 
     def begun(self, choice: int) -> None:
-        """Note that the choice's first tokens have come."""
+        """Note that a choice's first tokens have arrived."""
         if self._unbegun.pop(choice, None) is not None:
             self._touch()
         self.settle((choice,))
 
     def measure_first(self, seconds: float) -> None:
-        """Note the time from sending a choice to its first token."""
+        """Note the seconds from sending a choice to its first token."""
         self.first_seconds += _FIRST * (seconds - self.first_seconds)
 
     def unbook(self, choice: int) -> None:
-        """Note that the choice ended, moved or was taken back. Idempotent."""
+        """Note that a choice ended, moved or was aborted. Idempotent."""
         self._ours.discard(choice)
         self.begun(choice)
 
     @property
     def sent_adapters(self) -> set[str]:
-        """Adapters of choices that have not begun: they are on the device, or on their way."""
+        """The adapters of choices without a token, which the replica has or is loading."""
         return {adapter for adapter in self._unbegun.values() if adapter}
 
     # -- what it publishes
 
     def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
-        """Note a frame of the replica.
+        """Update the state by a frame of the replica.
 
         taken: choices that its stats count for the first time.
         now: seconds of the clock that `opened` uses.
@@ -228,40 +231,43 @@ class ReplicaState:
 
     @property
     def routers(self) -> int:
-        """Routers that share the replica, or soon will."""
+        """The number of routers that share the replica, or soon will."""
         return max(1, self.stats.routers, self._sharing)
 
     @property
     def rows(self) -> float:
-        """The router's share of the choices that the replica can run at once; inf while unknown."""
+        """The router's share of the choices that the replica can run at once; inf if unknown."""
         return -(-self.stats.rows // self.routers) or math.inf
 
     def room(self) -> int:
-        """Return how many more choices this router should send; none if it is not positive.
+        """Return how many more choices this router should send; zero or negative: none.
 
-        Routers do not know of each other's requests. Each router takes its share of the free rows
-        and sees in the next frame what is left. It sends its share of the choices that wait beyond
-        the rows, too, so each router gets its turn.
+        Routers do not know of each other's requests. Each takes its share of the free rows, and
+        sees in the next frame what is left. It also sends its share of the choices that wait beyond
+        the rows, so that each router gets its turn.
         """
         if self._room is None:
             self._room, self._free_rows = self._count_room()
         return self._room
 
     def free_rows(self) -> float:
-        """Return this router's share of the rows that no choice has or waits for, 0 while memory is
-        short. Negative: its choices that wait there for a row. The other routers fill their shares
-        meanwhile, unseen until the next frame."""
+        """Return this router's share of the free rows; 0 while memory is short.
+
+        Negative: the number of its choices that wait there for a row. Other routers fill their
+            shares at
+        the same time, which shows only in the next frame.
+        """
         if self._room is None:
             self._room, self._free_rows = self._count_room()
         return self._free_rows
 
     def _count_room(self) -> tuple[int, float]:
-        """Return the room and the free rows."""
+        """Return the room and this router's free rows."""
         stats, booked = self.stats, len(self._booked)
         routers = max(1, stats.routers, self._sharing)
         tokens = stats.waiting_tokens + self.booked_tokens
         rows_left = stats.rows - stats.running - stats.waiting
-        # Where choices wait for memory, a free row is of no use.
+        # While choices wait for memory, a free row is of no use.
         short = stats.total_blocks > 0 and tokens > stats.free_blocks * stats.block_size
         if short:
             free_rows: float = 0
@@ -277,9 +283,9 @@ class ReplicaState:
             return spare, free_rows
         free = -stats.waiting if short else rows_left
         if free > 0:
-            # What was sent since the frame counts against this router's share, not against all
-            # rows. Otherwise a router takes half of what is left each time, and two routers take
-            # all rows each.
+            # Choices sent since the frame count against this router's share, not against all rows.
+            # Otherwise a router would take half of the rest each time, and two routers would each
+            # take all rows.
             return spare - (-free // routers) - booked, free_rows
         over, waiting = booked - free, stats.waiting + booked
         room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
@@ -294,10 +300,13 @@ class ReplicaState:
         return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
 
     def rate(self) -> float:
-        """Return the tokens/s, of prompts and outputs, that the replica gives this router when it
-        is full; inf before it was seen full."""
+        """Return the tokens/s (prompts and outputs) that this router gets from the replica when it
+        is full.
+
+        Returns inf until the replica was seen full.
+        """
         rate, part = self._work.measured, self._part.measured
         if rate is None or part is None:
             return math.inf
-        # A router that had nothing to send would get its share if it had.
+        # A router that sent little would still get its share if it sent more.
         return rate * max(part, 1 / max(1, self.stats.routers))

@@ -1,19 +1,18 @@
-"""route(work, fleet, ...) -> decision: which replica gives a request its first tokens soonest, at
-the least cost to the others. Pure: no clock, no Ray.
+"""route: picks the replica that gives a request its first tokens soonest, at least cost to others.
 
-Costs are in seconds. The cost of a replica:
+It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the sum of:
 
-    queue there + uncached prompt tokens x its seconds a token
-      + output tokens x its seconds a step        (slow streams count too)
-      + what it adds to those that run there      (HARM)
-      + waiting for memory, if the prompt does not fit now
-      + loading the adapter, if it is not there, and what goes to make room for it
-      + its silence, if it is busy and should have been heard of
+  queue there + uncached prompt tokens x its seconds per token
+  + output tokens x its seconds per step      (slow streams count, too)
+  + the delay of requests that run there      (HARM)
+  + waiting for memory, if the prompt does not fit now
+  + loading the adapter, if it is not there, and evicting another one
+  + its silence, if it is busy and a frame is overdue
 
-Costs within `_TIE` of each other are equal: a queue is not known better than to half a step. Among
+Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
-decides, so that routers agree without talking, and one replica after another comes in as the load
-needs them (the tie is the bound of "bounded loads"). For a request without prefix and adapter it is
+decides, so that routers agree without communication, and further replicas come into use as the load
+needs them (the tie is the bound of "bounded loads"). A request without prefix and adapter goes to
 the better of two random replicas.
 """
 
@@ -29,12 +28,13 @@ from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import DECODE, TOKEN, Fleet
 from deployments.routing.prefix_index import STRIDE
 
-_OUTPUT_HORIZON = 64  # output tokens that count: users feel the beginning, and the end is not known
-_OUTPUT_WEIGHT = 0.1  # what a second of these counts against a second before the first
+# Output tokens that count: users notice the beginning, and the length is unknown.
+_OUTPUT_HORIZON = 64
+_OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before the first token
 _TIE = (0.05, 0.5)  # share of the cost; steps
-_ADAPTER_TIE = 2.0  # in steps: copies of an adapter cost others their places
-_VICTIM = 2.0  # the most that evicting another adapter counts, in loads
-_COPY = 4.0  # what a load counts against waiting: its slot is worth more than its delay
+_ADAPTER_TIE = 2.0  # steps; a larger tie, as each copy of an adapter takes another one's slot
+_VICTIM = 2.0  # most that evicting another adapter counts, in adapter loads
+_COPY = 4.0  # weight of an adapter load against waiting: the slot is worth more than the delay
 
 
 def route(
@@ -46,12 +46,13 @@ def route(
     among: Sequence[str] | None = None,
     avoid: str = "",
 ) -> RoutingDecision | None:
-    """Return the decision; None if no replica is available. Nothing changes: call `Fleet.send` with
-    what is really sent.
+    """Return the replica to send a request to; None if none is available.
 
-    among: the replicas that may be taken; default all.
-    avoid: a replica to take only if there is no other, such as the one that has just failed this
-    request.
+    Changes nothing: call `Fleet.send` with the choices that are sent.
+
+    among: names of the replicas that may be chosen; None: all.
+    avoid: a replica to choose only if there is no other, such as one that has just failed this
+        request.
     """
     fleet.refresh()
     terms = fleet.terms
@@ -120,7 +121,7 @@ def _choose(
     cached: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
-    """Return one of the columns `equal`, and the reason."""
+    """Return one of the columns in `equal`, and the reason."""
     if request.adapter:
         if has is not None:
             warm = equal[has[equal]]
@@ -148,8 +149,8 @@ def _of_two(random: Random, cost: NDArray[np.float64], columns: NDArray[np.intp]
 
 
 def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
-    """Return a column by rendezvous hashing: a column's rank for a key does not depend on which
-    others there are."""
+    """Return a column by rendezvous hashing: its rank for a key does not depend on the other
+    columns."""
     if len(columns) == 1:
         return int(columns[0])
     mixed = fleet.hashes[columns] ^ np.uint64(int.from_bytes(key[:8], "little"))
@@ -160,7 +161,7 @@ def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
 
 
 def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
-    """Return an index of the columns whose bits are set."""
+    """Return an index of the columns whose bits are set in `holders`."""
     if not holders & (holders - 1):
         return holders.bit_length() - 1
     data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)

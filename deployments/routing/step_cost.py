@@ -1,15 +1,15 @@
-"""StepCostModel: what a replica's steps cost, from the counters on its frames.
+"""StepCostModel: the cost of a replica's steps, estimated from the counters on its frames.
 
-    seconds = base x steps + sequence x output tokens + token x prompt tokens
+  seconds = base x steps + sequence x output tokens + token x prompt tokens
 
 All four are sums between two frames, counted in the engine. So it does not matter which frames
 arrive, nor when: a router that was busy, or read three frames at once, learns the same.
 
-The sums are taken over stretches of many steps. Where a step is launched while the one before it
-runs, the launch of a long step puts part of its seconds into the frame before. From frame to frame
-the prompt tokens of an 8B on an H200 came out as free; over stretches of 0.2 s steps are predicted
-to 2 % (median). A GPU comes out nearly flat in sequences, a CPU nearly proportional. A slow machine
-is seen within seconds of work.
+The sums are taken over stretches of many steps. If a step is launched while the previous one runs,
+the launch of a long step puts part of its seconds into the previous frame. From frame to frame the
+prompt tokens of an 8B model on an H200 appeared to be free. Over stretches of 0.2 s steps are
+predicted to 2 % (median). A GPU's cost is nearly constant in sequences, a CPU's nearly
+proportional. A slow machine is detected within seconds of work.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from engine.messages import EngineStats
 
-STRETCH = 0.2  # busy seconds
-_FADE = 0.95  # weight of the past at each stretch: about twenty count, as a replica may change
+STRETCH = 0.2  # busy seconds of a stretch
+# Weight of the past at each stretch, so that about twenty count, as a replica may change.
+_FADE = 0.95
 _REFIT = 4  # stretches between two solutions, after the first few
 _SWEEPS = 12
 
@@ -32,7 +33,8 @@ class StepCost(NamedTuple):
 
     @classmethod
     def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
-        """Return the mean of replicas of one kind; without any, a guess between GPU and CPU."""
+        """Return the mean cost of replicas of one kind; without any, a guess between GPU and
+        CPU."""
         known = list(costs)
         if not known:
             return cls(0.01, 0.002, 0.0005)
@@ -40,14 +42,17 @@ class StepCost(NamedTuple):
 
 
 class StepCostModel:
-    """Least squares with non-negative terms, older stretches fading; begins at a prior."""
+    """A least squares fit with non-negative terms, in which older stretches fade.
+
+    prior: the assumed cost at the beginning.
+    """
 
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
         self.cost = prior
         self._fade = fade
-        self._last: EngineStats | None = None  # at the beginning of the stretch
+        self._last: EngineStats | None = None  # stats at the beginning of the stretch
         self._stretches = 0
-        # Normal equations of three typical steps that took what the prior says.
+        # Normal equations of three typical steps with the prior's cost.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
         self._vector = [0.0] * 3
         for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
@@ -60,14 +65,14 @@ class StepCostModel:
             )
 
     def observe_frame(self, stats: EngineStats) -> None:
-        """Note the next frame of a replica, or a later one."""
+        """Add a replica's frame; frames may be left out."""
         last = self._last
         if (
             last is None
             or not 0 < last.step <= stats.step
             or stats.busy_seconds < last.busy_seconds
         ):
-            self._last = stats  # the first one, or of a new engine
+            self._last = stats  # the first frame, or the first of a new engine
         elif stats.busy_seconds - last.busy_seconds >= STRETCH:
             self.observe(
                 stats.step - last.step,
@@ -78,7 +83,7 @@ class StepCostModel:
             self._last = stats
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """Note what a replica did in so many busy seconds."""
+        """Add the steps and tokens that a replica computed in some busy seconds."""
         if seconds <= 0:
             return
         self._matrix = [value * self._fade for value in self._matrix]
@@ -90,12 +95,17 @@ class StepCostModel:
 
     @property
     def measured(self) -> bool:
-        """Whether the cost is more than its prior."""
+        """Whether the cost is measured rather than the prior."""
         return self._stretches >= _REFIT
 
     def rates(self, rows: int, step_tokens: int) -> tuple[float, float] | None:
-        """(prompt tokens/s, output tokens/s), each of a replica that does nothing else; None until
-        measured. rows: sequences of a full batch. step_tokens: the most tokens of a step."""
+        """Return (prompt tokens/s, output tokens/s), each of a replica that does nothing else.
+
+        Returns None until measured.
+
+        rows: sequences of a full batch.
+        step_tokens: most tokens of a step.
+        """
         if not self.measured:
             return None
         cost = self.cost
@@ -103,7 +113,7 @@ class StepCostModel:
         return prompt, rows / max(1e-6, cost.base + cost.sequence * rows)
 
     def _add(self, s: float, o: float, p: float, seconds: float, weight: float = 1.0) -> None:
-        weight /= seconds * seconds  # errors count relative to the time
+        weight /= seconds * seconds  # weights make errors relative to the time
         m, v = self._matrix, self._vector
         m[0] += weight * s * s
         m[1] += weight * s * o
@@ -116,7 +126,8 @@ class StepCostModel:
         v[2] += weight * p * seconds
 
     def _solve(self) -> None:
-        """Gauss-Seidel on the normal equations from the last solution, kept at zero or above."""
+        """Solve the normal equations by Gauss-Seidel from the last solution, without negative
+        terms."""
         ss, so, sp, oo, op, pp = self._matrix
         vs, vo, vp = self._vector
         base, sequence, token = self.cost

@@ -1,15 +1,16 @@
-"""decide(pools, observed, demand, history, objective) -> plan: how many replicas each pool should
-have, and why. Pure: no clock, no Ray; the simulator and the live policy call the same function.
+"""decide: the number of replicas that each pool should have, and why.
 
-Work is counted in replicas: tokens that arrive each second over what a replica of the pool was
-measured to do. A pool needs
+It has no clock and no Ray; the simulator and the live policy call the same function.
 
-    arriving work when a replica started now would be ready / objective.busy + waiting work
+Work is measured in replicas: tokens that arrive each second, divided by the measured rate of a
+replica of the pool. A pool needs
+
+  arriving work when a replica started now would be ready / objective.busy + waiting work
 
 A pool grows at once. A replica takes `start_seconds` to be ready, so the trend of the last minute
 is extrapolated that far. A pool shrinks only to what the whole last `calm_seconds` would have
-needed, so that counts do not swing. Of two pools, the one that does the work at the lower price
-carries it. The other takes what the first cannot do yet, and leaves when the first can.
+needed, so that counts do not oscillate. Of two pools, the one that does the work at the lower price
+carries it. The other takes what the first cannot do yet, and is removed when the first can.
 """
 
 import math
@@ -17,25 +18,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-_TREND_SECONDS = 60.0  # of the past that the trend is fitted to
-_SAMPLE_SECONDS = 2.0  # the history keeps no closer samples
-_KV_FULL = (
-    0.85  # share of the KV cache in use beyond which, if something waits, a pool is too small
-)
-_LEVEL_SECONDS = 20.0  # the present level is the mean of these
-_SLACK = 0.04  # of a replica's time: replicas go only when the rest would still have it to spare
-_DRAIN = 0.65  # of the start-up time, in which the work that gathered until then should be done
-_HELD = 5.0  # times ttft: a cheap pool that is further behind does not carry all alone
-_RETURN = 0.7  # of what the cheap pool could carry: below it the other pool's replicas go
+_TREND_SECONDS = 60.0  # seconds of the past that the trend is fitted to
+_SAMPLE_SECONDS = 2.0  # least seconds between two samples of the history
+_KV_FULL = 0.85  # share of used KV cache above which a pool with waiting requests is too small
+_LEVEL_SECONDS = 20.0  # seconds whose mean is the present level
+_SLACK = 0.04  # share of replicas' time that must stay unused for replicas to be removed
+_DRAIN = 0.65  # share of the start-up time in which work gathered until then should be done
+_HELD = 5.0  # times ttft: a cheap pool whose backlog is longer does not carry all work alone
+# Share of the cheap pool's capacity below which the other pool's replicas are removed.
+_RETURN = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """A kind of replica, as measured.
+    """The measured properties of a pool's replicas.
 
     prompt_rate, output_rate: tokens/s of a busy replica that does nothing else.
-    start_seconds: seconds from the decision to the first answer, a new node included.
-    price: price of an hour.
+    start_seconds: seconds from the decision to the first answer, including the start of a node.
+    price: price per hour.
+    minimum, maximum: limits of the number of replicas.
     """
 
     prompt_rate: float
@@ -46,16 +47,16 @@ class PoolModel:
     maximum: int = 1
 
     def work(self, prompt_rate: float, output_rate: float) -> float:
-        """Return how many replicas these tokens/s keep busy."""
+        """Return the number of replicas that these tokens/s keep busy."""
         return prompt_rate / self.prompt_rate + output_rate / self.output_rate
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The replicas of a pool now.
+    """The present replicas of a pool.
 
     ready, starting: numbers of replicas.
-    kv_used: share of KV blocks, over the replicas that are ready.
+    kv_used: share of KV blocks in use, over the ready replicas.
     """
 
     ready: int
@@ -65,13 +66,13 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The work that arrives, waits and runs.
+    """The arriving, waiting and running work.
 
     now: seconds of any clock.
-    prompt_rate, output_rate: tokens/s that arrive, the output as its requests are expected to have.
+    prompt_rate, output_rate: tokens/s that arrive; the output is an expectation.
     waiting_tokens: prompt tokens not yet computed.
     waiting: requests that no replica has taken.
-    running: requests that a replica has.
+    running: requests that a replica has taken.
     """
 
     now: float
@@ -86,10 +87,10 @@ class Demand:
 class ServiceObjective:
     """The objective of scaling.
 
-    ttft: seconds to the first token that users are promised.
+    ttft: TTFT target in seconds.
     busy: share of a replica's time that may be planned for.
-    calm_seconds: seconds that demand must have been lower before replicas go.
-    idle_seconds: seconds without a request before the last replica goes, where the minimum is 0.
+    calm_seconds: seconds of lower demand before replicas are removed.
+    idle_seconds: seconds without a request before the last replica is removed, if the minimum is 0.
     """
 
     ttft: float = 2.0
@@ -102,11 +103,11 @@ class ServiceObjective:
 class ScalingHistory:
     """The past that the next decision needs.
 
-    samples: (second, prompt rate, output rate), oldest first.
-    busy_at: second when there was work.
-    targets: targets of the last plan.
-    started_at: second by pool when the replicas that start now were wanted.
-    raised_at: second by pool when its target last rose.
+    samples: (time, prompt rate, output rate), oldest first.
+    busy_at: last time when there was work.
+    targets: targets of the last plan, by pool.
+    started_at: time when the replicas that are now starting were wanted, by pool.
+    raised_at: time when the target last rose, by pool.
     """
 
     samples: tuple[tuple[float, float, float], ...] = ()
@@ -119,11 +120,15 @@ class ScalingHistory:
 class ScalingReason(str):
     """A sentence for operators. cause: one word for it, for metrics.
 
-    work, trend, backlog, kv: more or as many for what arrives, will arrive, waits, or fills the
-    cache. calm, idle: fewer, after a quiet time. needed, grown, silent, handover: no fewer yet,
-    because the last minutes needed them, they have just come, not all replicas are heard of, or
-    another pool is not ready. overflow, beyond: in the place of another pool that starts, or is at
-    its maximum. held: another pool carries everything. minimum, maximum: a limit has the last word.
+    work, trend, backlog, kv: grow or stay for arriving work, a rise, waiting work or a full KV
+        cache.
+    calm, idle: shrink after a quiet time.
+    needed, grown, silent, handover: do not shrink yet, because the last minutes needed the
+        replicas, the pool has just grown, some replicas do not report, or another pool is not
+        ready.
+    overflow, beyond: stand in for another pool that is starting, or at its maximum.
+    held: another pool carries all work.
+    minimum, maximum: a limit has changed the number.
     """
 
     cause: str
@@ -136,7 +141,7 @@ class ScalingReason(str):
 
 @dataclass(frozen=True, slots=True)
 class ScalingPlan:
-    """The outcome of one decision.
+    """The result of one decision.
 
     targets, reasons: target and reason by pool.
     history: history for the next call.
@@ -154,8 +159,11 @@ def decide(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> ScalingPlan:
-    """Decide how many replicas each pool should have, every second or so. There is at least one
-    pool."""
+    """Return the number of replicas that each pool should have. Call it about every second.
+
+    pools: at least one pool, by name.
+    observed: present replicas by pool.
+    """
     history = _remember(
         history, demand, objective, any(state.starting for state in observed.values())
     )
@@ -184,7 +192,7 @@ def decide(
                 count < have
                 and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
             ):
-                # The work that it grew for is not yet in the level that it would shrink to.
+                # The work that it grew for is not yet in the mean that it would shrink to.
                 count, reason = have, ScalingReason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], observed[main], pool, demand, objective)
@@ -217,7 +225,11 @@ def decide(
 
 
 def keep(plan: ScalingPlan, targets: Mapping[str, int], reason: str) -> ScalingPlan:
-    """The plan without its decreases."""
+    """Return a plan without its decreases.
+
+    targets: previous targets by pool.
+    reason: reason for pools that do not shrink.
+    """
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
     lowered = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
     silent = ScalingReason("silent", reason)
@@ -231,18 +243,19 @@ def _remember(
     samples = history.samples
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
     asked = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
-    # No new request, but an answer that takes longer than that, or a replica that starts.
+    # Without new requests, a long answer or a starting replica counts as work.
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
-        return replace(history, busy_at=since)  # a request that wakes a pool waits for no sample
+        # A request that wakes a pool must not wait for a sample.
+        return replace(history, busy_at=since)
     span = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(past for past in samples if past[0] > demand.now - span), sample)
     return replace(history, samples=samples, busy_at=since)
 
 
 def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tuple[float, float]]:
-    """Return (second, work) of the time that the trend is taken from."""
+    """Return (time in seconds, work) of the samples in the trend's window."""
     since = demand.now - _TREND_SECONDS
     return [
         (when, pool.work(prompt, output))
@@ -252,12 +265,12 @@ def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tup
 
 
 def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjective) -> bool:
-    """Whether the history goes back far enough to let replicas go."""
+    """Whether the history goes back far enough for replicas to be removed."""
     return history.samples[0][0] <= demand.now - objective.calm_seconds
 
 
 def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjective) -> list[float]:
-    """Return the work of the calm time, as smooth as the present level."""
+    """Return the work during the calm time, averaged over windows of _LEVEL_SECONDS."""
     last = history.samples[-1][0]
     window = sum(when > last - _LEVEL_SECONDS for when, _, _ in history.samples)
     since = last - objective.calm_seconds - _LEVEL_SECONDS
@@ -268,8 +281,10 @@ def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjectiv
 
 
 def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
-    """Return the seconds of one replica for the waiting work. The answers are taken to be as long
-    as the recent ones, also when no request arrives any more."""
+    """Return the waiting work in seconds of one replica.
+
+    Output is assumed in the recent ratio to prompts, also if no requests arrive any more.
+    """
     prompt = sum(prompt for _, prompt, _ in history.samples)
     output = sum(output for _, _, output in history.samples)
     ratio = output / prompt if prompt else 1.0
@@ -289,19 +304,22 @@ def _holder(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> str | None:
-    """Return the dearer pool that carries everything for less than one replica of the first costs:
-    a CPU replica at night. None if there is none. Dearer is by the token."""
+    """Return the dearer pool that carries all work for less than one replica of the first pool
+    costs.
+
+    An example is a CPU replica at night. Dearer means per token. None if there is no such pool.
+    """
     main = pools[names[0]]
     if main.minimum > 0:
         return None
     known = history.samples[-1][0] - history.samples[0][0]
     if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
-        return None  # a new controller or policy does not know what the replicas there are for
+        return None  # a new controller or policy does not know why the replicas are there
     for name in names[1:]:
         pool = pools[name]
         last = [pool.work(prompt, output) for _, prompt, output in history.samples[-2:]]
         most = max(*_levels(pool, history, objective), min(last))
-        # While the first pool has a replica it must be clearly less, or the two would alternate.
+        # While the first pool has a replica, the work must be clearly less, to avoid oscillation.
         share = _RETURN if history.targets.get(names[0], 0) else 1.0
         count = max(1, math.ceil(most / objective.busy))
         affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
@@ -319,16 +337,15 @@ def _carry(
     objective: ServiceObjective,
     started: float,
 ) -> tuple[int, ScalingReason]:
-    """Return how many replicas this pool needs to do all the work, and why.
+    """Return the number of replicas that this pool needs for all the work, and why.
 
-    started: seconds since the replicas that start now were wanted.
+    started: seconds since the starting replicas were wanted.
     """
     works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
     have = observed.ready + observed.starting
-    # Waiting work, and work that gathers until the starting replicas are ready: seconds of one
-    # replica.
+    # Work that waits, or gathers until the starting replicas are ready, in seconds of one replica.
     until = max(0.0, pool.start_seconds - started)
     gathered = _backlog(pool, demand, history) + until * max(0.0, level - observed.ready)
     extra = 0.0
@@ -354,12 +371,13 @@ def _carry(
         text = f"work of {level:.1f} replicas" if have else "there was none"
         return count, ScalingReason("work", text)
     if count < have:
-        # A pool grows for a rise that is certain. It does not shrink if a rise is only possible.
+        # A pool grows for a certain rise, but a merely possible one already keeps it from
+        # shrinking.
         rising = level + pool.start_seconds * _slope(works)[0]
         most = max(*_levels(pool, history, objective), rising)
         calm = math.ceil(most / (objective.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, history, objective) else have
-        # The waiting work may be little for the replicas there, and too much for those that stay.
+        # Waiting work may be little for the present replicas, and too much for fewer.
         if extra or (count < have and gathered > objective.ttft * count):
             return have, ScalingReason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
@@ -377,8 +395,10 @@ def _beyond(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> int:
-    """Return the replicas for the work that all cheaper pools (with their targets) leave at their
-    maximum."""
+    """Return the number of replicas for the work that all cheaper pools leave at their maximum.
+
+    cheaper: (pool, target) of each cheaper pool.
+    """
     if any(target < other.maximum for other, target in cheaper):
         return 0
 
@@ -405,7 +425,7 @@ def _overflow(
     demand: Demand,
     objective: ServiceObjective,
 ) -> tuple[int, ScalingReason]:
-    """Return how many replicas a second pool must have until the first has enough, and why."""
+    """Return the number of replicas a second pool needs until the first has enough, and why."""
     short = main.work(demand.prompt_rate, demand.output_rate) / objective.busy - observed.ready
     if (
         short <= max(0.25, 0.05 * observed.ready)
@@ -421,10 +441,10 @@ def _overflow(
 
 
 def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(level at the last sample, slope a second) of work, each as sure as the samples make it.
+    """Return (work at the last sample, slope per second), each cautious given the noise.
 
-    The level is a mean, or what the last two samples both exceed: a jump. A slope counts by how far
-    it exceeds its own uncertainty, so that noise is no trend.
+    The level is a mean; after a jump, it is what the last two samples both exceed. A slope counts
+    by how far it exceeds its own standard error, so that noise is not a trend.
     """
     last = samples[-1][0]
     recent = [work for when, work in samples if when > last - _LEVEL_SECONDS]
@@ -432,14 +452,14 @@ def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     jump = min(work for _, work in samples[-2:])
     if jump > level * 1.25 + 0.1:
         return jump, 0.0
-    # A step behind us looks like a slope in the long window, and is flat in the short one.
+    # A past step looks like a slope in the long window, but is flat in the short one.
     short = [sample for sample in samples if sample[0] > last - _LEVEL_SECONDS]
     sure = min(slope - 2 * error for slope, error in (_slope(samples), _slope(short)))
     return level, max(0.0, sure)
 
 
 def _slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The slope a second, and its standard error; (0, 0) for too few samples."""
+    """Return the slope per second and its standard error; (0, 0) for too few samples."""
     count = len(samples)
     if count < 5:
         return 0.0, 0.0

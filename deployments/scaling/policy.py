@@ -1,17 +1,17 @@
-"""Serve's autoscaling policies over scaling.decide: Serve's reports become Demand and PoolState,
-and the plan becomes Serve's decision. The controller calls the policies ten times a second in its
-only loop, so they decide once a second.
+"""PoolsPolicy, PoolPolicy: Serve's autoscaling policies, which call scaling.decide.
 
-`PoolsPolicy` decides for all pools of the application together, with what the routers report. Serve
-takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
-`serve.run` has, so it weighs no pool against another. Where routers do not report, it knows what
-the pool's own engines say, and the calls of routers that wait for a replica: these wake a pool from
-zero (router/admission/scale_from_zero.py).
+They turn Serve's reports into Demand and PoolState, and the plan into Serve's decision. The
+controller calls policies ten times a second in its only loop, so they decide once a second.
+
+`PoolsPolicy` decides for all pools of an application together, from the routers' reports. Serve
+accepts such a policy from a config file only. `PoolPolicy` is for one deployment, as `serve.run`
+needs, so it does not weigh pools against each other. If no router reports, it uses the reports of
+the pool's own engines, and the calls of routers that wait for a replica. These calls wake a pool
+from zero (router/admission/scale_from_zero.py).
 
 A change of a policy's arguments restarts every replica, because Serve derives its code version from
-them. Limits are therefore read from Serve's own options.
-
-Serve ships these classes by value: all state is in the instance.
+them. Limits are therefore read from Serve's own options. Serve pickles these classes by value, so
+all state is in the instance.
 """
 
 import json
@@ -36,15 +36,16 @@ from deployments.scaling.decide import (
 
 logger = logging.getLogger("ray.serve")
 
-ENGINE_PREFIX = "engine-"  # of the deployments of pools
+ENGINE_PREFIX = "engine-"  # prefix of the names of the pools' deployments
 ROUTER = "router"
-_SMOOTHING = 0.3  # weight of the newest start-up time
+_SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
 _EVERY = 1.0  # seconds between two decisions
-_RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}  # tokens/s, until measured
+# tokens/s of prompts and outputs, until measured
+_RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
-_REPORT_SECONDS = 1.0  # between two reports of a replica
-_LOOK_BACK_SECONDS = 2.0  # over which Serve takes the mean of reports
+_REPORT_SECONDS = 1.0  # seconds between two reports of a replica
+_LOOK_BACK_SECONDS = 2.0  # seconds over which Serve averages reports
 
 
 def scales(pool: PoolConfig) -> bool:
@@ -69,7 +70,7 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
 
 
 def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
-    """Serve's options of a pool's deployment: a fixed count, or limits and PoolPolicy."""
+    """Return Serve's options of a pool's deployment: a fixed count, or limits and PoolPolicy."""
     if not scales(pool):
         return {"num_replicas": pool.replicas}
     arguments = policy_arguments(config, {name: pool})
@@ -85,14 +86,17 @@ def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[st
 
 
 def limits(pool: PoolConfig) -> dict[str, Any]:
-    """Serve's autoscaling_config of a pool, without a policy."""
+    """Return Serve's autoscaling_config of a pool, without a policy."""
     assert pool.max_replicas is not None
     return counts(pool.min_replicas, pool.max_replicas)
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
-    """Serve's autoscaling_config without a policy. No initial_replicas: each deploying would begin
-    there again, whatever the load. Serve's own delays are off, because the policy has its own."""
+    """Return Serve's autoscaling_config with these limits, without a policy.
+
+    It has no initial_replicas, as each deployment would restart from that count. Serve's own delays
+    are off, because the policy has its own.
+    """
     return {
         "min_replicas": least,
         "max_replicas": most,
@@ -104,7 +108,7 @@ def counts(least: int, most: int) -> dict[str, Any]:
 
 
 class ServeContext(Protocol):
-    """The part of ray.serve's AutoscalingContext that is used here."""
+    """The attributes of ray.serve's AutoscalingContext that this module uses."""
 
     deployment_name: str
     app_name: str | None
@@ -124,7 +128,7 @@ class ServeContext(Protocol):
 class PoolsPolicy:
     """The policy for all pools of an application together.
 
-    pools: fields of decide.PoolModel by pool.
+    pools: fields of decide.PoolModel, by pool.
     objective: fields of decide.ServiceObjective.
     """
 
@@ -134,9 +138,10 @@ class PoolsPolicy:
         self._pools = {name: PoolModel(**fields) for name, fields in pools.items()}
         self._objective = ServiceObjective(**objective)
         self._history = ScalingHistory()
-        self._started: dict[str, tuple[float, int]] = {}  # when more were wanted, how many
+        # By pool: when more replicas were wanted, and how many.
+        self._started: dict[str, tuple[float, int]] = {}
         self._plan: ScalingPlan | None = None
-        self._decided = 0.0  # when
+        self._decided = 0.0  # time of the last decision
 
     def __call__(
         self, contexts: Mapping[Any, ServeContext]
@@ -160,9 +165,10 @@ class PoolsPolicy:
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
-        """Decide, and report a plan that has changed.
+        """Return the present plan; decide anew once a second, and report a plan that has changed.
 
-        engines: Serve's contexts by pool.
+        engines: Serve's contexts of the engine deployments, by pool.
+        router: Serve's context of the router deployment; None: routers do not report.
         """
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
@@ -186,7 +192,7 @@ class PoolsPolicy:
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:
-        """The pool with Serve's limits and, once there are any, its engines' measurements."""
+        """Return a pool with Serve's limits and, once there are any, its engines' measurements."""
         pool = replace(
             self._pools[name],
             minimum=context.capacity_adjusted_min_replicas,
@@ -205,7 +211,8 @@ class PoolsPolicy:
         if starting and (began is None or began[1] < target):
             self._started[name] = (now, target)
         elif not starting and began is not None:
-            # All wanted replicas are ready: measure how long a start takes here, a node included.
+            # All wanted replicas are ready: measure how long a start takes, including that of a
+            # node.
             del self._started[name]
             if ready >= began[1]:
                 pool = self._pools[name]
@@ -215,7 +222,7 @@ class PoolsPolicy:
 
 
 class PoolPolicy:
-    """The policy for one deployment, with its pool alone."""
+    """The policy for one deployment, which considers its own pool only."""
 
     def __init__(self, name: str, pool: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
         self._name = name
@@ -228,14 +235,16 @@ class PoolPolicy:
 
 def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
     """Return the demand as the routers report it; without routers, what the engines compute.
-    Requests of a leaving replica are known to the routers only: it is no longer one of the
-    deployment's."""
+
+    Only routers know of requests at a replica that is leaving, as it is no longer in the
+    deployment.
+    """
     source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
         output += sum(_values(context, "output_rate"))
-    # Work that waits in the routers is reported with its expected output.
+    # Waiting work is reported with its expected output; this is the prompts' share.
     share = prompt / (prompt + output) if prompt + output > 0 else 0.5
     waiting_tokens = share * sum(_values(router, "queued_tokens"))
     waiting = sum(_values(router, "queued"))
@@ -249,13 +258,14 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """Return the values of a metric, one of each replica that reports it."""
+    """Return the values of a metric, one for each replica that reports it."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
 def _silent(context: ServeContext | None) -> bool:
-    """Whether replicas are there but report nothing: they are starved or cut off, not idle."""
+    """Whether replicas exist but report nothing, so that they are starved or cut off rather than
+    idle."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 
@@ -266,21 +276,25 @@ def _mean(values: list[float]) -> float:
 # -- reports to operators
 
 
-Limits = Mapping[str, tuple[int, int]]  # by pool: minimum and maximum
-Cooldowns = tuple[float, float]  # seconds: of calm, of idleness
+Limits = Mapping[str, tuple[int, int]]  # minimum and maximum by pool
+Cooldowns = tuple[float, float]  # seconds of calm, of idleness
 
 
 def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -> None:
-    """Report to the metrics, each time: Ray's exporter forgets a value that is not repeated."""
-    from deployments.observe.ray_exporter import scaling_export  # not by value: one for the process
+    """Export a plan's metrics at each decision, as Ray's exporter drops values that are not
+    repeated."""
+    # Imported here: by value there would be several exporters in a process.
+    from deployments.observe.ray_exporter import scaling_export
 
     causes = {name: reason.cause for name, reason in plan.reasons.items()}
     scaling_export(app).report(plan.targets, causes, limits, cooldowns)
 
 
 def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
-    """Report to the controller's log and, for `scaling_decisions`, in a record a pool: pools with
-    a policy each decide one by one."""
+    """Log a plan in the controller's log, and store it for `scaling_decisions`.
+
+    Each pool has a record of its own, as pools with separate policies decide separately.
+    """
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
     for name, target in plan.targets.items():
@@ -297,9 +311,11 @@ def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, n
 
 
 def scaling_decisions(app: str) -> dict[str, Any] | None:
-    """The last decision: {"time", "targets", "reasons", "limits", "cooldowns"}, by pool, limits as
-    [minimum, maximum], cooldowns as seconds of [calm, idleness]; None if there was none. Needs a
-    connection to Ray."""
+    """Return the last scaling decision of an application; None if there was none.
+
+    It has "time", and by pool "targets", "reasons", "limits" as [minimum, maximum] and "cooldowns"
+    as seconds of [calm, idleness]. Needs a connection to Ray.
+    """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     prefix = f"{_KEY}{app}/"
@@ -322,7 +338,7 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
 
 
 class CounterRates:
-    """Tokens/s from counters, over the time between two calls."""
+    """Rates per second of growing counters, over the time between two calls."""
 
     def __init__(self, now: float) -> None:
         self._at = now
@@ -330,7 +346,7 @@ class CounterRates:
         self._rates: dict[str, float] = {}
 
     def update(self, now: float, **counters: float) -> dict[str, float]:
-        """The rates by name; the last ones if less than 0.2 s have passed."""
+        """Return the rates by name; the previous ones if less than 0.2 s have passed."""
         if now - self._at >= 0.2:
             self._rates = {
                 name: max(0.0, (value - self._last.get(name, value)) / (now - self._at))

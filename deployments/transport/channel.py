@@ -1,21 +1,21 @@
-"""One authenticated TCP connection between a router and an engine replica.
+"""An authenticated TCP connection between a router and an engine replica.
 
 A frame is a little-endian uint32 length and that many bytes of msgpack. The replica listens and
-speaks first:
+sends the first frame:
 
-    replica -> router   Hello(version, nonce)
-    router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
-    replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
-    then                router: Submit | Abort | Heartbeat | AddAdapter | AdapterVersion | Recall
-                        replica: StepFrame | Failed | AdapterAnswer | Recalled
+  replica -> router   Hello(version, nonce)
+  router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
+  replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
+  then                router: Submit | Abort | Heartbeat | AddAdapter | AdapterVersion | Recall
+                      replica: StepFrame | Failed | AdapterAnswer | Recalled
 
-A peer is cut off if it cannot prove the secret in time, or sends a frame that is too large or does
-not decode. Each side sends a frame at least every `heartbeat` seconds and gives up on a peer that
-is silent for `timeout` seconds, so a lost machine is noticed long before the cluster notices it. A
-peer that does not read is cut off when its backlog passes the write bound. So memory stays bounded,
-and the router can go on with its requests elsewhere.
+A peer is disconnected if it does not prove the secret in time, or sends a frame that is too large
+or does not decode. Each side sends a frame at least every `heartbeat` seconds and gives up on a
+peer that is silent for `timeout` seconds, so a lost machine is noticed long before Ray notices it.
+A peer that does not read is disconnected when its backlog exceeds the limit. So memory stays
+bounded, and the router can move its requests elsewhere.
 
-Plain `asyncio.Protocol`, because asyncio's streams cost a task switch a frame.
+The module uses plain `asyncio.Protocol`, because asyncio's streams cost a task switch per frame.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from engine.messages import (
 VERSION = 4
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
-_MAX_HANDSHAKE_FRAME = 1024  # bytes: the most that an unproven peer can make us hold
+_MAX_HANDSHAKE_FRAME = 1024  # bytes: the most that a peer can make us buffer before its proof
 
 
 # When a replica may start a choice: at once; alone among the suspects of a death; or after them.
@@ -59,7 +59,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Proof(msgspec.Struct, array_like=True, tag="proof"):
-    """Proves that the router knows the secret. name: for logs only."""
+    """The router's proof that it knows the secret. name: the router's name, for logs only."""
 
     nonce: bytes
     mac: bytes
@@ -67,16 +67,17 @@ class Proof(msgspec.Struct, array_like=True, tag="proof"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """Proves that the replica knows the secret too."""
+    """The replica's proof that it knows the secret."""
 
     mac: bytes
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """The facts that a replica needs of a request's adapter: `request.adapter` is "name@revision".
+    """A request's adapter, as a replica needs it; `request.adapter` is "name@revision".
 
-    path: where its files are. version: of its record; 0: the request has begun and keeps this
-    revision, though there may be a newer one.
+    path: folder or URL of the adapter's files.
+    version: version of the adapter's record; 0: the request has begun and keeps this revision,
+        though there may be a newer one.
     """
 
     name: str
@@ -88,10 +89,13 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
-    prefix_hashes: of the prompt (prefix_index.py), joined; the replica passes them on to its
-    other routers. adapter: of the request, if it has one. start: when the choice does. deaths:
-    replicas that it may have killed (replica/suspect_queue.py). stream: keep its tokens under this
-    name (replica/stream_memory.py); "": no client will ask for them.
+    prefix_hashes: joined hashes of the prompt (prefix_index.py), which the replica passes on to its
+        other routers.
+    adapter: adapter of the request, if it has one.
+    start: when the replica may start the choice.
+    deaths: replicas that the choice may have killed (replica/suspect_queue.py).
+    stream: name under which the replica remembers the tokens (replica/stream_memory.py); "": it
+        does not.
     """
 
     request: EngineRequest
@@ -103,9 +107,11 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
-    """Say which revision an adapter's name means from now on; "": none. Requests of older versions
-    that have not begun are refused, and other revisions are forgotten. Answered by an
-    AdapterAnswer."""
+    """Set the revision that an adapter's name means from now on; "": none.
+
+    New requests with older versions are refused, and other revisions are forgotten. Answered by an
+    AdapterAnswer.
+    """
 
     ticket: int
     name: str
@@ -121,8 +127,11 @@ class Recall(msgspec.Struct, array_like=True, tag="recall"):
 
 
 class StreamRecord(msgspec.Struct, array_like=True):
-    """A choice of a stream. token_ids: its output. finish, stop_token: as the Delta that ended it
-    has them; "" if none did."""
+    """The output of one choice of a stream.
+
+    token_ids: the output so far.
+    finish, stop_token: those of the Delta that ended the choice; "" and None if none did.
+    """
 
     stream: str
     choice: int
@@ -132,14 +141,14 @@ class StreamRecord(msgspec.Struct, array_like=True):
 
 
 class Recalled(msgspec.Struct, array_like=True, tag="recalled"):
-    """The records of all that the replica knows of the choices of the streams."""
+    """The records of all choices of the streams that the replica remembers."""
 
     ticket: int
     records: list[StreamRecord]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
-    """Say that the router is alive and has nothing else to send."""
+    """A frame of a router that has nothing else to send, which shows that it is alive."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -152,14 +161,15 @@ _from_replica = msgspec.msgpack.Decoder(Hello | Welcome | FromReplica)
 
 @dataclass(frozen=True, slots=True)
 class ChannelLimits:
-    """The bounds of a channel, in seconds and bytes.
+    """The limits of a channel, in seconds and bytes.
 
-    handshake: 3 s is long for three frames inside a cluster and short for a port scanner.
-    heartbeat, timeout: five missed heartbeats, so that a second of stalled interpreter is not taken
-    for a death. Heartbeats are counted, not seconds: a process that was stopped itself has missed
-    none.
-    max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
-    max_backlog: bytes waiting for a peer that does not read.
+    handshake: longest handshake; 3 s is long for three frames inside a cluster, and short for a
+        port scanner.
+    heartbeat, timeout: five missed heartbeats mean a lost peer, so that an interpreter stalled for
+        a second is not. Heartbeats rather than seconds are counted: a process that was itself
+        stopped has missed none.
+    max_frame: largest frame; 32 MiB holds prompt logprobs of a 100,000-token prompt.
+    max_backlog: most unsent bytes for a peer that does not read.
     """
 
     handshake: float = 3.0
@@ -170,8 +180,10 @@ class ChannelLimits:
 
 
 class ChannelConnection(asyncio.Protocol):
-    """The part that both ends share: frames, liveness, bounds. `on_close(connection, reason)` is
-    called exactly once."""
+    """The common part of both ends: frames, liveness and limits.
+
+    on_close: called exactly once, with the connection and the reason.
+    """
 
     def __init__(
         self,
@@ -181,19 +193,19 @@ class ChannelConnection(asyncio.Protocol):
         on_close: Callable[[Any, str], None],
     ) -> None:
         self.open = False  # both sides have proved the secret
-        self.silent = False  # it was closed because nothing came
+        self.silent = False  # it was closed because the peer was silent
         self.peer = ""
-        self.address = ""  # of the peer, without the port
+        self.address = ""  # the peer's, without the port
         self._secret = secret
         self._limits = limits
         self._decode = decoder.decode
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._tail = bytearray()  # the beginning of a frame that has not come whole
+        self._tail = bytearray()  # the beginning of an incomplete frame
         self._max_frame = _MAX_HANDSHAKE_FRAME
-        self._heard = False  # bytes have come since the last tick
-        self._missed = 0  # ticks in a row without
+        self._heard = False  # whether bytes have arrived since the last tick
+        self._missed = 0  # ticks in a row without bytes
         self._sent = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reason = ""
@@ -202,8 +214,8 @@ class ChannelConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not one by class
-        if self._reason:  # closed before it was made
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
+        if self._reason:  # closed before it was established
             self._transport.abort()
             return
         sock = transport.get_extra_info("socket")
@@ -258,8 +270,8 @@ class ChannelConnection(asyncio.Protocol):
     # -- for the owner
 
     def send(self, message: Any) -> None:
-        """Queue one frame. A message to a connection that has ended is dropped: `on_close` tells
-        the owner."""
+        """Send one frame. On a closed connection the message is dropped, as `on_close` informs the
+        owner."""
         transport = self._transport
         if transport is None or self._reason:
             return
@@ -270,7 +282,7 @@ class ChannelConnection(asyncio.Protocol):
             self.close("the peer does not read")
 
     def close(self, reason: str) -> None:
-        """End the connection at once. Idempotent; the first reason stays."""
+        """Close the connection at once. Idempotent; the first reason is kept."""
         if self._reason:
             return
         self._reason = reason
@@ -283,7 +295,7 @@ class ChannelConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def _beat(self) -> None:
-        """Tell the peer that this end is alive."""
+        """Send a frame that shows that this end is alive."""
         self.send(Heartbeat())
 
     def _mac(self, role: bytes, replica_nonce: bytes, router_nonce: bytes) -> bytes:
@@ -311,8 +323,13 @@ class ChannelConnection(asyncio.Protocol):
 
 
 class ReplicaEnd(ChannelConnection):
-    """The replica's end, which listens. on_made: the connection is new and has proved nothing.
-    on_message gets a router's messages; stats() is for a heartbeat."""
+    """The replica's end of a connection, which the router has opened.
+
+    on_made: called when the connection is new and the router has proved nothing.
+    on_open: called when the handshake has succeeded.
+    on_message: called with each message of the router.
+    stats: returns the replica's present stats, for heartbeats.
+    """
 
     def __init__(
         self,
@@ -326,11 +343,11 @@ class ReplicaEnd(ChannelConnection):
         on_made: Callable[["ReplicaEnd"], None] = lambda _: None,
     ) -> None:
         super().__init__(secret, limits, _from_router, on_close)
-        self.index = -1  # the replica's number for it
-        self.live: set[int] = set()  # engine ids of its unfinished requests
+        self.index = -1  # the replica's number of this connection
+        self.live: set[int] = set()  # engine's request ids of its unfinished requests
         self.router = ""
-        # For this router's next frame: prefix hashes that other routers have sent, and its own
-        # requests that the replica's figures count by now.
+        # For this router's next frame: prefix hashes that other routers have sent, and the ids of
+        # its own requests that the stats now count.
         self.prefix_hashes = bytearray()
         self.taken: list[int] = []
         self._on_made = on_made
@@ -344,14 +361,15 @@ class ReplicaEnd(ChannelConnection):
         self.send(Hello(VERSION, self._nonce))
 
     def send_frame(self, stats: EngineStats, deltas: list[Delta]) -> None:
-        """Send a frame with the replica's newest stats, and what else this router has to know."""
+        """Send a frame with the replica's newest stats and whatever else this router must be
+        told."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
         self.prefix_hashes.clear()
         self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken))
 
     def since_sent(self, now: float) -> float:
-        """Return the seconds since the last frame to this router; now is the loop's time."""
+        """Return the seconds since the last frame to this router. now: the loop's time."""
         return now - self._sent
 
     def _receive(self, message: Any) -> None:
@@ -377,7 +395,12 @@ class ReplicaEnd(ChannelConnection):
 
 
 class RouterEnd(ChannelConnection):
-    """The router's end, which connects. on_frame gets a replica's messages."""
+    """The router's end of a connection, which it opens.
+
+    name: name of the router, for the replica's logs.
+    on_open: called when the handshake has succeeded.
+    on_frame: called with each message of the replica.
+    """
 
     def __init__(
         self,

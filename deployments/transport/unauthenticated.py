@@ -1,5 +1,7 @@
-"""UnauthenticatedConnections: connections to a replica that have not proved the secret yet. Their
-number and their log lines are bounded."""
+"""UnauthenticatedConnections: a replica's connections that have not proved the secret yet.
+
+Their number and their log lines are bounded.
+"""
 
 import asyncio
 import logging
@@ -10,22 +12,24 @@ from deployments.transport.channel import ReplicaEnd
 logger = logging.getLogger("manta.replica")
 
 _PLACES = 64
-_LINE_SECONDS = 10.0  # between two lines of the log
+_LINE_SECONDS = 10.0  # seconds between two lines of the log
 
 
 class UnauthenticatedConnections:
-    """A new connection always gets a place: a router proves the secret within a round trip, so a
+    """A replica's connections without a proof of the secret, at most _PLACES.
+
+    A new connection always gets a place. A router proves the secret within a round trip, so a
     connection that stays is no router's. When all places are taken, the oldest connection from the
     address with the most connections is closed. So no machine can keep routers out by holding
     connections.
 
-    Connections that end without a proof are logged together: the first at once, the next ones
-    summed up.
+    Connections that end without a proof are logged together: the first at once, later ones as a
+    count.
     """
 
     def __init__(self) -> None:
-        self._places: dict[ReplicaEnd, str] = {}  # -> address; oldest first
-        self._refused = 0  # since the last line
+        self._places: dict[ReplicaEnd, str] = {}  # connection -> address, oldest first
+        self._refused = 0  # number since the last log line
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -52,7 +56,7 @@ class UnauthenticatedConnections:
         self._places.pop(connection, None)
 
     def refused(self, connection: ReplicaEnd, reason: str) -> None:
-        """The connection ended without a proof of the secret."""
+        """Note that a connection ended without a proof of the secret."""
         self.discard(connection)
         self._refused += 1
         self._last = f"{connection.peer}: {reason}"
