@@ -1,4 +1,4 @@
-"""ModelFacts: the family, size and precision of a checkpoint, for lists that tell of it."""
+"""ModelFacts: the family, size and precision of a checkpoint, for lists of models."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.shards import Entry, read_headers, weight_files
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_WORDS = ("I32", "U8", "I8")  # types that codes of fewer bits may be packed in
+_WORDS = ("I32", "U8", "I8")  # types that hold packed codes of quantised weights
 _SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absmax", "quant_map")
 
 
@@ -21,10 +21,14 @@ _SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absm
 class ModelFacts:
     """The description of a checkpoint, for lists of models.
 
-    family: config.json's model_type. generates: it makes text. quantization: how most weights are
-    kept, as in "Q4_K" or "BF16". format: of the weights' files. size_bytes: of these together.
-    sizes: of the network by GGUF's names, such as block_count. parameters: how many weights there
-    are, read from the files' heads; 0 if that is not known. It takes a while for many tensors.
+    family: config.json's model_type.
+    generates: whether the model generates text.
+    quantization: how most weights are stored, as in "Q4_K" or "BF16".
+    format: format of the weight files.
+    size_bytes: total size of the weight files.
+    sizes: the network's dimensions under GGUF's names, such as block_count.
+    parameters: function that counts the weights by the files' headers; 0 if unknown. It is slow for
+        many tensors.
     """
 
     family: str = ""
@@ -37,7 +41,7 @@ class ModelFacts:
 
 
 def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
-    """Facts of the checkpoint in a folder. Nothing of a weight is read before it is asked for."""
+    """Return the facts of the checkpoint in a folder. Weight headers are read only on demand."""
     family = config.record.model_type or config.architecture
     quantized = config.quantized
     sizes = {
@@ -62,7 +66,7 @@ def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
 
 
 def _precision(kept: Quantized) -> str:
-    """The type that most matrices have."""
+    """Return the storage type that most matrices have."""
     if kept.method == "gguf":
         types = Counter(kept.types.values())
         return types.most_common(1)[0][0] if types else "F16"
@@ -71,7 +75,8 @@ def _precision(kept: Quantized) -> str:
 
 
 def _count(folder: Path, kept: Quantized | None) -> int:
-    """Weights by the files' heads, without scales; 0 of files that are not there or broken."""
+    """Count the weights by the files' headers, without scales; 0 if a file is missing or
+    damaged."""
     try:
         entries = read_headers(folder)
     except ConfigError:

@@ -1,15 +1,15 @@
-"""GGUF file -> folder with safetensors, config.json, tokenizer.json and chat template.
+"""Conversion of a GGUF file to a folder with safetensors, config.json, tokenizer and template.
 
-Reads the file with the `gguf` package (a memory map), unpacks each tensor a few rows at a time and
-writes it straight into the safetensors file, so that the peak memory is one slice and neither torch
-nor transformers is imported: SmolLM2-135M takes about five seconds, where loading it through
-transformers takes 18 and 1.1 GB.
+The file is read with the `gguf` package (a memory map). Each tensor is dequantised a few rows at a
+time and written straight to the safetensors file, so that peak memory is one slice. Neither torch
+nor transformers is imported: SmolLM2-135M takes about 5 s, against 18 s and 1.1 GB through
+transformers.
 
-With `blocks` matrices keep the file's own types, byte by byte (`engine.config.quantized`), which
-the CPU multiplies by as they are: a quarter of a second.
+With `blocks`, matrices keep the file's quantised blocks unchanged (`engine.config.quantized`),
+which the CPU kernels multiply by directly; this takes a quarter of a second.
 
 Supported: the architectures of `engine.architectures.gguf`, the tokenizers of `gguf_tokenizer`, and
-every quantisation `gguf` knows.
+every quantisation that `gguf` knows.
 """
 
 import json
@@ -37,12 +37,13 @@ from engine.errors import ConfigError
 Progress = Callable[[str, int, int], None]
 """(what is done, how much of it, out of how much), called from one thread."""
 
-# What config.json has of them, and tables that follow from it.
+# Tensors whose contents config.json has, or that follow from it.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
 _EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")
-# What we keep as activations are kept, or look up.
+# Matrices kept in the activations' type, and those used as lookup tables.
 _DENSE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")
-_SLICE_BYTES = 64 << 20  # of unpacked float32: bounds the memory, and is how often progress moves
+# Dequantised bytes per slice: bounds memory and sets how often progress is reported.
+_SLICE_BYTES = 64 << 20
 
 
 def convert(
@@ -56,11 +57,12 @@ def convert(
     """Write the model of a GGUF file into the existing, empty folder `target`.
 
     Weights become bfloat16; a file whose matrices are all float16 or all float32 keeps its type.
-    blocks: those of GGUF_BLOCKS stay as they are, one row of bytes an output, and config.json names
-    their types; norms and biases stay float32.
-    sampling: defaults for generation_config.json that the file's own go before.
-    Raises ConfigError when the model is not supported, the file is damaged or the disk is too
-    small.
+
+    blocks: whether matrices of GGUF_BLOCKS types keep their blocks, one row of bytes per output.
+        config.json then names their types; norms and biases become float32.
+    sampling: defaults for generation_config.json, which the file's own defaults override.
+
+    Raises ConfigError if the model is not supported, the file is damaged or the disk is too small.
     """
     file = GGUFFile(source)
     special, tokenizer = tokenizer_of(file)
@@ -79,8 +81,10 @@ def convert(
 
 
 def write_outline(source: Path, target: Path) -> None:
-    """The config.json alone that `convert` writes with blocks: of the file it reads the header.
-    Raises ConfigError as convert does."""
+    """Write only the config.json that `convert` with blocks would write, from the file's header.
+
+    Raises ConfigError as `convert` does.
+    """
     file = GGUFFile(source)
     special, _ = tokenizer_of(file)
     dtype, _, pieces = _described(file, special)
@@ -88,14 +92,14 @@ def write_outline(source: Path, target: Path) -> None:
 
 
 def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
-    """The dtype of the dequantised tensors, the model, and its tensors."""
+    """Return the dtype of dequantised tensors, the model's configuration, and its tensors."""
     dtype = _weight_dtype(file)
     model = _model(file, config_of(file, dtype, special, {}))
     return dtype, model, _pieces(file, model)
 
 
 def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
-    """The types of the matrices that keep their GGUF blocks: name -> type."""
+    """Return the GGUF type of each matrix that keeps its blocks, by the matrix's name."""
     return {
         piece.ours.removesuffix(".weight"): file.kind(piece.name)
         for piece in pieces
@@ -122,8 +126,13 @@ def _weight_dtype(file: GGUFFile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of the folder: one of the file's, or number `at` of what that has along its first
-    axis. stem: the name less layer and kind."""
+    """A tensor of the written folder, and the file's tensor that it comes from.
+
+    ours: the tensor's name in the folder.
+    name: the file's tensor.
+    stem: the file's name without layer and kind, as in "attn_q".
+    at: index along the first axis of a stacked tensor; None: the whole tensor.
+    """
 
     ours: str
     name: str
@@ -133,15 +142,20 @@ class _Piece:
 
 
 def _split(name: str) -> tuple[str | None, str, str | None, str]:
-    """("3", "attn_q", None, "weight") of "blk.3.attn_q.weight"; the third is an expert's number, in
-    older files. The second is "" for what is no such name."""
+    """Split a GGUF tensor name into layer, stem, expert and kind.
+
+    "blk.3.attn_q.weight" gives ("3", "attn_q", None, "weight"). Only older files have an expert
+    number. The stem is "" for any other name.
+    """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)", name)
     return (match[1], match[2], match[3], match[4]) if match else (None, "", None, "")
 
 
 def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
-    """The tensors of the folder, in the file's order. Raises ConfigError for a tensor too many, too
-    few, or of another shape."""
+    """Return the tensors of the folder, in the file's order.
+
+    Raises ConfigError for an extra or missing tensor, or one of a wrong shape.
+    """
     targets = file.layout.targets(file.record)
     all_pieces: list[_Piece] = []
     seen: set[tuple[str, str | None]] = set()
@@ -154,7 +168,7 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
         if not ours or ("{i}" in ours) != (layer is not None):
             raise file.error(f"unknown tensor {name!r}")
         shape, ours = file.shape(name), ours.replace("{i}", layer or "")
-        if stem == "ffn_gate_inp_shexp" and len(shape) == 1:  # as older files have it
+        if stem == "ffn_gate_inp_shexp" and len(shape) == 1:  # older files store a vector
             shape = (1, *shape)
         if expert is not None:
             ours = ours.replace("{e}", expert)
@@ -171,12 +185,12 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:
-    """Whether a layer lies behind the model's own layers. Such layers guess further tokens."""
+    """Whether a layer comes after the model's own layers, as multi-token prediction layers do."""
     return layer is not None and int(layer) >= model.num_layers
 
 
 def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, count: int) -> None:
-    """Check a tensor's shape where the metadata implies one. Raises ConfigError."""
+    """Check a tensor's shape against the metadata, where that implies one. Raises ConfigError."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, mlp, experts = model.hidden_size, model.intermediate_size, model.experts
     rows = {
@@ -248,7 +262,7 @@ def _check_all(
                 raise file.error(f"tensor '{block}{stem}.weight' is missing")
 
 
-# A tied head is the embedding; some models of a family have no such norm.
+# A tied head uses the embedding; some models of a family lack these norms.
 _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 
 
@@ -257,10 +271,10 @@ _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 
 @dataclass(frozen=True, slots=True)
 class _WrittenTensor:
-    """A tensor as it is written.
+    """A tensor to be written to the safetensors file.
 
     code: safetensors' name of its type.
-    bytes: gives its bytes, row-major, in slices.
+    bytes: function that yields the tensor's bytes, row-major, in slices.
     """
 
     name: str
@@ -273,9 +287,9 @@ class _WrittenTensor:
     def of(
         cls, file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
     ) -> "_WrittenTensor":
-        """Describe how a tensor of the folder is written.
+        """Return the description of a tensor to write.
 
-        types: types of the matrices that stay in blocks.
+        types: GGUF types of the matrices that keep their blocks, by name.
         """
         values = _Values(file, model, piece)
         shape = list(piece.shape)
@@ -290,7 +304,7 @@ class _WrittenTensor:
 
 
 class _Values:
-    """The values of one tensor of the folder, in the folder's order, read some rows at a time."""
+    """The values of one tensor in the folder's row order, read a few rows at a time."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig, piece: _Piece) -> None:
         self._file, self._piece = file, piece
@@ -299,19 +313,21 @@ class _Values:
         self.data = data.reshape(1, -1) if data.ndim < len(piece.shape) else data
         ordered: Rows | None = file.layout.rows.get(piece.stem)
         self._order = None if ordered is None else ordered(model)
-        # Records that add one to the weights of norms mean those of the checkpoint.
+        # GGUF files of some architectures store a norm's weight plus one; checkpoints do not.
         self._less = file.layout.plus_one and piece.name.endswith("norm.weight")
 
     def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
-        """Yield the rows of a matrix in slices. The memory map of a slice is given back when the
-        next slice is asked for."""
+        """Yield the rows of a matrix in slices.
+
+        The memory of a slice is released when the next slice is requested.
+        """
         step = max(1, _SLICE_BYTES // row_bytes)
         for start in range(0, len(self.data), step):
             end = start + step
             if self._order is None:
                 yield self.data[start:end]
                 self._file.give_back(self.data[start:end])
-            else:  # rows of anywhere
+            else:  # rows may come from anywhere in the file
                 yield self.data[self._order[start:end]]
                 self._file.give_back(self.data)
 
@@ -338,7 +354,7 @@ def _cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return values
     if dtype == "float16":
         return values.astype(np.float16)
-    bits = values.view(np.uint32)  # bfloat16: the upper half, rounded to nearest even
+    bits = values.view(np.uint32)  # bfloat16 is the upper half of float32, rounded to nearest even
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file -> config.json as the architecture's record reads it."""
+"""Conversion of a GGUF file's metadata to the config.json of its architecture."""
 
 import math
 from typing import Any
@@ -13,10 +13,11 @@ from engine.config.quantized import KEY
 def config_of(
     file: GGUFFile, dtype: str, special: dict[str, Any], types: dict[str, str]
 ) -> dict[str, Any]:
-    """Make the contents of config.json from a file's metadata.
+    """Return the contents of config.json from a file's metadata.
 
-    special: special token ids.
-    types: {matrix of the folder: type} of the matrices that stay in blocks.
+    dtype: dtype of the dequantised weights.
+    special: special token ids, such as eos_token_id.
+    types: GGUF type of each matrix that keeps its blocks, by the matrix's name.
     """
     layout = file.layout
     hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
@@ -54,18 +55,20 @@ def config_of(
 
 
 def _attention_bias(file: GGUFFile) -> bool:
-    """Whether queries, keys and values have a bias. Where the record has a `qkv_bias` switch of its
-    own, it is whether the output projection has one."""
+    """Whether queries, keys and values have a bias.
+
+    Architectures with a separate `qkv_bias` switch mean the bias of the output projection here.
+    """
     if "qkv_bias" in file.record.switches:
         return file.has("blk.0.attn_output.bias")
     return file.has("blk.0.attn_q.bias") or file.has("blk.0.attn_qkv.bias")
 
 
 def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
-    """rope_parameters, with llama.cpp's defaults. Raises ConfigError for a scaling that is not
-    known."""
+    """Return rope_parameters with llama.cpp's defaults. Raises ConfigError for an unknown
+    scaling."""
     read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
-    kind = file.own("rope.scaling.type", "linear")  # older files have the factor alone
+    kind = file.own("rope.scaling.type", "linear")  # older files have only the factor
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise file.error(f"rope scaling {kind!r} is not supported")
     factor = 1.0 if kind == "none" else _factor(file)
@@ -95,11 +98,11 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
             "mscale": log_multiplier and 1.0,
             "mscale_all_dim": log_multiplier,
         }
-        if attention != 1:  # beside what yarn itself multiplies by
+        if attention != 1:  # on top of yarn's own factor
             _refuse_scaling(file, yarn_log_multiplier=log_multiplier)
             own = read["attention_factor"] or 1 + 0.1 * math.log(max(1.0, factor))
             read["attention_factor"] = own * attention
-    else:  # a longrope without its tensors is for texts that need none
+    else:  # longrope without its tensors needs no scaling
         _refuse_scaling(file, attn_factor=attention)
         read |= {"rope_type": "linear", "factor": factor} if factor != 1 else {}
         read.setdefault("rope_type", "default")
@@ -109,20 +112,20 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _factor(file: GGUFFile) -> float:
-    """The factor by which positions are stretched; 0 in the file means 1."""
+    """Return the factor by which positions are scaled; the file's 0 means 1."""
     return float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 0.0)) or 1.0)
 
 
 def _extrapolates(file: GGUFFile) -> bool:
-    """Whether yarn keeps the fast frequencies; without, it is linear."""
-    share = file.own("rope.scaling.yarn_ext_factor", -1.0)  # below 0 is not set
+    """Whether yarn leaves the high frequencies unscaled; otherwise it is linear scaling."""
+    share = file.own("rope.scaling.yarn_ext_factor", -1.0)  # negative: not set
     if share > 0 and share != 1:
         raise file.error(f"rope.scaling.yarn_ext_factor {share} is not supported, only 0 and 1")
     return bool(share)
 
 
 def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
-    """Refuse a number of rope.scaling that would change the result where it is not computed."""
+    """Refuse a rope.scaling value that would change the output but is not implemented."""
     for key, value in values.items():
         if value not in (None, 0, 1):
             raise file.error(
@@ -132,8 +135,11 @@ def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
 
 
 def _llama3(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as one divisor per frequency. Its two band limits are the same
-    in all of Meta's models, so the largest divisor tells the factor; the check makes sure."""
+    """Return Llama 3.1's rope_parameters from the file's divisors, one per frequency.
+
+    Meta's models share the two band limits, so the largest divisor is the factor. Raises
+    ConfigError if the divisors do not follow from these.
+    """
     divisors = np.asarray(file.data("rope_freqs.weight"), dtype=np.float32).ravel()
     factor = float(divisors.max())
     low, high, original = 1.0, 4.0, 8192

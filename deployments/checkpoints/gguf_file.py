@@ -1,4 +1,4 @@
-"""GGUFFile: an open GGUF file, its metadata and tensors."""
+"""GGUFFile: an open GGUF file with its metadata and tensors."""
 
 import mmap
 import struct
@@ -18,17 +18,17 @@ _NAMES = tuple(dict.fromkeys(layout.name for layout in GGUFS))
 
 
 class GGUFFile:
-    """An open GGUF file. Raises ConfigError for a file that is unreadable, or of an unknown
-    architecture."""
+    """An open GGUF file. Raises ConfigError if it is damaged or of an unknown architecture."""
 
     def __init__(self, path: Path) -> None:
-        # Here: 0.3 s that `manta --help` need not wait for.
+        # Imported here, as it takes 0.3 s that `manta --help` should not wait for.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
         from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
         class Checked(GGUFReader):
-            # Theirs makes arrays of each element: two seconds for the tokens and merges of a small
-            # vocabulary, with garbage collections that hold a router's streams up for 0.2 s each.
+            # The library's method makes an array of each element: two seconds for a small
+            # vocabulary's tokens and merges. Its garbage collections stop a router's streams for
+            # 0.2 s each.
             def _get_field_parts(
                 self, orig_offs: int, raw_type: int
             ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
@@ -82,7 +82,7 @@ class GGUFFile:
             name = self.get("general.architecture")
         except ConfigError:
             raise
-        except Exception as error:  # the reader raises whatever a damaged file makes it
+        except Exception as error:  # the reader raises any exception for a damaged file
             raise ConfigError(
                 f"{path} is damaged or cut short ({error}); download it again", param="model"
             ) from error
@@ -109,20 +109,24 @@ class GGUFFile:
         return ConfigError(f"{self.path.name}: {message}", param="model")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The metadata value of a key."""
+        """Return the metadata value of a key; `default` if it is missing."""
         field = self._reader.get_field(key)
         try:
             if field is None:
                 return default
             last: Any = field.parts[-1]
-            return last if isinstance(last, list) else field.contents()  # a list of strings
+            # The list of strings that Checked read.
+            return last if isinstance(last, list) else field.contents()
         except (ValueError, IndexError, OverflowError) as error:
             raise self.error(f"{key} is damaged ({error}); download it again") from None
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Return the metadata value of a key below the architecture's name. A list that repeats a
-        number for each layer becomes that number. A float32 becomes the shortest decimal that it is
-        nearest to, as in the checkpoint's config.json. Raises ConfigError where layers differ."""
+        """Return the metadata value of a key under the architecture's prefix.
+
+        A list with one equal number per layer becomes that number. A float32 becomes the shortest
+        decimal nearest to it, as in the checkpoint's config.json. Raises ConfigError if layers
+        differ.
+        """
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and type(value[0]) is int:
             if any(item != value[0] for item in value):
@@ -133,8 +137,7 @@ class GGUFFile:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
-        """Return the metadata value of a key as `own` does. Raises ConfigError if the key is
-        missing."""
+        """Return a metadata value as `own` does. Raises ConfigError if the key is missing."""
         value = self.own(key)
         if value is None:
             raise self.error(f"has no {self.architecture}.{key}")
@@ -150,23 +153,27 @@ class GGUFFile:
         return tensor in self._tensors
 
     def kind(self, tensor: str) -> str:
-        """The name of the tensor's type: "F32", "Q4_K"."""
+        """Return the name of the tensor's type, such as "F32" or "Q4_K"."""
         return str(self._tensors[tensor].tensor_type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the tensor's shape in elements, rows first. Raises ConfigError if the tensor is
+        """Return the tensor's shape in elements, rows first. Raises ConfigError if it is
         missing."""
         if tensor not in self._tensors:
             raise self.error(f"tensor {tensor!r} is missing")
         return tuple(int(size) for size in reversed(self._tensors[tensor].shape))
 
     def data(self, tensor: str) -> NDArray[Any]:
-        """Return the tensor's data as stored: its last axis is bytes unless the type is a float."""
+        """Return the tensor's data as stored, [rows, bytes of a row], or elements if the type is a
+        float."""
         return self._tensors[tensor].data
 
     def give_back(self, data: NDArray[Any]) -> None:
-        """Free the memory of what `data` returned, or of rows of it, until the data is read again.
-        Does nothing where the system cannot."""
+        """Release the mapped memory of an array from `data`, or of rows of it; later reads load it
+        again.
+
+        Does nothing where the system has no madvise.
+        """
         whole: Any = self._reader.data
         begin = data.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
         end = min(begin + data.nbytes, whole.nbytes)
@@ -175,7 +182,7 @@ class GGUFFile:
             whole.base.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def unpacked(self, tensor: str, data: NDArray[Any]) -> NDArray[np.float32]:
-        """Dequantise some rows of a tensor. Raises ConfigError for a value that is not finite."""
+        """Dequantise rows of a tensor. Raises ConfigError if a value is not finite."""
         from gguf.quants import dequantize
 
         values = dequantize(data, self._tensors[tensor].tensor_type)
@@ -186,10 +193,12 @@ class GGUFFile:
 
 
 def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[list[str], int]:
-    """`count` strings, each behind its length in 8 bytes, and where they end. order: of these
-    bytes, as NumPy and struct write it."""
+    """Return `count` strings, each preceded by its length in 8 bytes, and the offset of their end.
+
+    order: byte order of the lengths, in the notation of struct.
+    """
     length, items = struct.Struct(f"{order}Q"), []
-    with data.data as view:  # indexing the array makes another one
+    with data.data as view:  # each index into the array would make another array
         for _ in range(count):
             end = start + 8 + length.unpack_from(view, start)[0]
             items.append(str(view[start + 8 : end], "utf-8"))

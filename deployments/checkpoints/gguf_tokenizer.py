@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file -> tokenizer.json, as the `tokenizers` library reads it.
+"""Conversion of a GGUF file's tokenizer to tokenizer.json of the `tokenizers` library.
 
-Two kinds are known: byte-level BPE, whose split before the merges has a name in the file, and
-SentencePiece's BPE, whose merges follow from the scores of its pieces.
+Two kinds are supported: byte-level BPE, whose pre-tokenizer the file names, and SentencePiece's
+BPE, whose merges follow from the scores of its pieces.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from typing import Any
 from deployments.checkpoints.gguf_file import GGUFFile
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
-_SPACE = "▁"  # SentencePiece's
+_SPACE = "▁"  # SentencePiece's mark of a space
 
-# Patterns as the models' own tokenizer.json have them.
+# Patterns of the models' own tokenizer.json.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +25,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words that end where an upper letter begins the next."""
+    """Return a pattern of words that end before an upper-case letter that follows a lower-case
+    one."""
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{ending}"
         rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{ending}|{digits}|{_REST}"
@@ -34,11 +35,13 @@ def _cased(ending: str, digits: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The splitting of a text before the merges.
+    """The pre-tokenizer: how a text is split before the BPE merges.
 
-    pattern: words; None is GPT-2's, which the byte-level step has itself. digits: each is one word
-    beside that. nfc: text is normalised. whole: a word that is a token needs no merges. bos: it is
-    put in front where the file says nothing.
+    pattern: regular expression of words; None is GPT-2's, which the byte-level step includes.
+    digits: whether each digit is split off first.
+    nfc: whether the text is normalised to NFC first.
+    whole: whether a word that is in the vocabulary skips the merges.
+    bos: whether a beginning-of-sequence token is added if the file does not say.
     """
 
     pattern: str | None = None
@@ -52,7 +55,7 @@ _DIGITS = _Split(digits=True)
 _LLAMA = _Split(_LLAMA3, whole=True, bos=True)
 _PLAIN_LLAMA = _Split(_LLAMA3)
 _QWEN = _Split(_QWEN2, nfc=True)
-_SPLITS = {  # tokenizer.ggml.pre
+_SPLITS = {  # by the file's tokenizer.ggml.pre
     "gpt-2": _Split(),
     "phi-2": _Split(),
     "mpt": _Split(nfc=True),
@@ -78,8 +81,10 @@ _SPLITS = {  # tokenizer.ggml.pre
 
 
 def tokenizer_of(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({bos_token_id, eos_token_id, ...} as config.json and generation_config.json name them,
-    tokenizer.json). Raises ConfigError for a tokenizer that is not known."""
+    """Return (special token ids by their names in config.json, contents of tokenizer.json).
+
+    Raises ConfigError for an unsupported tokenizer.
+    """
     kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
     if kind == "llama":
         return _special_ids(file), _sentencepiece(file)
@@ -92,7 +97,7 @@ def tokenizer_of(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Tokens and their types. Raises ConfigError for what the embedding has no rows for."""
+    """Return the tokens and their types. Raises ConfigError if the embedding has too few rows."""
     tokens = [str(token) for token in file.get("tokenizer.ggml.tokens") or []]
     kinds = [int(kind) for kind in file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)]
     if not tokens or len(kinds) != len(tokens):
@@ -178,12 +183,15 @@ def _byte_level(file: GGUFFile, split: _Split) -> dict[str, Any]:
 
 
 def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
-    """A character that is no piece becomes the pieces of its bytes."""
+    """Return tokenizer.json of a SentencePiece BPE tokenizer.
+
+    A character that is not in the vocabulary becomes its bytes' tokens.
+    """
     tokens, kinds = _tokens(file)
     scores = [float(score) for score in file.get("tokenizer.ggml.scores") or []]
     if len(scores) != len(tokens):
         raise file.error(f"{len(tokens)} tokens, and scores of {len(scores)}; download it again")
-    tokens = [  # added tokens are looked for in the text as it comes
+    tokens = [  # added tokens are matched in the raw text, before spaces are replaced
         token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
         for token, kind in zip(tokens, kinds, strict=True)
     ]
@@ -217,8 +225,11 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
 
 
 def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterator[list[str]]:
-    """SentencePiece joins the neighbours that make the piece of the best score: merges into better
-    pieces come first, and of one piece those of earlier halves."""
+    """Yield the BPE merges that reproduce SentencePiece's order.
+
+    SentencePiece first joins the neighbours that make the piece of the best score. Merges of one
+    piece are ordered by their left half's id.
+    """
     index = {
         token: at
         for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -236,8 +247,7 @@ def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterato
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """Return the step that puts the beginning-of-sequence token in front, where the model wants
-    it."""
+    """Return the step that adds the beginning-of-sequence token, or None if the model has none."""
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
         return None
@@ -258,7 +268,11 @@ def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[st
 
 
 def _special_ids(file: GGUFFile) -> dict[str, Any]:
-    """Raises ConfigError for an id that is none of a token."""
+    """Return the special token ids by config.json's names.
+
+    End-of-turn and end-of-message tokens are added to eos_token_id. Raises ConfigError for an id
+    outside the vocabulary.
+    """
     count = len(file.get("tokenizer.ggml.tokens") or [])
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids: dict[str, Any] = {}
@@ -269,7 +283,7 @@ def _special_ids(file: GGUFFile) -> dict[str, Any]:
                 raise file.error(f"tokenizer.ggml.{theirs}_token_id is {value} of {count} tokens")
             ids[ours] = int(value)
     ends = [ids.pop(name) for name in ("eot", "eom") if name in ids]
-    if ends:  # of a turn, and of a message that calls a tool
+    if ends:  # ends of a turn, and of a message with tool calls
         first = [ids["eos_token_id"]] if "eos_token_id" in ids else []
         ends = list(dict.fromkeys([*first, *ends]))
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -277,7 +291,7 @@ def _special_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def sampling_of(file: GGUFFile) -> dict[str, Any]:
-    """The sampling defaults that a file recommends, as generation_config.json names them."""
+    """Return the sampling defaults that a file recommends, by generation_config.json's names."""
     names = {
         "temp": "temperature",
         "top_p": "top_p",
@@ -286,7 +300,7 @@ def sampling_of(file: GGUFFile) -> dict[str, Any]:
         "penalty_repeat": "repetition_penalty",
     }
     recommended = {ours: file.get(f"general.sampling.{name}") for name, ours in names.items()}
-    return {  # 0.2 is 0.20000000298 in the file
+    return {  # rounded, as 0.2 is 0.20000000298 in the file
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in recommended.items()
         if value is not None

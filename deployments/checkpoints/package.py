@@ -1,5 +1,4 @@
-"""fetch_package: a package's files from the configured package index, by pip or by uv, whichever
-this machine has."""
+"""fetch_package: download of a Python package's files from the package index by pip or uv."""
 
 import importlib.util
 import shutil
@@ -19,16 +18,17 @@ _UV = ["--no-deps", "--only-binary", ":all:", "--target"]
 
 @dataclass(frozen=True, slots=True)
 class PackageInstaller:
-    """A program that can fetch a package. command: takes a folder and a requirement."""
+    """A program that can download a package. command: argv, before a folder and a requirement."""
 
     name: str
     command: tuple[str, ...]
 
 
 def installers() -> list[PackageInstaller]:
-    """Find all that this machine has, the preferred one first.
+    """Return all installers of this machine, the preferred one first.
 
-    An environment that uv made has no pip; the wheel that ensurepip would install runs as it is.
+    An environment made by uv has no pip; the wheel that ensurepip bundles runs without
+    installation.
     """
     installers = []
     if importlib.util.find_spec("pip") is not None:
@@ -46,7 +46,8 @@ def installers() -> list[PackageInstaller]:
 
 
 def _bundled_pip() -> Path | None:
-    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]  # Debian and Fedora keep it there
+    # Debian and Fedora keep pip's wheel there
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]
     spec = importlib.util.find_spec("ensurepip")
     if spec is not None and spec.origin is not None:
         folders.append(str(Path(spec.origin).with_name("_bundled")))
@@ -59,9 +60,9 @@ def fetch_package(
     folder: Path,
     find: Callable[[], list[PackageInstaller]] = installers,
 ) -> Path:
-    """The folder with the package's files; what the installers say goes to stderr.
+    """Return a folder with the package's files. The installers' output goes to stderr.
 
-    Raises ConfigError: no installer is there, or the reason of each that failed.
+    Raises ConfigError if there is no installer, or with the reason why each failed.
     """
     path = find()
     if not path:

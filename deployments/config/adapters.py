@@ -1,5 +1,4 @@
-"""AdaptersConfig: the section `adapters` of the configuration, and what can be told of it before
-anything is started."""
+"""AdaptersConfig: the configuration's section `adapters`, and the checks of it before a start."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -47,7 +46,11 @@ class AdaptersConfig(BaseModel):
         return value
 
     def check_names(self, model: str, aliases: Sequence[str] = ()) -> None:
-        """Raises ValueError. model: the base model's name."""
+        """Check that adapter names are valid and differ from the model's names. Raises ValueError.
+
+        model: the base model's name.
+        aliases: other names of the base model.
+        """
         for name in self.paths:
             try:
                 check_name(name)
@@ -59,7 +62,7 @@ class AdaptersConfig(BaseModel):
                 raise ValueError(f"adapters.paths: {name} is also in aliases")
 
     def check_folders(self) -> None:
-        """Check what this machine knows of the folders. Raises ConfigError naming the key."""
+        """Check the local adapter folders. Raises ConfigError that names the key."""
         for name, path in self.paths.items():
             if not is_url(path):
                 try:
@@ -80,7 +83,11 @@ class AdaptersConfig(BaseModel):
 
 
 def make_absolute(section: Any, found: Callable[[str], str]) -> None:
-    """Relative folders of the section as it was read. found: where one is."""
+    """Make relative folders of the section `adapters` absolute, in place.
+
+    section: the section as parsed, not yet validated.
+    found: function that returns the absolute path of a relative folder.
+    """
     if not isinstance(section, dict):
         return
     for key, value in section.items():

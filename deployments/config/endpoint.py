@@ -1,5 +1,7 @@
-"""Sections of the configuration that belong to the endpoint, not to one of its models: routers,
-HTTP, gRPC, logs, usage, batches, traces and limits. models.py puts them together."""
+"""Configuration sections of the endpoint rather than of one of its models.
+
+They are routers, HTTP, gRPC, logs, usage, batches, traces and limits. models.py combines them.
+"""
 
 import re
 from typing import Literal
@@ -189,7 +191,8 @@ class HttpConfig(Section):
 
     @property
     def exposed(self) -> str:
-        """Return what every client in the network may do without a key; "" if nothing."""
+        """The rights of every client in the network without a key, in a sentence; "" if there are
+        none."""
         if self.loopback or self.api_keys_file is not None:
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"
@@ -299,7 +302,7 @@ class BatchConfig(Section):
     )
 
     def settings(self) -> BatchSettings | None:
-        """None: the routes are off."""
+        """Return the settings of the batch routes; None if they are off."""
         if self.folder is None:
             return None
         return BatchSettings(
@@ -334,7 +337,7 @@ class TracingConfig(Section):
     )
 
     def settings(self) -> TracingSettings | None:
-        """None: no span is made."""
+        """Return the settings of the span exporter; None if no spans are made."""
         if self.endpoint is None:
             return None
         return TracingSettings(self.endpoint, self.sample, self.service, self.headers)

@@ -1,4 +1,4 @@
-"""Files of API keys: one key a line, with what it may do behind it.
+"""Files of API keys: each line has one key, followed by its rights and limits.
 
 sha256:9f86d0...  name=team-a models=llama,legal-* requests=60 tokens=100000 budget=5000000/day
 sk-plain-text     priority=-8
@@ -28,20 +28,26 @@ FIELDS = (
 
 
 class ApiKey(NamedTuple):
-    """An API key's digest and what the key may do. digest: SHA-256 of the key, in hex."""
+    """An API key's rights and limits.
+
+    digest: SHA-256 of the key, in hex.
+    """
 
     digest: str
     rule: KeyRule = KeyRule()
 
 
 def key_digest(key: str) -> str:
-    """Return the digest by which an API key is known."""
+    """Return an API key's digest, by which the key is known in files and tables."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[ApiKey, ...]:
-    """The keys in a file; # begins a comment line. Raises ConfigError (about param): missing,
-    empty, readable by others, a line of another form, a key or a name that is there twice."""
+    """Return the keys in a file, in which # begins a comment line.
+
+    Raises ConfigError (about `param`) if the file is missing, empty or readable by others, if a
+    line is malformed, or if a key or a name is there twice.
+    """
     path = Path(path).expanduser()
     try:
         mode = path.stat().st_mode
@@ -61,7 +67,7 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
         key = parse_line(line, f"{path}:{number}", param)
         for what in (key.digest, key.rule.name):
             if what and seen.setdefault(what, number) != number:
-                # Without the key itself; names may be shown.
+                # The message may show names, but never a key.
                 whose = f"the name {what}" if what == key.rule.name else "this key"
                 message = f"{path}:{number}: {whose} is in line {seen[what]} already"
                 raise ConfigError(message, param=param)
@@ -72,8 +78,13 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
 
 
 def parse_line(line: str, where: str, param: str) -> ApiKey:
-    """Return the key of a line with its fields. Raises ConfigError, which never has the key in
-    it."""
+    """Return the key and the rights in a line of a keys file.
+
+    where: place of the line, for error messages.
+    param: configuration key of the file, for error messages.
+
+    Raises ConfigError, whose message never contains the key.
+    """
     key, *words = line.split()
     match = _DIGEST.fullmatch(key)
     if match is None and key.startswith("sha256:"):
@@ -85,7 +96,7 @@ def parse_line(line: str, where: str, param: str) -> ApiKey:
         if changes is None:
             known = name in _PARSERS
             near = difflib.get_close_matches(name, _PARSERS, n=1) if equals and not known else ()
-            # A word that is no field's may be a key, and is not shown.
+            # A word without a known field name may be a key, so the message does not show it.
             shown = f"the value of {name}=" if known else f"word {number} behind the key"
             hint = f"; did you mean {near[0]}=?" if near else ""
             message = f"{where}: {shown} is not understood{hint}; behind the key may stand {FIELDS}"

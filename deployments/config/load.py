@@ -1,8 +1,7 @@
-"""The configuration: one YAML file -> `MantaConfig`, whose keys are explained in models.py.
+"""Loading of the configuration: a YAML file becomes a `MantaConfig`, whose keys models.py explains.
 
-Reading it needs no torch, no Ray and no GPU, and it fails before any of them is touched: a
-ConfigError lists all problems, each with file, line, key and, for a misspelt key, the nearest right
-one.
+Loading needs no torch, no Ray and no GPU, and fails before any of them is used. A ConfigError lists
+all problems, each with file, line, key and, for a misspelt key, the nearest known key.
 """
 
 import difflib
@@ -55,12 +54,16 @@ _OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG", "MANTA_EDGE")
 def load_config(
     path: str | Path, environment: Mapping[str, str] | None = None, *, complete: bool = True
 ) -> MantaConfig:
-    """Read, validate and check a configuration file, the model's folder included.
+    """Read, validate and check a configuration file and the model folders that it names.
 
-    complete: that folder has to have a tokenizer and weights. environment: variables MANTA_<KEY>
-    override single values, e.g. MANTA_HTTP_PORT; default os.environ. A relative
-    `model` or `api_keys_file` is looked for beside the file, then in the working directory. Raises
-    ConfigError listing all problems.
+    A relative `model` or `api_keys_file` is looked for beside the file, then in the working
+    directory.
+
+    environment: variables MANTA_<KEY>, such as MANTA_HTTP_PORT, that override single values; None:
+        os.environ.
+    complete: whether the model's folder must have a tokenizer and weights.
+
+    Raises ConfigError that lists all problems.
     """
     path = Path(path).expanduser()
     try:
@@ -75,7 +78,7 @@ def load_config(
     except yaml_lines.YamlProblem as problem:
         where = f"{path}:{problem.line}" if problem.line else str(path)
         raise ConfigError(f"{where}: {problem.message}", param=str(path)) from None
-    if parsed.data is None:  # cut short, or not the file that was meant
+    if parsed.data is None:  # the file was cut short, or is not the one that was meant
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
     arguments = str(path), path.parent, environment
@@ -88,33 +91,44 @@ def parse_config(
     *,
     check_files: bool = True,
 ) -> MantaConfig:
-    """Read, validate and check a configuration from a mapping, e.g. a Serve config file's `args`.
-    {} is all defaults. Raises ConfigError.
+    """Validate and check a configuration given as a mapping, such as `args` of a Serve config file.
 
-    check_files: whether to look at the files that it names; not for what was checked when it was
-        deployed, as they may have changed since, or be on another machine.
+    data: keys of the configuration; None or {}: all defaults.
+    environment: see `load_config`.
+    check_files: whether to check the files that it names. False for a configuration that was
+        checked when it was deployed: the files may have changed since, or be on another machine.
+
+    Raises ConfigError.
     """
     parsed = yaml_lines.YamlDocument(dict(data or {}))
     return _build(parsed, "configuration", Path.cwd(), environment, check_files=check_files)
 
 
 def parse_part(data: Mapping[str, Any]) -> MantaConfig:
-    """A part of a configuration that was checked as a whole. Its files may have changed since, and
-    a section may stand there without those that it was checked against. Raises ConfigError."""
+    """Return a part of a configuration that was checked as a whole.
+
+    Neither its files nor its sections against each other are checked again: files may have changed,
+    and other sections may be missing. Raises ConfigError.
+    """
     parsed = yaml_lines.YamlDocument(dict(data))
     return _build(parsed, "configuration", Path.cwd(), {}, check_files=False, whole=False)
 
 
 def named_config() -> MantaConfig | None:
-    """Load the file that the variable MANTA_CONFIG names; None if it names none. Raises
-    ConfigError."""
+    """Return the configuration in the file that MANTA_CONFIG names; None if the variable is not
+    set.
+
+    Raises ConfigError.
+    """
     path = os.environ.get("MANTA_CONFIG")
     return load_config(path) if path else None
 
 
 def default_config() -> MantaConfig:
-    """Load the file that the variable MANTA_CONFIG names, or return all defaults. Raises
-    ConfigError."""
+    """Return the configuration in the file that MANTA_CONFIG names, or all defaults without it.
+
+    Raises ConfigError.
+    """
     return named_config() or parse_config()
 
 
@@ -128,9 +142,13 @@ def _build(
     complete: bool = True,
     whole: bool = True,
 ) -> MantaConfig:
-    """Build the configuration from a parsed document. Raises ConfigError.
+    """Return the configuration of a parsed document.
 
+    source: name of the document, for error messages.
+    folder: folder that relative paths are resolved in first.
     whole: whether to check the sections against each other, too.
+
+    Raises ConfigError.
     """
     data = {} if parsed.data is None else parsed.data
     if not isinstance(data, dict):
@@ -170,9 +188,9 @@ def _build(
 
 
 def _check_files(config: MantaConfig, complete: bool) -> None:
-    """Check the models, folders of adapters, keys and the certificate. Raises ConfigError.
+    """Check the files of models, adapters, API keys and the certificate. Raises ConfigError.
 
-    complete: as in `load_config`.
+    complete: see `load_config`.
     """
     for name, part in config.each().items():
         with _under(f"models.{name}." if config.models else ""):
@@ -186,7 +204,7 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
 @contextmanager
 def _under(prefix: str) -> Iterator[None]:
-    """Put a prefix before the key of a ConfigError that is raised inside."""
+    """Prefix the key that a ConfigError raised inside is about."""
     try:
         yield
     except ConfigError as error:
@@ -195,10 +213,11 @@ def _under(prefix: str) -> Iterator[None]:
 
 
 def check_model_files(config: MantaConfig, complete: bool = True) -> None:
-    """Check one model without loading it, and its adapters' folders. Raises ConfigError, whose
-    param is a key of the model's.
+    """Check one model's files without loading them, and its adapters' folders.
 
-    complete: as in `load_config`.
+    complete: see `load_config`.
+
+    Raises ConfigError, whose param is a key of the model.
     """
     _check_model(config, complete)
     config.adapters.check_folders()
@@ -221,8 +240,13 @@ def _check_model(config: MantaConfig, complete: bool) -> None:
 
 
 def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) -> None:
-    """A relative path that exists beside the file or here becomes absolute: the cluster has another
-    directory."""
+    """Make a relative path of the configuration absolute if it exists, in place.
+
+    The cluster's processes have another working directory.
+
+    path: keys that lead to the value.
+    folder: folder of the configuration file.
+    """
     *parents, key = path
     for parent in parents:
         section = data.get(parent)
@@ -235,15 +259,20 @@ def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) ->
 
 
 def _beside(section: Any, key: str, folder: Path) -> None:
-    """A relative path that is yet to be made becomes one beside the file."""
+    """Make a relative path of a section absolute, beside the configuration file, in place.
+
+    The file or folder need not exist yet.
+    """
     value = section.get(key) if isinstance(section, dict) else None
     if isinstance(value, str) and value and "\0" not in value:
         section[key] = str((folder / Path(value).expanduser()).absolute())
 
 
 def _found(value: str, folder: Path) -> str:
-    """Return the absolute path of a file beside the configuration file or here; the path as it is
-    if the file is in neither place."""
+    """Return the absolute path of a file beside the configuration file or in the working directory.
+
+    Returns the path unchanged if the file is in neither place.
+    """
     if "\0" not in value:
         for base in (folder, Path.cwd()):
             path = base / Path(value).expanduser()
@@ -256,7 +285,7 @@ def _found(value: str, folder: Path) -> str:
 
 
 def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: str) -> str:
-    """Return a problem in a line: where, which key, what."""
+    """Return a problem as one line: file and line, key, message."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     line = parsed.line(loc)
     where = f"{source}:{line}" if line else source
@@ -279,7 +308,7 @@ def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: st
 
 
 def _known_keys(path: tuple[str | int, ...]) -> list[str]:
-    """The keys that a mapping at this path may have."""
+    """Return the keys that a mapping at this path may have."""
     if path and path[-1] == "engine":
         return list(engine_model().model_fields)
     section: type[BaseModel] = MantaConfig
@@ -298,7 +327,10 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
 
 
 def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
-    """Key -> the places where it may stand, of those that belong together with a wrong place."""
+    """Return the places where a misspelt or misplaced key may stand, by key.
+
+    Only places that belong to the same model are listed, the nearest two first.
+    """
     own = tuple(map(str, loc[:2])) if loc[0] == "models" and len(loc) > 2 else ()
     roots: list[tuple[tuple[str, ...], type[BaseModel]]] = [((), MantaConfig)]
     if own:
@@ -348,7 +380,7 @@ def _lookup(data: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:
-    """MANTA_<KEY> -> key path, for every single value of the configuration."""
+    """Return the key path of each environment variable MANTA_<KEY>, for every single value."""
     names: dict[str, tuple[str, ...]] = {}
     for key, field in MantaConfig.model_fields.items():
         kind = field.annotation

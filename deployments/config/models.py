@@ -1,5 +1,7 @@
-"""The configuration's models: every knob with its unit, default and reason. Frozen; an unknown key
-is an error. How a file becomes one of these is in load.py."""
+"""The configuration's models: every setting with its unit, default and reason.
+
+They are frozen, and an unknown key is an error. load.py reads a file into them.
+"""
 
 import re
 import typing
@@ -41,21 +43,22 @@ from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
-PART = "part"  # key of a validation's context: sections are not checked against each other
-_OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
-_OF_REQUESTS = frozenset({"seed", "generation_config"})  # decided where requests are read
+PART = "part"  # key of the validation context that turns off checks of sections against each other
+_OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
+# Fields that decide how requests are read, equal for all pools.
+_OF_REQUESTS = frozenset({"seed", "generation_config"})
 
 
 @cache
 def engine_model() -> type[BaseModel]:
-    """EngineConfig's fields as a pydantic model, so that its faults are reported like all
+    """Return EngineConfig's fields as a pydantic model, so that its errors are reported like
     others."""
     hints = typing.get_type_hints(EngineConfig)
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(EngineConfig):
         if field.name not in _OWNED_BY_TOP:
             kind = hints[field.name]
-            lists = typing.get_origin(kind) is tuple  # YAML has lists only
+            lists = typing.get_origin(kind) is tuple  # YAML has lists but no tuples
             fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
     return create_model("EngineOptions", __config__=SECTION, **fields)
 
@@ -76,7 +79,8 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield pydantic's errors, each error that is nested in another by itself."""
+    """Yield pydantic's errors one by one, with nested errors unpacked and their locations
+    joined."""
     for error in errors:
         if error["type"] != "nested":
             yield {**error}
@@ -374,8 +378,10 @@ class MantaConfig(Section):
         return self
 
     def _check_models(self) -> None:
-        """Check each model as if it were served alone, and that no two share a name. Raises
-        ValueError."""
+        """Check each model as if it were served alone, and that no two models share a name.
+
+        Raises PydanticCustomError with all errors.
+        """
         errors: list[Any] = []
 
         def wrong(message: str, *loc: str) -> None:
@@ -404,7 +410,7 @@ class MantaConfig(Section):
             raise PydanticCustomError("nested", "models", {"errors": errors})
 
     def of(self, name: str) -> "MantaConfig":
-        """The configuration of one of `models`, as if it were served alone."""
+        """Return the configuration of one of `models`, as if that model were served alone."""
         own = self.models[name]
         limits = {
             key: value for key in ModelLimitsConfig.model_fields
@@ -429,13 +435,13 @@ class MantaConfig(Section):
         )
 
     def each(self) -> dict[str, "MantaConfig"]:
-        """Every model's configuration as if it were served alone, by name."""
+        """Return each model's configuration as if it were served alone, by the model's name."""
         if self.models:
             return {name: self.of(name) for name in self.models}
         return {self.name(): self}
 
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
-        """Check that a replica's reservation suits its ranks. Raises ValueError."""
+        """Check that a replica's reserved GPUs and cores suit its ranks. Raises ValueError."""
         tensor, pipeline, nodes = self.divisions(pool)
         if pipeline % nodes:
             raise ValueError(
@@ -465,31 +471,30 @@ class MantaConfig(Section):
             )
 
     def sleeps(self, pool: PoolConfig) -> bool:
-        """Whether a replica without requests sleeps, with its weights in host memory."""
+        """Whether a replica of the pool sleeps when idle, with its weights in host memory."""
         return bool({**self.engine, **pool.engine}.get("sleep_in_host_memory"))
 
     def node_ranks(self, pool: PoolConfig) -> int:
-        """Parts of a model that each replica of a pool has on each of its nodes
-        (`EngineConfig.ranks_per_node`)."""
+        """Return how many ranks each node of a replica has (`EngineConfig.ranks_per_node`)."""
         tensor, pipeline, nodes = self.divisions(pool)
         return tensor * pipeline // nodes
 
     def divisions(self, pool: PoolConfig) -> tuple[int, int, int]:
-        """tensor_parallel, pipeline_parallel and pipeline_nodes of a pool."""
+        """Return tensor_parallel, pipeline_parallel and pipeline_nodes of a pool."""
         engine = {**self.engine, **pool.engine}
         keys = ("tensor_parallel", "pipeline_parallel", "pipeline_nodes")
         tensor, pipeline, nodes = (int(engine.get(key, 1)) for key in keys)
         return tensor, pipeline, nodes
 
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
-        """EngineConfig's fields for a pool, model and revision included."""
+        """Return EngineConfig's fields for a pool, including model, revision and log_level."""
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **self.engine, **pool.engine}
 
     def pools_on(self, gpus: float) -> dict[PoolKind, PoolConfig]:
-        """The pools, their device and quantization decided.
+        """Return the pools by kind, with device and quantization resolved.
 
-        gpus: GPUs of a machine, which decide where the configuration says nothing.
+        gpus: GPUs of a machine, which decide the kind of a pool that is not configured.
         """
         named: dict[PoolKind, PoolConfig] = dict(self.pools)
         if not named:
@@ -499,9 +504,10 @@ class MantaConfig(Section):
         return {kind: self.decided(kind, pool) for kind, pool in named.items()}
 
     def decided(self, kind: PoolKind, pool: PoolConfig) -> PoolConfig:
-        """A pool of this kind with its device, and its quantization where that depends on the
-        others: an answer goes on with the same weights only, so that pools on GPUs and CPUs take
-        the same."""
+        """Return a pool with its device, and its quantization if that depends on the other pools.
+
+        A request may continue only with equal weights, so pools on GPUs and CPUs must use the same.
+        """
         engine = {"device": "cuda" if kind == "gpu" else "cpu", **pool.engine}
         asked = {**self.engine, **engine}.get("quantization", "auto")
         if asked == "auto" and kind == "cpu" and "gpu" in self.pools:
@@ -509,19 +515,20 @@ class MantaConfig(Section):
         return pool.model_copy(update={"engine": engine})
 
     def kept_blocks(self, gpus: float) -> list[bool]:
-        """Whether the pools keep the blocks of a GGUF file, sorted and without repeats.
+        """Return whether pools keep a GGUF file's blocks, as sorted distinct values.
 
-        gpus: as in pools_on.
+        gpus: see `pools_on`.
         """
         pools = self.pools_on(gpus).values()
         return sorted({keeps_blocks(self.engine_options(pool)) for pool in pools})
 
     def queue_seconds(self) -> float:
-        """The seconds of `limits.queue_seconds`, or three quarters of `scaling.ttft`."""
+        """Return the longest queueing time in seconds: `limits.queue_seconds`, or 0.75 of
+        `scaling.ttft`."""
         return self.limits.queue_seconds or 0.75 * self.scaling.ttft
 
     def name(self) -> str:
-        """The name by which requests call the model."""
+        """Return the name by which requests call the model."""
         if self.served_name is not None:
             return self.served_name
         if self.model == "default":
@@ -531,8 +538,10 @@ class MantaConfig(Section):
 
 
 def _check_sleep(kind: PoolKind, pool: PoolConfig) -> None:
-    """Check that a pool's replicas can sleep, and that others can use the device meanwhile. Raises
-    ValueError."""
+    """Check that a pool's replicas can sleep, and that others can use the device meanwhile.
+
+    Raises ValueError.
+    """
     where = f"pools.{kind}: engine.sleep_in_host_memory is on"
     if pool.max_replicas is not None and not pool.min_replicas:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""The certificate that the proxy shows: checked before anything is started, and trusted by our own
-probe of the proxy."""
+"""Checks of the proxy's TLS certificate before a start, and the client context that trusts it."""
 
 import ssl
 from pathlib import Path
@@ -8,8 +7,10 @@ from engine.errors import ConfigError
 
 
 def check_certificate(certificate: str, key: str) -> None:
-    """Check that a server can use the two files and a client would take them today. Names and
-    signers are not checked. Raises ConfigError (param http.tls.certificate or .key)."""
+    """Check that a server can use a certificate and key, and that clients would accept them today.
+
+    Names and issuers are not checked. Raises ConfigError (param http.tls.certificate or .key).
+    """
     for name, path in (("certificate", certificate), ("key", key)):
         param = f"http.tls.{name}"
         try:
@@ -38,11 +39,14 @@ def check_certificate(certificate: str, key: str) -> None:
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """Trusts a server that has this certificate, under any name, and no other. Raises
-    ssl.SSLError, OSError."""
+    """Return an SSL context that trusts a server with this certificate, under any name, and no
+    other.
+
+    Raises ssl.SSLError, OSError.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be a root
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate need not be a root
     context.load_verify_locations(certificate)
     return context
 
@@ -53,7 +57,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
         client.wrap_bio(to_client, to_server),
         server.wrap_bio(to_server, to_client, server_side=True),
     )
-    for _ in range(3):  # flights of TLS 1.3 and 1.2
+    for _ in range(3):  # enough flights for TLS 1.3 and 1.2
         for end in ends:
             try:
                 end.do_handshake()

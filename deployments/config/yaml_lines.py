@@ -1,8 +1,8 @@
-"""A YAML subset with line numbers: mappings, lists and plain values, and nothing that can surprise.
+"""A parser of a YAML subset that keeps line numbers: mappings, lists and plain values.
 
-Built from parser events with an explicit stack, so depth, size and repetition are bounded and no
-object of a type that a file names is ever made. Refused: anchors and aliases (bombs), tags, two
-documents, duplicate keys.
+It builds values from parser events with an explicit stack, so that depth, size and repetition are
+bounded, and no object of a type named by the file is made. Anchors and aliases, tags, second
+documents and duplicate keys are refused.
 """
 
 import math
@@ -22,9 +22,7 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-MAX_BYTES = (
-    2**16
-)  # a configuration is a page; the pure Python parser takes half a second for this much
+MAX_BYTES = 2**16  # one page is usual; the pure Python parser takes half a second for this size
 _MAX_DEPTH = 16
 
 Path = tuple[str | int, ...]
@@ -41,7 +39,10 @@ _WORDS: dict[str, bool | None] = {
 
 
 class YamlProblem(Exception):
-    """A fault of the file, and where: line is 1-based, 0 if unknown."""
+    """A fault of the file.
+
+    line: line number from 1; 0: unknown.
+    """
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -51,17 +52,18 @@ class YamlProblem(Exception):
 
 @dataclass(slots=True)
 class YamlDocument:
-    """A parsed file.
+    """A parsed YAML file.
 
-    data: dicts, lists, str, int, float, bool, None.
-    lines: key path -> line of the key (or the list item).
+    data: the content as dict, list, str, int, float, bool and None.
+    lines: line of each key or list item, by key path.
     """
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
 
     def line(self, path: Path) -> int:
-        """The line of a key path, or of its nearest ancestor that is in the file; 0 if none is."""
+        """Return the line of a key path, or of its nearest ancestor that is in the file; 0 if none
+        is."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
@@ -69,7 +71,7 @@ class YamlDocument:
 
 
 def parse(text: str) -> YamlDocument:
-    """Raises YamlProblem at the first fault."""
+    """Parse a YAML text. Raises YamlProblem at the first fault."""
     if len(text) > MAX_BYTES:
         raise YamlProblem(0, f"more than {MAX_BYTES // 1024} KiB")
     result = YamlDocument()
@@ -119,7 +121,8 @@ class _OpenNode:
 def _add(
     result: YamlDocument, stack: list[_OpenNode], value: Any, line: int, key: str | None = None
 ) -> Path:
-    """Put a value where it belongs, or take it as a key. Returns its path."""
+    """Add a value to the innermost open mapping or list, or take it as its next key; return its
+    path."""
     if not stack:
         result.data = value
         return ()
@@ -155,7 +158,10 @@ def _value(event: ScalarEvent, line: int) -> str | int | float | bool | None:
 
 
 def plain_value(text: str, line: int = 0) -> str | int | float | bool | None:
-    """Return what an unquoted scalar means: YAML 1.2's core schema."""
+    """Return the value of an unquoted scalar by YAML 1.2's core schema.
+
+    Raises YamlProblem for a number that is too long or not finite.
+    """
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):

@@ -1,7 +1,7 @@
-"""plan(model, config, device) -> Plan: what an engine will do with its memory, without loading it.
+"""plan: an engine's use of memory on a device, computed without loading the model.
 
-The sum is the engine's own (`engine.runner.memory.plan_memory`), over a model of the same parts
-that takes no memory. What the engine measures at its start is estimated.
+The calculation is the engine's own (`engine.runner.memory.plan_memory`), for a model whose tensors
+take no memory. Values that the engine measures at its start are estimated.
 """
 
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from engine.config.model_config import ModelConfig
 from engine.config.quantized import KEY
 from engine.errors import ConfigError
 
-if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
+if TYPE_CHECKING:  # importing torch takes seconds, and `manta --help` does not need it
     from engine.models.registry import Model
     from engine.resolve import Resolved
     from engine.runner.memory import MemoryPlan
 
 GIB = 1 << 30
 
-# Bytes that the driver reports as total, not the ones on the box.
+# Total bytes as the driver reports them, which are fewer than advertised.
 GPUS = {
     "b200": int(178.4 * GIB),
     "h200": int(139.8 * GIB),
@@ -36,7 +36,7 @@ GPUS = {
     "l4": int(22.0 * GIB),
     "t4": int(14.6 * GIB),
 }
-# Compute capability of CUDA.
+# CUDA compute capabilities.
 _CAPABILITIES = {
     "b200": (10, 0),
     "h200": (9, 0),
@@ -49,47 +49,47 @@ _CAPABILITIES = {
     "t4": (7, 5),
 }
 
-_CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # and libraries' workspaces
+_CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including libraries' workspaces
 _CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU of `memory` bytes, or a CPU machine with so much free."""
+    """A GPU with `memory` bytes, or a CPU machine with that many bytes free."""
 
     name: str
     kind: str  # "cuda" or "cpu"
     memory: int  # bytes
-    cores: int = 0  # of a CPU machine; 0 = unknown
-    capability: tuple[int, int] | None = None  # of CUDA; None = unknown
+    cores: int = 0  # cores of a CPU machine; 0: unknown
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None: unknown
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
-        """Return the hardware of a GPU that GPUS names."""
+        """Return the hardware of a GPU by its name in GPUS."""
         return cls(name.upper(), "cuda", GPUS[name], capability=_CAPABILITIES[name])
 
 
 class DoesNotFit(ConfigError):
-    """A device has less memory than a model, or one request of full length, needs."""
+    """An error: a model, or one request of full length, needs more memory than the device has."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """The memory of one replica's engine on a device.
 
-    memory: bytes by purpose, as the engine's own table; on GPUs, those of the rank with the least
-        room; on the CPU, those of all ranks of the node with the least.
-    dtype: dtype of what is not quantised.
-    weights_kind: what weights are kept in, in words.
-    products: the GEMM of quantised weights on the device, a line for each format.
-    active_parameters: parameters that a token meets, fewer than all in a mixture of experts.
-    kv_per_token: (what is kept, layers, bytes) of each kind of layers, of the same rank on GPUs and
-        of all ranks on the CPU; a token that has left a window takes nothing there.
+    memory: bytes by purpose, as in the engine's own table; on GPUs for the rank with the least
+        room, on CPUs for all ranks of the node with the least room.
+    dtype: dtype of the tensors that are not quantised.
+    weights_kind: description of the weights' format.
+    products: descriptions of the GEMM kernels for quantised weights, one per format.
+    active_parameters: parameters that one token uses; fewer than all in a mixture of experts.
+    kv_per_token: (tokens that are kept, layers, bytes) for each kind of layer; on GPUs for the same
+        rank as `memory`, on CPUs for all ranks. Tokens outside an attention window take nothing.
     ranks: number of ranks that the model is divided among.
-    stages: number of pipeline stages that the ranks form.
-    nodes: number of nodes that a replica has equally many ranks on.
-    states: number of recurrent layers, and bytes of a request's state in all of them.
-    snapshots: number of snapshots of states, with which prefixes are found.
+    stages: number of pipeline stages.
+    nodes: number of nodes of a replica, each with equally many ranks.
+    states: (number of recurrent layers, bytes of one request's state in all of them).
+    snapshots: number of state snapshots that the prefix cache can hold.
     """
 
     device: Hardware
@@ -128,12 +128,12 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """The number of tokens of typical requests the KV cache holds."""
+        """The number of tokens of typical requests that the KV cache holds."""
         return self.memory.positions * self.memory.block_size
 
     @property
     def full_length_requests(self) -> float:
-        """The number of requests of max_model_len tokens fit at once."""
+        """The number of requests of max_model_len tokens that the KV cache holds at once."""
         groups, size = self.memory.groups, self.memory.block_size
         assert groups is not None
         if groups.num_whole == len(groups.groups):
@@ -150,8 +150,10 @@ class EnginePlan:
 
     @property
     def replicas_per_node(self) -> int:
-        """Return how many replicas a node holds: by its GPUs, or on a CPU by its memory and a core
-        for each rank. Where a replica is on several nodes, as many nodes hold this number."""
+        """The number of replicas that fit on a node, or on the group of nodes that a replica spans.
+
+        It is bounded by GPUs, or on a CPU by memory and one core per rank.
+        """
         if self.device.kind == "cuda":
             return self.devices_per_node // self.ranks_per_node
         by_memory = self.device.memory // self.used
@@ -166,10 +168,12 @@ def plan(
     *,
     devices_per_node: int | None = None,
 ) -> EnginePlan:
-    """Plan the memory of an engine on a device. Raises DoesNotFit, with the bytes needed and the
-    ways out, and ConfigError for what the engine would refuse there.
+    """Return the memory plan of an engine on a device.
 
-    devices_per_node: GPUs of a node; None = as many as a replica has there.
+    devices_per_node: GPUs of a node; None: as many as a replica uses there.
+
+    Raises DoesNotFit with the bytes needed and suggestions, and ConfigError for what the engine
+    would refuse on this device.
     """
     import torch
 
@@ -184,7 +188,7 @@ def plan(
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
         kinds = []
-        # A GPU holds a rank's, the CPU all those of a node.
+        # A GPU holds one rank; a CPU node holds all of its ranks.
         for stage in range(0, resolved.stages, 1 if cuda else config.stages_per_node):
             part = _outline(resolved, stage)
             check_weights(parts_here(resolved, part), device.memory - others[1])
@@ -195,7 +199,8 @@ def plan(
         memory, part = min(kinds, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
-        if error.param == KEY:  # a matrix that its format cannot have, whatever the memory
+        # A matrix whose shape its format does not support, whatever the memory.
+        if error.param == KEY:
             raise
         raise DoesNotFit(
             f"does not fit on {device.name}: {error.message}", param=error.param
@@ -221,7 +226,7 @@ def plan(
     linears, experts = _matrices(whole)
     quantized = model.quantized
     if quantized is not None:
-        # Only of GGUF blocks is an embedding kept as linear layers are.
+        # An embedding is stored like linear layers only with GGUF blocks.
         table = [whole.config.record.tensors["embedding"].names[0]] * (quantized.method == "gguf")
         quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
@@ -262,7 +267,7 @@ def plan(
 
 
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:
-    """The checkpoint names of linear layers and of experts, without ".weight"."""
+    """Return the checkpoint names of linear layers and of experts, without ".weight"."""
     linears = [part.name for spec in model.matrices() for part in spec.parts]
     experts = [
         source.name.removesuffix(".weight")
@@ -273,8 +278,10 @@ def _matrices(model: "Model") -> tuple[list[str], list[str]]:
 
 
 def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:
-    """Return the least tensor_parallel with which a model fits, of 2, 4 and 8 times the configured
-    one; None if it fits with none."""
+    """Return the smallest tensor_parallel with which a model fits; None if it fits with none.
+
+    2, 4 and 8 times the configured value are tried.
+    """
     for factor in (2, 4, 8):
         ranks = factor * config.tensor_parallel
         try:
@@ -286,8 +293,11 @@ def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -
 
 
 def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
-    """Check that the engine would take the weights in a folder. Only headers are read: a NaN is
-    found when the weights are loaded. Raises ConfigError, naming file and tensor."""
+    """Check that the engine would accept the weight files in a folder, by their headers alone.
+
+    NaN values are found only when the weights are loaded. Raises ConfigError that names file and
+    tensor.
+    """
     import torch
 
     from engine.resolve import decide
@@ -308,7 +318,7 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
     )
 
 
-@lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
+@lru_cache(maxsize=8)  # a price list has dozens of node types for the same configuration
 def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     from engine.runner.memory import outline
 
@@ -316,10 +326,9 @@ def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
-    """Check that there is such a quantisation for this model and kind of device. Raises
-    ConfigError."""
+    """Check that the quantisation exists for this model and kind of device. Raises ConfigError."""
     if config.quantization in ("auto", "none") and model.quantized is None:
         return
-    from engine.quantization import registry  # with torch
+    from engine.quantization import registry  # imports torch
 
     registry.check_quantization(config.quantization, kind, model.quantized)

@@ -1,6 +1,8 @@
-"""The costs of a pool: which node types hold its replicas, how many, and the price of an hour and
-of a million tokens. Prices are a dated file. Throughput is only what was measured and written
-down."""
+"""The costs of a pool: which node types hold its replicas, and the price per hour and million
+tokens.
+
+Prices come from a dated file. Throughput is given only where it was measured.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,9 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = _CONFIGS / "prices.yaml"
 SPEEDS = _CONFIGS / "speeds.yaml"
 
-_HOST_SHARE = 0.9  # of a node's memory is there for replicas; the rest is the system's and Ray's
+_HOST_SHARE = 0.9  # share of a node's memory for replicas; the system and Ray take the rest
 
-# Sizes of the models that speeds.yaml names: layers, width, heads, KV heads, vocabulary.
+# Dimensions of the models in speeds.yaml: layers, width, heads, KV heads, vocabulary.
 _MEASURED = {
     "llama-8b": (32, 4096, 32, 8, 128256),
     "qwen3-0.6b": (28, 1024, 16, 8, 151936),
@@ -29,9 +31,9 @@ _MEASURED = {
 
 
 class NodeType(BaseModel):
-    """A node type: one row of the price list.
+    """A node type, a row of the price list.
 
-    hour: price of an hour.
+    hour: price per hour.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,14 +46,14 @@ class NodeType(BaseModel):
     hour: float = Field(gt=0)
 
     def device(self) -> Hardware:
-        """The hardware of one replica of a GPU pool, or of all replicas of a CPU pool."""
+        """Return the hardware of one replica of a GPU pool, or of all replicas of a CPU pool."""
         if self.gpu is not None:
             return Hardware.gpu(self.gpu)
         return Hardware(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
 
 
 class Prices(BaseModel):
-    """The price list."""
+    """A price list of node types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,8 +64,8 @@ class Prices(BaseModel):
 
     @classmethod
     def load(cls, path: Path | None = None) -> "Prices":
-        """Read a price list, by default the package's. Raises ConfigError naming the file, the line
-        and the key."""
+        """Read a price list, by default the package's. Raises ConfigError that names file, line and
+        key."""
         path = DEFAULT if path is None else path
         try:
             parsed = yaml_lines.parse(path.read_text("utf-8"))
@@ -91,8 +93,8 @@ class Prices(BaseModel):
 class NodeOffer:
     """A pool on one node type.
 
-    replicas: replicas that fit on a node, or on as many nodes as a replica has.
-    tokens_per_second: measured output tokens/s of one replica; None where nothing was measured.
+    replicas: replicas that fit on one node, or on the group of nodes that a replica spans.
+    tokens_per_second: measured output tokens/s of one replica; None if nothing was measured.
     """
 
     node: NodeType
@@ -111,7 +113,7 @@ class NodeOffer:
         return self.replica_hour / (self.tokens_per_second * 3600) * 1e6
 
     def hour(self, replicas: int) -> float:
-        """Return the price of an hour of so many replicas, in whole nodes."""
+        """Return the hourly price of `replicas` replicas, in whole nodes."""
         return -(-replicas // self.replicas) * self.plan.nodes * self.node.hour
 
 
@@ -123,7 +125,10 @@ def offers(
     prices: Prices,
     speeds: Path = SPEEDS,
 ) -> list[NodeOffer]:
-    """The node types that can hold a pool ("gpu" or "cpu"), the cheapest replica first."""
+    """Return the node types that can hold a pool, the cheapest replica first.
+
+    kind: kind of the pool, "gpu" or "cpu".
+    """
     measured = _throughputs(model, speeds)
     options = []
     for node in prices.nodes:
@@ -135,7 +140,7 @@ def offers(
             continue
         replicas = _replicas(kind, pool, node, fits)
         if replicas:
-            # Measured with one device a replica.
+            # Speeds were measured with one device per replica.
             alone = fits.ranks == 1
             speed = measured.get((node.gpu or node.name, fits.dtype)) if alone else None
             options.append(NodeOffer(node, fits, replicas, speed))
@@ -143,11 +148,11 @@ def offers(
 
 
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
-    """The replicas that Ray places on a node, by what each reserves."""
+    """Return the number of replicas that Ray places on a node, by what each reserves."""
     if kind == "gpu":
         by_gpus = int(node.gpus / (pool.num_gpus or fits.ranks_per_node))
         return min(by_gpus, int(node.cpus / (pool.num_cpus or fits.ranks_per_node)))
-    # Without a number a replica takes a whole node's cores.
+    # Without num_cpus a replica takes all cores of a node.
     return min(fits.replicas_per_node, int(node.cpus / (pool.num_cpus or node.cpus)))
 
 
@@ -161,9 +166,10 @@ class _Speed(BaseModel):
 
 
 def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]:
-    """(GPU, dtype) -> output tokens/s of one replica on the chat workload, the engine alone.
+    """Return the measured output tokens/s of one replica by (GPU, dtype), on the chat workload.
 
-    Raises OSError and ValidationError: the file is a part of the package.
+    The engine alone was measured, without routers. Raises OSError and ValidationError for a broken
+    file, which is a part of the package.
     """
     sizes = (
         model.num_layers,
