@@ -1,4 +1,4 @@
-"""The Serve application: the only place where the parts are wired.
+"""The Serve application, the only place where its parts are wired together.
 
 From a shell:    serve run deployments.app:build config=manta.yaml
 As Serve's file: MANTA_CONFIG=manta.yaml serve build deployments.app:app
@@ -77,24 +77,25 @@ logger = logging.getLogger("manta.app")
 
 
 def build(config: str | dict[str, Any] | MantaConfig) -> Application:
-    """Return the application of a configuration.
+    """Return the Serve application of a configuration.
 
-    config: a file's path, its content, or Serve's arguments {"config": either}
+    config: a file's path, a mapping of keys, or Serve's arguments {"config": path or mapping}
 
-    Raises ConfigError, before anything is started.
+    Raises ConfigError before anything is started.
     """
     return assemble(as_config(config))
 
 
 def __getattr__(name: str) -> Application:
-    """Return `app`: the application of MANTA_CONFIG, for tools that take no arguments."""
+    """Return `app`, the application of the file in MANTA_CONFIG, for tools that pass no
+    arguments."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build(default_config())
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
-    """Return the configuration of anything that `build` takes. Raises ConfigError."""
+    """Return the configuration in any form that `build` takes. Raises ConfigError."""
     if isinstance(config, MantaConfig):
         return config
     if isinstance(config, Mapping):
@@ -105,11 +106,12 @@ def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConf
 
 
 def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
-    """Return the application of a configuration, with a choice of what each replica runs.
+    """Return the application of a one-model configuration.
 
-    prepare: the function that returns a replica's EngineConfig, called on the replica's machine
+    prepare: function that returns a replica's EngineConfig, called on the replica's machine; None
+        for the default
 
-    Raises ConfigError for several models, which are several applications.
+    Raises ConfigError for several models, as each is an application of its own.
     """
     if config.models:
         raise ConfigError(
@@ -125,7 +127,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
 def build_routers(config: Any) -> Application:
     """Return the application of the routers of several models.
 
-    The engines are applications of their own.
+    Each model's engines are an application of their own.
 
     config: Serve's arguments
     """
@@ -133,25 +135,31 @@ def build_routers(config: Any) -> Application:
 
 
 def build_engines(config: Any) -> Application:
-    """Return the application of one model's engines, beside others. config: Serve's arguments."""
+    """Return the application of one model's engines, at an endpoint of several models.
+
+    config: Serve's arguments
+    """
     engines = engine_deployments(_of_arguments(config), NodeCapacity.here())
     return deployment(ModelApplication).options(name=model_applications.MODEL).bind(*engines)
 
 
 class ModelApplication:
-    """The deployment that holds the pools of a model together in Serve.
+    """A deployment that makes one Serve application of a model's pools.
 
-    The deployment never runs: `model_application` gives it no replicas.
+    It never runs: `model_application` gives it no replicas.
     """
 
     def __init__(self, *engines: Any) -> None: ...
 
     def reconfigure(self, user_config: Any) -> None:
-        """Do nothing: Serve wants this method beside a user_config; see model_applications.py."""
+        """Do nothing: Serve requires this method of a deployment that has a user_config."""
 
 
 def _of_arguments(config: Any) -> MantaConfig:
-    """Return the configuration in Serve's arguments, a part of one that was checked as a whole."""
+    """Return the configuration in Serve's arguments.
+
+    Values are parsed but not checked as a whole: they are a part of a checked configuration.
+    """
     section = config["config"] if isinstance(config, Mapping) and "config" in config else config
     return parse_part(section)
 
@@ -161,7 +169,7 @@ def _routers(
 ) -> Application:
     """Return the application of the routers.
 
-    models: the served models; None where they come and go (model_applications.py)
+    models: the served models; None if models are added and removed at run time
     """
     http = config.http
     key_files = {
@@ -174,11 +182,11 @@ def _routers(
         name="router",
         num_replicas=config.router.replicas,
         ray_actor_options={"num_cpus": config.router.num_cpus},
-        # The routers refuse by their own limits, with a proper answer.
+        # The routers refuse earlier, by their own limits, with an error in the client's format.
         max_ongoing_requests=2 * config.limits.in_flight,
-        # A stream cannot move to another router, because the connection is this one's. In an update
-        # the new ones start first, and the old ones stay while something streams; if the engines
-        # leave too, that ends soon.
+        # An open stream cannot move to another router, because its connection ends here. In an
+        # update new routers start first, and old ones stay while they stream. If the engines leave,
+        # too, the streams end soon.
         max_surge_percent=model_deployments.SURGE,
         graceful_shutdown_wait_loop_s=model_deployments.DRAIN_POLL,
         graceful_shutdown_timeout_s=config.http.max_stream_seconds + model_deployments.KILL_MARGIN,
@@ -217,7 +225,10 @@ def _routers(
 
 
 def _changes(base: MantaConfig) -> ChangeModels:
-    """Return the ChangeModels of an endpoint. base: the configuration without its models."""
+    """Return the functions that change the models of a running endpoint.
+
+    base: the configuration without its models
+    """
     app = base.app_name
     return ChangeModels(
         partial(put_model, base), partial(drop_model, app), partial(model_applications.trouble, app)
@@ -225,15 +236,15 @@ def _changes(base: MantaConfig) -> ChangeModels:
 
 
 def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
-    """Add a model to a running endpoint of several models, or change it.
+    """Add a model to a running endpoint of several models, or change it. Other models stay.
 
-    The other models stay as they are. The models of base do not matter, and neither does what its
-    keys files have become since it was deployed. Needs a connection to Ray, and blocks.
+    The models of `base` are ignored, and key files that changed since the deployment are not read.
+    Needs a connection to Ray, and blocks.
 
     base: the configuration of the endpoint
     section: the keys of `models.NAME`
 
-    Raises ConfigError: naming the keys without `models.NAME`.
+    Raises ConfigError, whose parameter is a key without the prefix `models.NAME`.
     """
     before = f"models.{name}."
     try:
@@ -262,9 +273,9 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
 
 
 def drop_model(app: str, name: str) -> None:
-    """Take a model out of a running endpoint of several models.
+    """Remove a model from a running endpoint of several models.
 
-    The model's replicas end when what they answer has ended, after `limits.drain_seconds` at the
+    Its replicas end once their running requests have ended, after `limits.drain_seconds` at the
     latest. Needs a connection to Ray, and blocks.
 
     Raises MantaError (model_not_found).
@@ -298,11 +309,11 @@ def serve_config(
 ) -> dict[str, Any]:
     """Return Serve's config schema (ServeDeploySchema) for a configuration.
 
-    one_machine: whether Ray has no other machine and its processes got `cluster_environment`. There
-        haproxy is told itself where to listen, and the routers behind it listen on loopback
+    one_machine: whether Ray runs on this machine only and its processes have `cluster_environment`;
+        haproxy is then told where to listen, and the routers behind it listen on loopback
 
-    Deploying by the schema again restarts nothing if only counts and limits of replicas differ:
-    they stand outside the arguments. Whatever changes there or in the policy restarts every
+    Replica counts and limits stand outside the application's arguments. Deploying a schema that
+    differs in these alone restarts nothing; any other change of arguments or policy restarts every
     replica.
     """
     config = as_config(config)
@@ -334,12 +345,12 @@ def serve_config(
 
 
 def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
-    """Return the application of one model's routers and engines, in Serve's schema."""
+    """Return Serve's schema of one model's application: routers and engines."""
     resolved = _resolved(config, machine)
     routers = config.router.replicas
     policy = _policy(config, resolved)
-    # One policy for all pools, and the routers' reports for it: Serve collects only what is
-    # autoscaled, so they are, between one number and the same.
+    # One policy scales all pools and needs the routers' reports. Serve collects reports of
+    # autoscaled deployments only, so the routers are autoscaled between equal bounds.
     counts = (
         {"autoscaling_config": autoscaling.counts(routers, routers)}
         if policy
@@ -356,7 +367,7 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
 
 
 def _routers_application(config: MantaConfig) -> dict[str, Any]:
-    """Return the application of several models' routers, in Serve's schema."""
+    """Return Serve's schema of the application of several models' routers."""
     counted = config.model_copy(update={"router": _uncounted(config.router), "models": {}})
     return {
         "name": config.app_name,
@@ -370,15 +381,15 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
 def model_application(
     config: MantaConfig, machine: NodeCapacity, *, added: bool = False
 ) -> dict[str, Any]:
-    """Return the application of the engines of one of several models, in Serve's schema.
+    """Return Serve's schema of the application of one model's engines, at an endpoint of several.
 
-    config: the configuration of the model, as of `MantaConfig.of`
-    added: whether the model is added to a running endpoint, by hand
+    config: the configuration of this model, from `MantaConfig.of`
+    added: whether the model is added to a running endpoint over the API
     """
     resolved = _resolved(config, machine)
     whole = config.model_copy(update={"replicas": 1, "pools": resolved})
     http, router, limits = config.http, config.router, config.limits
-    # What engines do not need is not theirs: a change of it would restart them.
+    # Keys that engines do not need are left out: changing an argument would restart the engines.
     sleeps = any(map(config.sleeps, resolved.values()))
     idle = {"idle_seconds": config.scaling.idle_seconds} if sleeps else {}
     held = {"wait_seconds": router.wait_seconds} if sleeps else {}
@@ -407,7 +418,8 @@ def model_application(
         "args": {"config": _arguments(engines, resolved)},
         "deployments": [
             *_counts(resolved),
-            # Serve takes no fixed number of 0. Nothing asks this one, so none is ever started.
+            # Serve accepts no fixed number of 0 replicas. Nothing calls this deployment, so none
+            # starts.
             {
                 "name": model_applications.MODEL,
                 "autoscaling_config": autoscaling.counts(0, 1),
@@ -432,7 +444,7 @@ def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfi
 
 
 def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """Return the configuration without counts, as arguments of an application."""
+    """Return the application's arguments: the configuration without replica counts."""
     counted = config.model_copy(
         update={"router": _uncounted(config.router), "pools": {}, "replicas": 1}
     )
@@ -445,15 +457,15 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """Return the routers' section with a count that says nothing.
+    """Return the routers' section with the replica count 1, so that counts do not change arguments.
 
-    The count is 1, which suits every other key, because arguments are parsed and checked again.
+    1 suits every other key, and the arguments are checked again when they are parsed.
     """
     return router.model_copy(update={"replicas": 1})
 
 
 def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
-    """Yield the number of replicas of each pool, in Serve's schema."""
+    """Yield Serve's schema of each pool's deployment: its name and replica count."""
     for name, pool in resolved.items():
         options = (
             {"autoscaling_config": autoscaling.limits(pool)}
@@ -476,19 +488,19 @@ def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str
 
 
 def deploy(schema: Mapping[str, Any]) -> None:
-    """Do what `serve deploy` does with such a schema, without the dashboard that it needs.
+    """Deploy a schema as `serve deploy` does, but without the dashboard that this command needs.
 
-    Serve is started if it is not there. Deploying a changed configuration again restarts only what
-    changed. Other applications of the cluster stay as they are. Needs a connection to Ray.
+    Starts Serve if it is not running. Deploying a changed configuration restarts only what changed.
+    Other applications of the cluster stay as they are. Needs a connection to Ray.
 
-    Raises ConfigError if an application cannot stand beside what is there; see
+    Raises ConfigError if an application conflicts with a running one; see
     `coexistence.check_beside`.
     """
     from ray.serve.context import _get_global_client
 
     serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
     client = _get_global_client()
-    assert client is not None  # it was started in the line above
+    assert client is not None  # started above
     coexistence.check_port(schema["http_options"]["port"], client.http_config.port)
     with coexistence.deploying():
         there = model_applications.applications()
@@ -498,9 +510,11 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Make Serve's applications those of the schema, and the others of `there`.
+    """Make Serve's applications those of the schema and, unchanged, the others of `there`.
 
-    Called within `coexistence.deploying`.
+    Call it within `coexistence.deploying`.
+
+    there: Serve's schema of each running application, by name
     """
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema

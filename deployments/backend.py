@@ -1,7 +1,7 @@
-"""Backend: the interface between the HTTP API (and the Python client) and what runs the requests.
+"""Backend: the interface between the HTTP API or the Python client and what runs the requests.
 
-Of what is behind it, `api/` knows this file, and the adapters' records in `deployments/adapters/`.
-Tests drive it with a fake; the router implements it over channels to engine replicas.
+`api/` imports nothing else of the serving layer but the adapter records in `deployments/adapters/`.
+Tests use a fake backend; the router implements it over channels to engine replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,79 +20,83 @@ DRAINING = "the service is about to stop"
 
 
 def draining() -> Overloaded:
-    """Return the error of a request that comes while the service stops."""
+    """Return the error of a request that arrives while the service is shutting down."""
     return Overloaded(DRAINING, code="draining", retry_after=5)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A name that requests may use for a model."""
+    """The description of one name that requests may use for a model."""
 
     id: str
-    max_model_len: int  # tokens, prompt and output; an adapter's virtual tokens are taken off
-    vocab_size: int  # width of the logits; token ids are below it
+    max_model_len: int  # tokens of prompt and output, less an adapter's virtual tokens
+    vocab_size: int  # width of the logits; token ids are smaller
     eos_token_ids: tuple[int, ...]
     created: int  # Unix seconds
     root: str = ""
     parent: str | None = None  # base model of an adapter
-    seed: int | None = None  # EngineConfig's, of the replicas
-    fingerprint: str = ""  # of weights and server: with a seed, what the same numbers depend on
-    pooling: Pooling | None = None  # how texts become vectors; None: they do not
-    vector_size: int = 0  # elements of a vector
-    aliases: tuple[str, ...] = ()  # patterns of other names for it; an adapter's are not used
+    seed: int | None = None  # EngineConfig.seed of the replicas
+    fingerprint: str = ""  # hash of weights and server; equal outputs need an equal seed, too
+    pooling: Pooling | None = None  # how texts become embeddings; None: the model makes none
+    vector_size: int = 0  # elements of an embedding
+    aliases: tuple[str, ...] = ()  # patterns of other names for the model; not used for adapters
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A prompt, validated and tokenised. n choices of it are generated with one seed."""
+    """A validated and tokenised prompt, of which n choices are generated with one seed."""
 
-    request_id: str  # the caller's or ours; for logs and headers only, never a key in a table
+    # The caller's or ours; used in logs and headers only, never as a key of a table.
+    request_id: str
     model: str
     token_ids: list[int]
     params: SamplingParams
     seed: int  # resolved
     cache_salt: str = ""
-    adapter: AdapterRecord | None = None  # as it was pinned: a move keeps the same weights
+    # With a fixed revision, so that another replica uses the same weights.
+    adapter: AdapterRecord | None = None
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
-    key: str = ""  # the tenant: waiting requests are served in turn by key
-    owner: str = ""  # digest of the API key, which alone may ask what became of the request
-    stream: str = ""  # replicas keep its tokens under this name for a while; "": they do not
-    # Of a resumed stream: the tokens that each choice begins with; None: the choice has ended.
+    key: str = ""  # the tenant, by which waiting requests are shared fairly
+    owner: str = ""  # digest of the API key; only its holder may ask for the request's outcome
+    # Name under which replicas keep the output tokens for a while; "": they do not.
+    stream: str = ""
+    # Resumed streams: the tokens that each choice begins with; None: the choice has ended.
     emitted: list[list[int] | None] = field(default_factory=list)
-    weights: str = ""  # of the model that emitted these (ModelIdentity); "" if unknown
-    trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate, as they came
+    # Weights (ModelIdentity) of the model that generated `emitted`; "" if unknown.
+    weights: str = ""
+    trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property
     def adapter_key(self) -> str:
-        """The adapter as "name@revision"; "" is the model itself."""
+        """The adapter as "name@revision"; "" for the base model."""
         return "" if self.adapter is None else self.adapter.key
 
 
 @dataclass(frozen=True, slots=True)
 class RecalledChoice:
-    """A choice as known to a replica that has or had it.
+    """The output of a choice as a replica remembers it.
 
-    weights: the weights of its model, as of ModelIdentity
+    weights: the weights of the replica's model, as in ModelIdentity
     """
 
     stream: str
     choice: int
     token_ids: list[int]
-    finish: str  # as in a Delta; "" if the choice did not end there
+    finish: str  # as in a Delta; "" if the choice did not end at that replica
     stop_token: int | None
     weights: str
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The part of a request's timing that its client cannot measure.
+    """The parts of a request's timing that its client cannot measure.
 
-    queue_s: the seconds from arrival at the router to the first step in an engine, of the choice
-        that waited longest
-    migrations: how often a choice went on at another replica after losing its own
-    replicas: the replicas where the request has been, in order
+    queue_s: seconds from arrival at the router to the first engine step, for the choice that waited
+        longest
+    migrations: how often a choice moved to another replica after losing its own
+    replicas: names of the replicas that ran the request, in order
     """
 
     queue_s: float = 0.0
@@ -101,24 +105,22 @@ class Timing:
 
 
 class Generation(Protocol):
-    """The n choices of one prompt in flight.
+    """The running generation of the n choices of one prompt.
 
-    Survives a change of replica; ends exactly once for each choice.
+    It survives a change of replica, and each choice ends exactly once.
     """
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for at least one (choice, delta); return all since the last call, in order.
+        """Wait for at least one (choice, delta), then return all since the last call, in order.
 
-        After the last choice has finished it returns []. Raises MantaError when the request as a
-        whole cannot go on.
+        Returns [] after the last choice has finished. Raises MantaError if the whole request fails.
         """
         ...
 
     def abort(self, choice: int | None = None) -> None:
-        """Stop one choice (its text met a stop string), or all, and free what they hold.
+        """Stop one choice, or all if `choice` is None, and free their resources.
 
-        Idempotent; legal after the end. An aborted choice may still deliver deltas; callers ignore
-        them.
+        Idempotent, and allowed after the end. Callers must ignore deltas of an aborted choice.
         """
         ...
 
@@ -129,13 +131,13 @@ class Generation(Protocol):
 
 @dataclass(slots=True)
 class BackendState:
-    """The router's knowledge of its replicas, one step old, for /ready and /metrics."""
+    """The router's view of its replicas for /ready and /metrics, one engine step old."""
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
     queued: int = 0  # choices that wait for room at a replica
-    queued_tokens: int = 0  # work of the choices that wait
-    draining: bool = False  # new requests are refused, for good
+    queued_tokens: int = 0  # tokens of work in the choices that wait
+    draining: bool = False  # shutting down: all new requests are refused
 
 
 class AdapterDirectory(Protocol):
@@ -149,15 +151,15 @@ class AdapterDirectory(Protocol):
     async def pin(self, name: str) -> AdapterRecord: ...
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
-        """Add an adapter. model: the base model's name; "" where it is in no doubt."""
+        """Add an adapter. model: the base model's name; "" if only one model is served."""
         ...
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """Remove an adapter. model: as of `add`."""
+        """Remove an adapter. model: the base model's name; "" if only one model is served."""
         ...
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """Return all adapters, each with its base model's name."""
+        """Return pairs (base model's name, record) of all adapters."""
         ...
 
 
@@ -166,27 +168,24 @@ class Backend(Protocol):
     def adapters(self) -> AdapterDirectory: ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Return the model cards by the names that requests use.
-
-        Adapters are there too, by their bare names.
-        """
+        """Return the model cards by request name. Adapters are included under their bare names."""
         ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
 
     def admit(self, key: str, model: str) -> None:
-        """Check that a request of this key to this model would be admitted now. Raises Overloaded.
+        """Check that a new request with this key would be admitted now. Raises Overloaded.
 
-        Called before the work of reading a request.
+        The API calls this before it reads and parses the request.
 
-        model: the name of the model; "" where it is not known
+        model: name of the model; "" if not yet known
         """
         ...
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Start a request. Never blocks.
+        """Start a request without blocking.
 
-        Raises MantaError (overloaded, no replica), at once or from next().
+        Raises MantaError (overloaded, no replica) here or later from `next`.
         """
         ...
 
@@ -196,9 +195,10 @@ class Backend(Protocol):
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """Return what the model's replicas know of requests with these `stream` names.
+        """Return what the model's replicas remember of requests with these `stream` names.
 
-        The answers are all until `enough` says so, or until no replica is left to ask.
+        enough: whether the answers so far suffice; asking stops then, or once every replica was
+            asked
         """
         ...
 

@@ -1,10 +1,10 @@
-"""Client and AsyncClient: Manta from another Ray job in the same cluster, typed, without HTTP.
+"""Client and AsyncClient: typed clients for other Ray jobs of the cluster, without HTTP.
 
-    client = Client.connect()                      # ray.init(address=...) first
-    print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
-    for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
+  client = Client.connect()                      # ray.init(address=...) first
+  print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
+  for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
 
-Fields are those of the HTTP API, and so are the errors, as exceptions of `engine.errors`; unknown
+Fields are those of the HTTP API. Its errors are raised as exceptions of `engine.errors`. Unknown
 fields are always refused. A job without Manta installed uses `serve.get_app_handle("manta")` with
 plain dicts; see docs/python.md.
 """
@@ -37,7 +37,7 @@ Prompt = str | Sequence[int] | Messages  # or an array of NumPy, torch or DLPack
 class Usage:
     """The token counts of an answer.
 
-    cached_tokens: the prompt's tokens that were found in a prefix cache
+    cached_tokens: number of prompt tokens found in a prefix cache
     """
 
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of an answer. logprobs: as in the HTTP API, None if not asked for."""
+    """A choice of a complete answer. logprobs: as in the HTTP API; None if not requested."""
 
     index: int
     text: str
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. raw: the HTTP API's object."""
+    """A complete answer. raw: the HTTP API's response object."""
 
     id: str
     model: str
@@ -73,7 +73,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one choice. finish_reason: None until the choice's last piece."""
+    """A piece of one choice of a streamed answer.
+
+    finish_reason: None until the choice's last piece
+    raw: the HTTP API's chunk object, which may hold pieces of several choices
+    """
 
     index: int
     text: str
@@ -82,10 +86,10 @@ class Chunk:
 
 
 class _Connected:
-    """A connection to an application, by the application's name.
+    """A client's connection to an application.
 
-    model: the name of the application's model; "" where it has several, of which each call then
-        names one (`model="..."`)
+    model: name of the application's model; "" if it has several, in which case each call must name
+        one (`model="..."`)
     """
 
     def __init__(self, app_name: str, model: str) -> None:
@@ -94,13 +98,14 @@ class _Connected:
         self._handle: DeploymentHandle[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the handle: what it runs on is of this process.
+        # The handle belongs to this process and cannot be pickled.
         return type(self), (self._app_name, self.model)
 
     def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
         """Return the application's handle for a method.
 
-        Raises MantaError (code app_not_found), if this process has not called before.
+        The first call of a process raises MantaError (code app_not_found) if there is no
+        application.
         """
         if self._handle is None:
             self._handle = _find(self._app_name)
@@ -108,11 +113,11 @@ class _Connected:
 
 
 class Client(_Connected):
-    """A client for code without an event loop. May be passed to other processes of the cluster."""
+    """A synchronous client. It may be passed to other processes of the cluster."""
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
-        """Find the application. Raises MantaError (code app_not_found)."""
+        """Return a client of the application. Raises MantaError (code app_not_found)."""
         handle = _find(app_name)
         try:
             state = handle.options(method_name="state").remote().result()
@@ -121,11 +126,14 @@ class Client(_Connected):
         return cls(app_name, state["model"])
 
     def chat(self, messages: Messages, **fields: Any) -> Completion:
-        """Return the answer to a chat."""
+        """Return the answer to a list of chat messages."""
         return self.generate(messages, **fields)
 
     def generate(self, prompt: Prompt, **fields: Any) -> Completion:
-        """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
+        """Return the continuation of a text or of token ids, or the answer to a chat.
+
+        Raises the errors of `engine.errors`.
+        """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
         while True:
@@ -135,9 +143,10 @@ class Client(_Connected):
                 time.sleep(again.pause(error))
 
     def stream(self, prompt: Prompt, **fields: Any) -> Iterator[Chunk]:
-        """Yield the answer to a prompt piece by piece; a router that dies is a pause.
+        """Yield the answer to a prompt piece by piece.
 
-        Leaving the loop early stops the request.
+        If a router dies, another one resumes the stream after a pause. Leaving the loop early
+        aborts the request.
         """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
@@ -157,11 +166,11 @@ class Client(_Connected):
 
 
 class AsyncClient(_Connected):
-    """A client for asyncio, with the calls of Client, awaited."""
+    """An asyncio client, with the methods of Client as coroutines."""
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":
-        """Find the application. Raises MantaError (code app_not_found)."""
+        """Return a client of the application. Raises MantaError (code app_not_found)."""
         handle = _find(app_name)
         try:
             state = await handle.options(method_name="state").remote()
@@ -170,11 +179,14 @@ class AsyncClient(_Connected):
         return cls(app_name, state["model"])
 
     async def chat(self, messages: Messages, **fields: Any) -> Completion:
-        """Return the answer to a chat."""
+        """Return the answer to a list of chat messages."""
         return await self.generate(messages, **fields)
 
     async def generate(self, prompt: Prompt, **fields: Any) -> Completion:
-        """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
+        """Return the continuation of a text or of token ids, or the answer to a chat.
+
+        Raises the errors of `engine.errors`.
+        """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
         while True:
@@ -184,9 +196,10 @@ class AsyncClient(_Connected):
                 await asyncio.sleep(again.pause(error))
 
     async def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[Chunk]:
-        """Yield the answer to a prompt piece by piece; a router that dies is a pause.
+        """Yield the answer to a prompt piece by piece.
 
-        Leaving the loop early stops the request.
+        If a router dies, another one resumes the stream after a pause. Leaving the loop early
+        aborts the request.
         """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
@@ -207,9 +220,9 @@ class AsyncClient(_Connected):
 
 
 class _RouterRetry:
-    """The attempts of a call whose router may be lost.
+    """The retries of a call whose router may be lost.
 
-    last: the id of the last event of a stream, after which another router goes on
+    last: id of the stream's last event, after which another router resumes it
     """
 
     def __init__(self) -> None:
@@ -217,17 +230,17 @@ class _RouterRetry:
         self._resuming = ResumableStream()
 
     def take(self, item: dict[str, Any]) -> bool:
-        """Whether this chunk is the end. Takes the event's id out, which callers do not need."""
+        """Whether a chunk is the last. Removes the event's id, which callers do not need, from
+        it."""
         if "error" not in item:
             self._resuming.heard()
         self.last = item.pop("event_id", self.last)
         return bool(item.get("done"))
 
     def pause(self, error: RayError | Overloaded) -> float:
-        """Return the seconds until the next attempt.
+        """Return the seconds until the next attempt, or raise the call's error if there is none.
 
-        If there is to be none, the error of the last attempt is raised. What the service itself
-        refuses is tried again only if a stream has begun.
+        A refusal by the service is retried only if a stream has begun.
         """
         if isinstance(error, Overloaded):
             headers = {"retry-after": str(error.retry_after)}
@@ -241,8 +254,8 @@ class _RouterRetry:
         _lost(error)
 
 
-# For each of Serve's own handles in this process the one that clients use, so that all share it as
-# they would share Serve's, and lose it when Serve is shut down.
+# The handle that our clients use for each of Serve's own handles in this process. All clients share
+# it, and lose it when Serve is shut down.
 _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = WeakKeyDictionary()
 
 
@@ -257,9 +270,9 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
     handle = _HANDLES.get(app_handle)
     if handle is None:
         handle = DeploymentHandle(app_handle.deployment_name, app_handle.app_name)
-        # The tasks and actors of a cluster have its environment (app.py: cluster_environment), with
-        # which a handle runs on the caller's event loop: there may be none, or it may be gone with
-        # the next asyncio.run. There is no public way to say this, up to Ray 2.60.
+        # Ray gives tasks and actors the cluster's environment (app.py: cluster_environment). With
+        # it a handle would run on the caller's event loop, which may be missing or end with the
+        # next asyncio.run. Up to Ray 2.60 there is no public way to set this.
         handle._init(_run_router_in_separate_loop=True)
         _HANDLES[app_handle] = handle
     return handle
@@ -268,7 +281,7 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a request.
 
-    Raises InvalidRequest, for unknown fields too: a handle call has no x-ignored-fields.
+    Raises InvalidRequest, also for unknown fields, as a handle call has no x-ignored-fields header.
     """
     prompt = as_list(prompt)
     if isinstance(prompt, str):
@@ -290,7 +303,8 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(item: Any) -> Any:
-    """Return a token id of NumPy or torch as an int, an array as a list; the rest as it is."""
+    """Return a token id of NumPy or torch as an int, an array as a list, anything else
+    unchanged."""
     return operator.index(item) if is_token_id(item) else as_list(item)
 
 
@@ -327,7 +341,7 @@ def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
 
 
 def _check(answer: dict[str, Any]) -> None:
-    """Raise what an error object stands for."""
+    """Raise the exception of an error object; do nothing for any other answer."""
     error = answer.get("error")
     if error is None:
         return
@@ -344,7 +358,7 @@ def _check(answer: dict[str, Any]) -> None:
 
 
 def _lost(error: RayError) -> NoReturn:
-    """Raise the error of a call that Ray could not carry through: router or node is gone."""
+    """Raise EngineDead for a call that Ray could not complete, as router or node is gone."""
     raise EngineDead(
         f"the router did not answer: {type(error).__name__}", code="router_lost"
     ) from error

@@ -1,5 +1,7 @@
-"""Whether the nodes of a cluster can take the replicas that a configuration begins with: what
-`manta serve` refuses, and `manta doctor` says before."""
+"""Checks whether a cluster's nodes have room for the replicas that a configuration starts with.
+
+`manta serve` refuses to start without room, and `manta doctor` reports it beforehand.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +18,14 @@ from deployments.serve.model_deployments import NodeCapacity, check_gpus, pools,
 from engine.errors import ConfigError
 
 _WORDS = {"CPU": "core", "GPU": "GPU"}
-_ALL = "models"  # the name of what is wrong with several models together
+_ALL = "models"  # the name under which faults of several models together are reported
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node: what Ray may give to replicas on it, and its labels.
+    """A node of a Ray cluster: the resources that replicas may reserve on it, and its labels.
 
-    here: whether Ray is not started yet, and the node will be this machine alone
+    here: whether Ray is not started yet, so that this machine will be the only node
     """
 
     resources: Mapping[str, float]
@@ -33,13 +35,13 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """The demand of the replicas of a pool.
+    """The resources that the replicas of a pool need.
 
-    least: the number of replicas from the start
-    count: the number of replicas that must be possible
-    nodes: the number of nodes that each replica is on
-    each: what a replica reserves on a node, by resource
-    counted: the key of the number of replicas
+    least: number of replicas at the start
+    count: number of replicas that must fit
+    nodes: number of nodes that each replica spans
+    each: what a replica reserves on each of its nodes, by resource
+    counted: configuration key of the number of replicas
     """
 
     pool: str
@@ -51,7 +53,7 @@ class _Demand:
     counted: str
 
     def places(self, node: RayNode, names: Sequence[str]) -> float:
-        """Return how many replicas a node has room for, by these of its resources."""
+        """Return how many replicas a node has room for, considering only the named resources."""
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
         wanted = [(node.resources.get(name, 0), self.each[name]) for name in names]
@@ -59,13 +61,13 @@ class _Demand:
 
 
 def this_machine() -> list[RayNode]:
-    """Return the one node of a Ray that is started here, as Ray will count it."""
+    """Return this machine as the one node of a Ray that is started here, with Ray's core count."""
     cores = get_num_cpus(override_docker_cpu_warning=True)
     return [RayNode({"CPU": float(cores), "GPU": float(gpus_here())}, here=True)]
 
 
 def cluster_nodes() -> list[RayNode]:
-    """Return the nodes of the Ray that this process has joined."""
+    """Return the live nodes of the Ray cluster that this process has joined."""
     return [
         RayNode(node["Resources"], node.get("Labels") or {})
         for node in cast(Any, ray).nodes()
@@ -74,10 +76,9 @@ def cluster_nodes() -> list[RayNode]:
 
 
 def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield what no arrangement on these nodes alone can start: a name and what is wrong.
+    """Yield (name, error) for each demand that these nodes cannot meet in any arrangement.
 
-    The name is the model's, or "models" for several together. A doubt is no fault: replicas that
-    might fit are not named.
+    The name is the model's, or "models" for several together. Replicas that might fit are no fault.
     """
     most = {name: max(node.resources.get(name, 0) for node in nodes) for name in _WORDS}
     machine = NodeCapacity(
@@ -103,7 +104,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
 
 
 def check_pools(config: MantaConfig, nodes: Sequence[RayNode]) -> None:
-    """Raise the first of `pool_faults`, a ConfigError, if there is one."""
+    """Raise the first error of `pool_faults`, a ConfigError, if there is one."""
     for name, error in pool_faults(config, nodes):
         before = f"models.{name}: " if config.models and name != _ALL else ""
         raise ConfigError(f"{before}{error.message}", param=error.param)
@@ -115,7 +116,7 @@ def _demand(
     named = kind in config.pools
     counted = f"pools.{kind}.{'min_replicas' if scales(pool) else 'replicas'}"
     least = pool.min_replicas if scales(pool) else pool.replicas
-    # The only pool has to come up for the first request.
+    # A model's only pool needs one replica for the first request.
     count = max(least, 1) if len(resolved) == 1 else least
     resources = {"CPU": pool.num_cpus or 0.0, "GPU": pool.num_gpus or 0.0, **pool.resources}
     return _Demand(
@@ -124,14 +125,14 @@ def _demand(
         count=count,
         nodes=config.divisions(pool)[-1],
         each={name: amount for name, amount in resources.items() if amount > 0},
-        # Ray's operators, such as !value and in(a, b), are left to Ray.
+        # Only Ray can match label operators such as !value and in(a, b).
         labels={k: v for k, v in pool.labels.items() if not set(v) & set("!(,")},
         counted=counted if named else "replicas",
     )
 
 
 def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
-    """Check that these replicas alone are not too many. Raises ConfigError."""
+    """Check that one pool's replicas fit, without other pools. Raises ConfigError."""
     if not demand.count:
         return
     names = list(demand.each)
@@ -172,7 +173,7 @@ def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
 def _fault_of_all(
     config: MantaConfig, demands: Sequence[_Demand], nodes: Sequence[RayNode]
 ) -> ConfigError | None:
-    """Return the error of pools that fit one by one, but not together; None if they fit."""
+    """Return the error of pools that fit one by one but not together; None if all fit."""
     for name in dict.fromkeys(name for demand in demands for name in demand.each):
         routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
         engines = sum(other.least * other.nodes * other.each.get(name, 0.0) for other in demands)

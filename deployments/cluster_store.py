@@ -1,6 +1,8 @@
-"""The store that the routers of an application share: Ray's own key-value store lives as long
-as the cluster: routers and replicas come and go, and so may Serve's controller. Everything here
-blocks, and raises OSError if the store cannot be had."""
+"""The store that the routers of an application share: Ray's own key-value store.
+
+It lives as long as the cluster, while routers, replicas and Serve's controller come and go. All
+functions here block, and raise OSError if the store is unavailable.
+"""
 
 import secrets
 from typing import Any
@@ -12,7 +14,10 @@ def prefix(app: str) -> str:
 
 
 def store(what: str, *arguments: Any, **options: Any) -> Any:
-    """Make one of the store's calls. what: "get", "put", "list" or "del"."""
+    """Call Ray's key-value store and return its result.
+
+    what: "get", "put", "list" or "del".
+    """
     from ray.exceptions import RayError
     from ray.experimental import internal_kv
 
@@ -23,31 +28,30 @@ def store(what: str, *arguments: Any, **options: Any) -> Any:
 
 
 def forget_app(app: str) -> None:
-    """Delete the keys of an application that is gone, with what was added to it by hand."""
+    """Delete all keys of a removed application, including adapters added over the API."""
     store("del", prefix(app), del_by_prefix=True)
 
 
 def first_served(app: str, model: str, now: int) -> int:
-    """Return the Unix seconds at which this application first served this model.
+    """Return the Unix time at which this application first served this model, equal for all
+    routers.
 
-    The time is the same for each router.
-
-    now: the time for the first router that asks
+    now: the present Unix time, which is stored if no router has asked before
     """
     return int(_first(f"{prefix(app)}created/{model}", b"%d" % now))
 
 
 def event_secret(app: str) -> bytes:
-    """Return the secret that signs the ids of events, the same for all routers of an application.
+    """Return the secret that signs event ids, equal for all routers of an application.
 
-    The first router draws the secret. It is not in the configuration, because a changed argument
-    would restart all routers.
+    The first router draws it. It is not in the configuration, because a changed argument would
+    restart all routers.
     """
     return _first(f"{prefix(app)}event-secret", secrets.token_bytes(32))
 
 
 def _first(key: str, value: bytes) -> bytes:
-    """Return the value that the first router has put under a key."""
+    """Store a value unless the key has one already, and return the stored value."""
     store("put", key, value, overwrite=False)
     stored: bytes = store("get", key) or value
     return stored

@@ -14,7 +14,7 @@ QUESTION = "Write two sentences about the sea."
 
 
 def main() -> int:
-    """--once ends after the answer."""
+    """Serve the default model and print an answer. With --once, stop afterwards."""
     started = time.monotonic()
 
     def ask(url: str, config: MantaConfig) -> bool:

@@ -1,35 +1,40 @@
-"""The texts of exceptions and tracebacks, in one line for a user."""
+"""Short texts of exceptions and tracebacks, in one line for a user."""
 
 import re
 from collections.abc import Sequence
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")  # colours, too
+# Escape sequences, including colours, and control characters.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 _LONGEST = 400  # characters
-# The last line of a traceback: an error's name, and what it says unless that begins another one.
+# The line of a traceback that names an error, with its message, unless that begins another
+# traceback.
 _ERROR = re.compile(
     r"(?:\S+: )*[\w.]*(?:Error|Exception|Died|Lost)(?:: (?!Traceback \(most recent)|$)"
 )
-# Lines of a traceback that say where, and not what.
+# Lines of a traceback that tell the place rather than the cause.
 _WHERE = re.compile(
     r"Traceback \(most recent|traceback:|File \"|[\^~]+$|ray::|During handling|The above exception"
 )
 
 
 def plain(text: str) -> str:
-    """The text without colours and control characters."""
+    """Return the text without colours and control characters."""
     return _CONTROL.sub("", text)
 
 
 def error_line(text: str) -> str:
-    """The line of a traceback that names the deepest cause; "" if no line names an error. Pure."""
+    """Return the line of a traceback that names the deepest cause; "" if no line names an error."""
     lines = [line.strip() for line in plain(text).splitlines()]
     errors = [line for line in lines if _ERROR.match(line)]
     return _bounded(errors[-1:])
 
 
 def reason(error: BaseException) -> str:
-    """Return what an exception says: its lines up to a traceback, and the traceback's cause; its
-    name where it says nothing."""
+    """Return an exception's message in one line: the text before a traceback, and the traceback's
+    cause.
+
+    Returns the exception's class name if it has no message.
+    """
     text = str(getattr(error, "strerror", None) or error)
     lines = [line.strip() for line in plain(text).splitlines() if line.strip()]
     said = []

@@ -1,9 +1,9 @@
-"""The models behind an endpoint of several, as Serve knows them. Each is an application of its own
-beside the routers', without a route: killing, updating or removing one restarts nothing of another.
+"""The models of an endpoint of several, as Serve applications.
 
-Serve's own list of applications is the only record. What routers need to know of a model, but its
-engines do not, is the `user_config` of a deployment without replicas, because a changed argument
-would restart every engine.
+Each model is an application of its own without a route, besides that of the routers. Killing,
+updating or removing one restarts nothing of another. Serve's list of applications is the only
+record. Fields that routers need but engines do not are kept as `user_config` of a deployment
+without replicas, because a changed argument would restart every engine.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ MODEL = "model"  # the deployment without replicas
 class CatalogEntry:
     """A model behind an endpoint of several models.
 
-    app: the application of the model in Serve
-    config: the configuration of the model as if it were served alone, its pools decided
-    added: whether the model was added to a running endpoint, and is in no file
+    app: name of the model's Serve application
+    config: the model's configuration as if it were served alone, with resolved pools
+    added: whether the model was added to a running endpoint, so that it is in no file
     """
 
     app: str
@@ -41,20 +41,23 @@ class CatalogEntry:
 
 
 def model_app(app: str, model: str) -> str:
-    """Return the name of a model's application. app: the routers' application, without a dot."""
+    """Return the name of a model's application.
+
+    app: name of the routers' application, without a dot
+    """
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
-    if safe != model:  # two models stay two
+    if safe != model:  # different models keep different names
         safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
     return f"{app}.{safe}"
 
 
 def is_model_of(app: str, name: str) -> bool:
-    """Whether an application is that of a model behind `app`."""
+    """Whether an application, by its name, is that of a model behind `app`."""
     return name.startswith(f"{app}.")
 
 
 def as_dict(application: Any) -> Mapping[str, Any]:
-    """Return an application in Serve's schema, a pydantic model or a mapping, as a mapping."""
+    """Return an application in Serve's schema (pydantic model or mapping) as a mapping."""
     if isinstance(application, Mapping):
         return application
     dumped: Mapping[str, Any] = application.model_dump(exclude_unset=True)
@@ -64,7 +67,7 @@ def as_dict(application: Any) -> Mapping[str, Any]:
 def entry(application: Any) -> CatalogEntry | None:
     """Return the catalog entry of an application in Serve's schema.
 
-    None stands for an application that is none of ours, or of a release with other keys.
+    Returns None if it is not a model's application, or from a release with other keys.
     """
     application = as_dict(application)
     if application.get("import_path") != ENGINES:
@@ -82,17 +85,17 @@ def entry(application: Any) -> CatalogEntry | None:
 
 @lru_cache(maxsize=1024)
 def _config(text: str) -> MantaConfig:
-    """Return the configuration of a JSON text.
+    """Return the configuration in a JSON text.
 
-    The result is cached: routers poll all models every few seconds, and few have changed.
+    Cached, as routers poll all models every few seconds and few have changed.
     """
     return parse_part(json.loads(text))
 
 
 def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:
-    """Return the models behind `app` by name, those of the file first.
+    """Return the models behind `app` by name, those of the configuration file first.
 
-    applications: Serve's schemas of the applications that are there, by name
+    applications: Serve's schema of each running application, by name
     """
     entries = [
         model
@@ -107,8 +110,8 @@ def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry
 class ApplicationStatus:
     """The status of an application, as Serve reports it.
 
-    messages: the messages of its deployments, and then its own
-    deployed_at: the Unix seconds of the last deployment of whatever application
+    messages: messages of its deployments, and last its own
+    deployed_at: Unix time of its last deployment
     """
 
     status: str
@@ -119,10 +122,9 @@ class ApplicationStatus:
 def statuses() -> dict[str, ApplicationStatus]:
     """Return the status of each application by name.
 
-    Needs a connection to Ray, and blocks; raises what Ray does.
-
-    `serve.status()` would pickle a class for each deployment that it reports: tens of milliseconds
-    of Python a call, which a router takes from its streams.
+    `serve.status()` is not used, as it pickles a class for each deployment: tens of milliseconds
+    per call, during which a router's streams stall. Needs a connection to Ray, and blocks; raises
+    Ray's exceptions.
     """
     from ray.serve.context import _get_global_client
 
@@ -138,16 +140,16 @@ def statuses() -> dict[str, ApplicationStatus]:
 
 
 def applications() -> dict[str, Any]:
-    """Return Serve's schemas of the applications that are there, by name.
+    """Return Serve's schema of each application that exists, by name.
 
-    Needs a connection to Ray, and blocks; raises what Ray does.
+    Needs a connection to Ray, and blocks; raises Ray's exceptions.
     """
     import ray
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
     there = statuses()
-    # Serve remembers the configuration of an application that was deleted.
+    # Serve also returns configurations of deleted applications.
     return {
         name: app
         for name, app in ray.get(client._controller.get_app_configs.remote()).items()
@@ -156,7 +158,7 @@ def applications() -> dict[str, Any]:
 
 
 def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
-    """Check that a model's names are no names of other models. Raises ConfigError."""
+    """Check that a model's names are not names of other models. Raises ConfigError."""
     mine = {config.name(): "name", **dict.fromkeys(map(same_pattern, config.aliases), "aliases")}
     mine |= dict.fromkeys(config.adapters.paths, "adapters.paths")
     for name, other in known.items():
@@ -168,10 +170,10 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
 
 
 def trouble(app: str, name: str) -> dict[str, str]:
-    """Return why a model does not start, by Serve's word; {} if nothing is known to be wrong.
+    """Return why a model does not start, as Serve reports it; {} if no fault is known.
 
-    `message` says why, and `status` is failed unless the model only waits for room. Serve may still
-    try. Needs a connection to Ray, and blocks.
+    `message` is the reason. `status` is "failed", or missing if the model only waits for room.
+    Serve may still be retrying. Needs a connection to Ray, and blocks.
     """
     application = statuses().get(model_app(app, name))
     if application is None:
@@ -183,14 +185,14 @@ def trouble(app: str, name: str) -> dict[str, str]:
     return {"message": waits} if waits else {}
 
 
-# What Serve says after half a minute without a node for a replica.
+# Serve's message after half a minute without a node for a replica.
 _NO_ROOM = re.compile(r"to be scheduled\. .*Resources required for each replica: (\{.*?\})")
 
 
 def why_waiting(messages: Sequence[str]) -> str:
-    """Return what a replica waits for that no node has free; "" if none waits. Pure.
+    """Describe the resources that a waiting replica needs and no node has free; "" if none waits.
 
-    messages: as of why_failed
+    messages: an application's messages, see `why_failed`
     """
     for message in messages:
         if match := _NO_ROOM.search(message):
@@ -207,9 +209,9 @@ def why_waiting(messages: Sequence[str]) -> str:
 
 
 def why_failed(messages: Sequence[str]) -> str:
-    """Return the line that says what went wrong: a traceback's last, of the deepest cause. Pure.
+    """Return the line of the messages that names the deepest cause of a failure.
 
-    messages: the messages of an application, its own the last
+    messages: messages of an application, its own last
     """
     for message in messages:
         if line := error_line(message):
@@ -218,15 +220,15 @@ def why_failed(messages: Sequence[str]) -> str:
     return whole.splitlines()[-1] if whole else "no reason given"
 
 
-# -- the mark, which tells routers that it is time to look
+# -- the mark, whose change tells routers to reload the models
 
 
 def mark(app: str) -> bytes:
-    """Return the mark, which changes with each change of the models. Blocks; raises OSError."""
+    """Return the mark that changes whenever the models change. Blocks; raises OSError."""
     mark_bytes: bytes = store("get", f"{prefix(app)}models/mark") or b""
     return mark_bytes
 
 
 def note_change(app: str) -> None:
-    """Change the mark, because the models have changed. Blocks; raises OSError."""
+    """Change the mark, so that routers reload the models. Blocks; raises OSError."""
     store("put", f"{prefix(app)}models/mark", secrets.token_bytes(8), overwrite=True)

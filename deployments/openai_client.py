@@ -1,11 +1,11 @@
-"""OpenAI's client with streams that outlive their connections.
+"""An HTTP client for OpenAI's Python client whose streams survive broken connections.
 
-    client = OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client())
+  client = OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client())
 
-A streamed completion that breaks goes on after the last whole event, at whatever router answers:
-the caller sees a pause. An edge that is away for a moment when a completion begins is a pause too,
-once it has served a completion. Every other request passes through as it is. The module is for
-httpx and httpx2, so for all generations of the client since 1.0 and for libraries built on it.
+A streamed completion that breaks is resumed after its last complete event, at any router; the
+caller sees a pause. If the proxy is briefly unreachable when a completion begins, that is a pause,
+too, once it has served a completion. Other requests pass through unchanged. The module works with
+httpx and httpx2, so with all versions of the client since 1.0 and libraries built on it.
 """
 
 import asyncio
@@ -18,15 +18,14 @@ from typing import Any
 from deployments.resumable_stream import PATIENCE, ResumableStream
 
 _STREAMS = ("/completions", "/responses", "/messages")
-_NOWHERE = b'"code":"not_found"'  # a model that is not there has another code
+_NOWHERE = b'"code":"not_found"'  # an unknown model has another code
 
 
 def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
     """Return an HTTP client for OpenAI(http_client=...).
 
-    patience: the seconds without news after which a stream is given up, with the error that broke
-        it
-    options: the options of httpx.Client
+    patience: seconds without data after which a stream is given up, with the error that broke it
+    options: options of httpx.Client
     """
     from openai import DefaultHttpxClient
 
@@ -37,7 +36,7 @@ def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
 
 
 def async_http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
-    """Return an HTTP client for AsyncOpenAI(http_client=...); arguments: as of `http_client`."""
+    """Return an HTTP client for AsyncOpenAI(http_client=...). Arguments: see `http_client`."""
     from openai import DefaultAsyncHttpxClient
 
     httpx = _library(DefaultAsyncHttpxClient.__mro__[1])
@@ -47,12 +46,15 @@ def async_http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
 
 
 def _limits(httpx: Any) -> Any:
-    # The client's own, which httpx forgets when it is given a transport.
+    # The OpenAI client's own limits, which httpx drops when it is given a transport.
     return httpx.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 class _Threads:
-    """httpx's transport for threads. Its coroutines wait by blocking, so `_now` can run them."""
+    """A synchronous httpx transport behind the interface of _Asyncio.
+
+    Its coroutines wait by blocking, so `_now` can run them without an event loop.
+    """
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -75,7 +77,7 @@ class _Threads:
 
 
 class _InTurn:
-    """An iterator as an asynchronous one that never waits."""
+    """An asynchronous iterator over a synchronous one; it never suspends."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self._parts = parts
@@ -90,7 +92,7 @@ class _InTurn:
 
 
 class _Asyncio:
-    """httpx's transport for asyncio."""
+    """An asyncio httpx transport."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -113,7 +115,7 @@ class _Asyncio:
 
 
 def _now(work: Any) -> Any:
-    """Return the result of a coroutine that awaits _Threads alone, so never an event loop."""
+    """Return the result of a coroutine that awaits only _Threads, so never an event loop."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -122,8 +124,8 @@ def _now(work: Any) -> Any:
 
 
 class _Completion:
-    """A streamed completion: its request, and the parts of its answer, which come from one
-    connection after the other."""
+    """A streamed completion: its request, and its response, which may come over several
+    connections."""
 
     def __init__(
         self, transport: _Threads | _Asyncio, request: Any, body: bytes, patience: float
@@ -136,8 +138,7 @@ class _Completion:
     async def answer(self, served: bool) -> Any:
         """Return the response; if it is a stream, its body is this object.
 
-        served: whether a server is known to be there and will come back, so that a refusal is a
-            pause
+        served: whether the server has answered before, so that a refusal is treated as a pause
         """
         httpx, transport = self._httpx, self._transport
         while True:
@@ -149,14 +150,14 @@ class _Completion:
                 if pause is None:
                     return self._around(response) if _is_stream(response) else response
                 await transport.close(response)
-            except (httpx.NetworkError, httpx.RemoteProtocolError):  # no server has heard it
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # no server has received it
                 pause = self._resuming.pause() if served else None
                 if pause is None:
                     raise
             await transport.wait(pause)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield whole events of the answer."""
+        """Yield the complete events of the response, resuming it after a break."""
         httpx, transport, resuming = self._httpx, self._transport, self._resuming
         while True:
             broke: Exception = httpx.RemoteProtocolError("the stream ended before its end")
@@ -183,8 +184,10 @@ class _Completion:
                     break
                 pause = resuming.pause(response.status_code, dict(response.headers))
                 kind = response.headers.get("content-type", "")
-                if pause is None and kind.startswith("application/json"):  # it says what is wrong
-                    yield b"data: %b\n\n" % await transport.read(response)  # as callers expect it
+                # The body says what is wrong.
+                if pause is None and kind.startswith("application/json"):
+                    # As an event, which callers expect.
+                    yield b"data: %b\n\n" % await transport.read(response)
                     return
 
     async def end(self) -> None:
@@ -203,10 +206,10 @@ class _Completion:
         )
 
     def _refused(self, response: Any) -> float | None:
-        """Return the seconds until the request is made again; None if the response stands.
+        """Return the seconds until the request is sent again; None if the response is final.
 
-        The request is made again when no router took it, or when the proxy does not know its
-        routers yet: then a path that was there is not.
+        It is sent again if no router took it, or if the proxy does not know its routers yet, which
+        makes a valid path 404.
         """
         status = response.status_code
         if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
@@ -249,12 +252,15 @@ class _AsyncResumingStream(_Completion):
 
 
 class ResumingTransport:
-    """A transport around one of httpx or httpx2, whose streamed completions outlive connections."""
+    """A transport for httpx or httpx2 whose streamed completions survive broken connections.
+
+    It wraps a transport of that library.
+    """
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
         self._patience = patience
-        self._served = False  # a server is known to be there, and will come back
+        self._served = False  # whether a server has answered, so that it is expected to come back
 
     def __enter__(self) -> "ResumingTransport":
         self._inner.__enter__()
@@ -277,12 +283,12 @@ class ResumingTransport:
 
 
 class AsyncResumingTransport:
-    """An asyncio transport around one of httpx or httpx2, like ResumingTransport."""
+    """An asyncio transport for httpx or httpx2; see ResumingTransport."""
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
         self._patience = patience
-        self._served = False  # a server is known to be there, and will come back
+        self._served = False  # whether a server has answered, so that it is expected to come back
 
     async def __aenter__(self) -> "AsyncResumingTransport":
         await self._inner.__aenter__()
@@ -305,13 +311,14 @@ class AsyncResumingTransport:
 
 
 def _library(cls: type) -> Any:
-    """Return the library that a class is of: httpx or httpx2."""
+    """Return the library that defines a class: httpx or httpx2."""
     return sys.modules[cls.__module__.partition(".")[0]]
 
 
 @cache
 def _stream_class(httpx: Any, base: str, of: type) -> Any:
-    """Return the stream class as one of httpx, which takes bodies of its own kind only."""
+    """Return the stream class as a subclass of httpx's, which accepts only its own streams as
+    bodies."""
     return type(of.__name__, (of, getattr(httpx, base)), {})
 
 

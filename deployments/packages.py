@@ -1,4 +1,5 @@
-"""Whether Python finds Manta's own packages: their names are plain words that others use, too."""
+"""Checks that Python finds Manta's own packages, as their names are plain words that others use,
+too."""
 
 import contextlib
 import hashlib
@@ -15,8 +16,11 @@ _NAME = "manta-serve"
 
 
 def prefer_own() -> None:
-    """Put Manta's folder first where a file of the user's would be imported in place of one of its
-    packages, as out of a folder in PYTHONPATH."""
+    """Put Manta's folder first in sys.path if another file would be imported as one of its
+    packages.
+
+    Such a file may be in a folder of PYTHONPATH.
+    """
     if any(_folder(name) != SOURCE / name for name in PACKAGES):
         sys.path.insert(0, str(SOURCE))
 
@@ -30,7 +34,7 @@ def _folder(name: str) -> Path | None:
 
 
 def version() -> str:
-    """Manta's version, by its pyproject.toml in a source folder that nothing has installed."""
+    """Return Manta's version, from pyproject.toml if it runs from a source folder."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(_NAME)
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text("utf-8"))["project"]
@@ -38,11 +42,11 @@ def version() -> str:
 
 
 def why_mixed(path: list[str] | None = None) -> str:
-    """Return what another distribution has overwritten of Manta's files, with a suggestion; "" if
-    nothing.
+    """Return which distribution has overwritten Manta's files, with a suggestion; "" if none has.
 
-    path: where distributions are looked for; sys.path. An installer says nothing where two have a
-    file of one name.
+    Installers do not report two distributions with a file of the same name.
+
+    path: folders where distributions are looked for; None: sys.path.
     """
     where = sys.path if path is None else path
     ours = next(iter(metadata.distributions(name=_NAME, path=where)), None)
@@ -80,7 +84,7 @@ def _brings(distribution: metadata.Distribution, file: Path) -> bool:
 
 
 def _overwritten(ours: metadata.Distribution, file: Path) -> bool:
-    """Whether the file is another than the one that was installed; False of a source folder."""
+    """Whether a file differs from the installed one; False for a source folder."""
     names = f"{file.parent.name}/{file.name}"
     for path in ours.files or ():
         if str(path) == names and path.hash is not None:

@@ -1,22 +1,22 @@
-"""ResumableStream: a client's side of a stream that goes on after a break; standard library alone.
+"""ResumableStream: the client's side of a stream that survives a broken connection.
 
-Knows nothing of connections: their owner feeds what comes, and asks what to send after a break
-and how long to wait before.
+It uses the standard library only, and does not handle connections. Its owner feeds it the received
+data, and asks it for the headers and the pause before the next attempt.
 """
 
 import json
 import random
 import time
 
-WANTED = "x-event-ids"  # the server is asked for ids by "1"
+WANTED = "x-event-ids"  # request header; "1" asks the server for event ids
 LAST = "Last-Event-ID"
 
-PATIENCE = 60.0  # seconds without news after which a stream is given up
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts; they double
-_LONGEST_TOLD = 5.0  # of what a server says itself
-# While its parts come back a service may say any of these, and Serve's proxy 404 for a moment.
+PATIENCE = 60.0  # seconds without data after which a stream is given up
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # first and longest seconds between attempts, which double
+_LONGEST_TOLD = 5.0  # longest Retry-After that is followed, in seconds
+# A recovering service may send any of these, and Serve's proxy 404 for a moment.
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
-# How the last event of a response or a message begins; chats end with [DONE].
+# Beginnings of the last event of a response or a message; chats end with [DONE].
 _ENDS = tuple(
     b'{"type":"%b"' % kind
     for kind in (
@@ -27,32 +27,30 @@ _ENDS = tuple(
 
 
 class ResumableStream:
-    """A streamed answer in all its parts.
+    """A streamed answer across its connections.
 
-    patience: the seconds without news until the stream is given up
-    finished: whether the stream has ended, by [DONE], the last event of its dialect or an error
-        that the server has reported
+    patience: seconds without data after which the stream is given up
+    finished: whether the stream has ended: by [DONE], its dialect's last event or an error event
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.finished = False
         self._patience = patience
         self._last = ""
-        self._shown = False  # an event without an id has gone out: there is no way back
+        self._shown = False  # an event without an id was passed on, so the stream cannot be resumed
         self._buffer = b""
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the request, the first time and each time after."""
+        """The headers of the first request and of each attempt to resume."""
         return {WANTED: "1", **({LAST: self._last} if self._last else {})}
 
     def feed(self, data: bytes) -> bytes:
-        """Take data, and return the whole events in it, which can be handed on.
+        """Add received data, and return the complete events in it, which may be passed on.
 
-        The rest of an event that was cut is dropped at the next request, because that event comes
-        again.
+        An incomplete event is dropped at the next request, because the server sends it again.
         """
         self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         end = self._buffer.rfind(b"\n\n") + 2
@@ -65,7 +63,7 @@ class ResumableStream:
         return whole
 
     def heard(self) -> None:
-        """Note that there is news: patience and pauses begin anew."""
+        """Note that data has arrived, which restarts patience and pauses."""
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT
 
@@ -88,10 +86,10 @@ class ResumableStream:
             self._shown = True
 
     def pause(self, status: int = 0, headers: dict[str, str] | None = None) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if there is to be none.
+        """Return the seconds to wait before the next attempt; None if the stream is given up.
 
-        status: the status of an attempt to go on; 0: the stream broke
-        headers: the headers of that attempt's answer, in lower case
+        status: HTTP status of a failed attempt to resume; 0: the stream broke
+        headers: headers of that response, in lower case
         """
         headers = headers or {}
         self._buffer = b""

@@ -1,5 +1,7 @@
-"""The places that adapters may come from: the allow-list of roots, and the watched folder. Nothing
-here opens a file outside a root."""
+"""The places that adapters may be loaded from: the allowed roots and the watched folder.
+
+Nothing in this module opens a file outside a root.
+"""
 
 import logging
 import os
@@ -15,15 +17,21 @@ logger = logging.getLogger("manta.router")
 
 MAX_PATH = 1024  # characters
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-# In a path that comes over the network: nothing that one of the layers below might read as
-# something else. No escapes, queries, users, chains of file systems, other systems' separators.
+# A path that comes over the network may have no character that a lower layer might interpret:
+# escapes, queries, users, chained file systems, other systems' separators.
 _PLAIN = re.compile(r"[A-Za-z0-9._/@+=, -]+")
 _ANY = r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?"
 
 
 def without_paths(message: str, path: str, name: str) -> str:
-    """An engine's message about the adapter at `path`, for a client that must not learn the
-    machine's folders. A file of the adapter keeps its own name."""
+    """Return an engine's message about an adapter without paths of the server's machine.
+
+    Each absolute path is replaced by the adapter's name; a file inside the adapter keeps its own
+    name.
+
+    path: the adapter's folder or URL, which the message may contain.
+    name: the adapter's name.
+    """
     text = message.replace(path, name) if path else message
     return re.sub(f"(?<!{re.escape(name)}){_ANY}", name, text)
 
@@ -33,11 +41,14 @@ def is_url(path: str) -> bool:
 
 
 def allowed_path(given: str, roots: Sequence[str]) -> str:
-    """The folder that a caller may add as an adapter, without links; or its URL.
+    """Return the real path (links resolved) or URL of a folder that a caller may add as an adapter.
 
-    given: inside one of the roots; a relative path is looked for in each, in order. roots: absolute
-    folders and URLs of the operator. Raises AdapterError: invalid_adapter_path for what is no plain
-    path, adapter_path_not_allowed for one outside the roots, or that a link leads out of them.
+    given: path or URL inside one of the roots; a relative path is looked up in each root, in order.
+    roots: absolute folders and URLs that the operator allows.
+
+    Raises AdapterError: invalid_adapter_path if `given` is not a plain path,
+    adapter_path_not_allowed if it is outside the roots or a link leads out of them, and
+    adapter_not_found if no root has the relative path.
     """
     text = given.rstrip("/")
     url = _URL.match(text)
@@ -70,18 +81,19 @@ def allowed_path(given: str, roots: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """An adapter's folder, and a stamp that changes when its files do."""
+    """An adapter's folder, and a stamp that changes when the folder's files change."""
 
     path: str
     stamp: str
 
 
 def still_allowed(path: str, roots: Sequence[str]) -> str:
-    """Resolve the links of a path that was allowed before, and check the path again. Raises
-    AdapterError.
+    """Resolve the links of a path that was allowed before, and check the path again.
 
-    path: path that `allowed_path` or `scan` gave before.
-    roots: allowed roots, whose own names may have links and odd characters.
+    path: a path that `allowed_path` or `scan` returned earlier.
+    roots: the allowed roots; their own names may have links and any character.
+
+    Raises AdapterError if the path is no longer inside a root.
     """
     real = path if is_url(path) else os.path.realpath(path)
     for root in roots:
@@ -92,8 +104,10 @@ def still_allowed(path: str, roots: Sequence[str]) -> str:
 
 
 def scan(folder: str) -> dict[str, AdapterFolder]:
-    """The adapters in a watched folder, by name: its subfolders that have a configuration and are
-    no links out of it. Reads none of their files. Raises OSError if the folder cannot be read.
+    """Return the adapters in a watched folder, by name, without opening their weights.
+
+    An adapter is a subfolder that has a configuration file and is not a link out of the folder.
+    Raises OSError if the folder cannot be read.
     """
     folders: dict[str, AdapterFolder] = {}
     root = os.path.realpath(folder)
@@ -101,7 +115,8 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         names = sorted(entry.name for entry in entries)
     for name in names:
         if name.startswith(".") or not NAME.fullmatch(name):
-            continue  # a hidden one is on its way: written there, renamed when it is whole
+            # convention: a folder is written under a hidden name, then renamed once it is complete
+            continue
         real = os.path.realpath(os.path.join(root, name))
         if not _within(real, root) or not os.path.isdir(real):
             continue
@@ -110,14 +125,16 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         try:
             folders[name] = AdapterFolder(real, stamp(Path(real)))
         except AdapterError:
-            # Listed all the same: a request for it learns what is wrong with it.
+            # An unreadable adapter is listed, too, so that a request for it gets the reason.
             folders[name] = AdapterFolder(real, "broken")
     return folders
 
 
 def _within(path: str, root: str) -> bool:
-    """Whether a path is below a root. Both are without links, or both are URLs. A root is not
-    within itself."""
+    """Whether a path is strictly below a root.
+
+    Both are paths without links, or both are URLs.
+    """
     return path.startswith(root.rstrip("/") + "/")
 
 

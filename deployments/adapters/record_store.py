@@ -1,8 +1,8 @@
-"""AdapterRecordStore: the adapters' records, which all routers of an application share and which
-outlive each router.
+"""AdapterRecordStore: the store of adapter records that all routers of an application share.
 
-There is one record a name, in the cluster's key-value store. There is no lock and no leader: the
-last write counts, and a record's `version` tells which of two is newer.
+The records outlive each router. There is one record per name, in the cluster's key-value store.
+There is no lock and no leader: the last write wins, and a record's `version` orders two records of
+one name.
 """
 
 import secrets
@@ -14,15 +14,16 @@ from deployments.cluster_store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The meaning of an adapter's name.
+    """The current meaning of an adapter's name: its files and their revision.
 
-    path: path of its folder, or the URL of an object store.
-    revision: hash of its files; "" until a replica has read them.
-    version: nanoseconds of the time at which the name last changed its meaning; it only grows.
-    source: "config", "folder" (the watched one) or "api".
-    stamp: stamp of the files in the watched folder, which tells that they were replaced.
-    kind, rank, num_bytes, targets, virtual_tokens: as AdapterInfo, once they were read.
-    removed: whether an operator removed it, though configuration or folder still have it.
+    path: path of the adapter's folder, or its URL in an object store.
+    revision: hash of the adapter's files; "" until a replica has read them.
+    version: time in nanoseconds at which the name last changed its meaning; it only grows.
+    source: "config", "folder" (the watched folder) or "api".
+    stamp: stamp of the files in the watched folder; it changes when they are replaced.
+    kind, rank, num_bytes, targets, virtual_tokens: fields of AdapterInfo, empty until the files are
+        read.
+    removed: whether an operator removed an adapter that the configuration or folder still has.
     """
 
     name: str
@@ -40,18 +41,23 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The adapter's name and revision in a request, so that it goes on elsewhere with the same
-        weights."""
+        """The adapter as "name@revision", which keeps a request on the same weights at any
+        replica."""
         return f"{self.name}@{self.revision}"
 
 
 class AdapterRecordStore(Protocol):
-    """A store of adapter records. It blocks, and is called from threads. Raises OSError if the
-    store cannot be had."""
+    """A store of adapter records. Its methods block, so they are called from threads.
+
+    Raises OSError if the store is unavailable.
+    """
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        """Return all records and a mark of this state; None if the state is still that of mark
-        `since`. b"" is the mark of no state."""
+        """Return a version mark and all records, or None if nothing has changed since the mark
+        `since`.
+
+        since: mark of an earlier call; b"" if the records were never read.
+        """
         ...
 
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
@@ -88,8 +94,12 @@ class LocalRecordStore:
 
 
 def mark_of_all(app: str) -> bytes:
-    """A mark that changes with each change of the adapters of any model behind a router's
-    application. Blocks; raises OSError."""
+    """Return a mark that changes whenever the adapters of any model of an application change.
+
+    app: application of the routers.
+
+    Blocks; raises OSError if the store is unavailable.
+    """
     marks: bytes = store("get", _mark(app)) or b""
     return marks
 
@@ -99,21 +109,24 @@ def _mark(app: str) -> str:
 
 
 class RayRecordStore:
-    """A record store in Ray's own key-value store, which lives as long as the cluster. Replicas and
-    routers come and go, and so may Serve's controller.
+    """A record store in Ray's own key-value store, which lives as long as the cluster.
+
+    It survives replicas, routers and Serve's controller.
 
     app: application of the model.
-    routers: application of the model's routers, "" if it is the same.
+    routers: application of the model's routers; "" if it is the same.
     """
 
     def __init__(self, app: str, routers: str = "") -> None:
         self._folder = f"{prefix(app)}adapters/name/"
         self._mark = _mark(app)
-        # The routers' last: who sees it has to find the model's.
+        # The routers' mark is written last: a reader that sees it must find the model's mark
+        # changed, too.
         self._marks = dict.fromkeys((self._mark, _mark(routers or app)))
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        # The mark first: a change while the records are read makes the next look find another one.
+        # The mark is read before the records, so that a change in between is noticed by the next
+        # call.
         mark: bytes = store("get", self._mark) or b"none"
         if mark == since:
             return None
@@ -143,5 +156,8 @@ class RayRecordStore:
 
 
 def newer(before: AdapterRecord | None, now: int) -> int:
-    """The version of what follows `before`. now: nanoseconds; clocks of two machines may differ."""
+    """Return the version of a record that replaces `before`.
+
+    now: this machine's time in nanoseconds; clocks of two machines may differ.
+    """
     return max(now, 0 if before is None else before.version + 1)

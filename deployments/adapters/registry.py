@@ -1,13 +1,15 @@
-"""AdapterRegistry: the adapters' names as a router knows them, from the configuration, the watched
-folder and the record store that all routers share. No Ray here.
+"""AdapterRegistry: the adapter names that a router knows, and what each name means.
 
-    configuration, watched folder --declare--> name, path        (revision unknown)
-    record store                  --records--> name, path, revision, version
+The names come from the configuration, the watched folder and the record store that all routers
+share. This module does not need Ray.
 
-A name's revision is the hash of its files. It is learnt when the adapter is added over the API or
-first requested: a replica reads all the files and tells. From then on the revision is in the record
-store. It holds until the name is added again, or its files in the watched folder change. Replicas
-check it whenever they read the files.
+  configuration, watched folder --declare--> name, path        (revision unknown)
+  record store                  --records--> name, path, revision, version
+
+A name's revision is the hash of its files. A replica computes it when the adapter is added over the
+API or first requested; from then on the record store has it. The revision holds until the name is
+added again, or its files in the watched folder change. Replicas check the revision whenever they
+read the files.
 """
 
 import asyncio
@@ -41,7 +43,7 @@ from engine.messages import AdapterInfo
 logger = logging.getLogger("manta.router")
 
 POLL_SECONDS = 1.0  # between polls of the watched folder
-FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
+FAILED_SECONDS = 5.0  # seconds for which a failure to read an adapter is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class AdapterSettings:
     """The settings of a model's adapters.
 
     model: name of the base model.
-    paths: adapters of the configuration.
+    paths: paths of the configuration's adapters, by adapter name.
     roots: folders and URLs that other adapters may be added from.
     watch: folder whose subfolders are adapters.
     """
@@ -69,9 +71,9 @@ class AdapterReplicas(Protocol):
 
 
 class AdapterRegistry:
-    """A router's adapters by name. All methods belong to the event loop.
+    """A router's adapters by name. All methods must be called on the event loop.
 
-    on_change(): called when `records` have changed.
+    on_change: called without arguments whenever `records` have changed.
     """
 
     def __init__(
@@ -86,14 +88,12 @@ class AdapterRegistry:
         self._on_change = on_change
         self._record_store = record_store or LocalRecordStore()
         self._mark = b""
-        self._written: dict[str, AdapterRecord] = {}  # in the record store
+        self._written: dict[str, AdapterRecord] = {}  # records as the record store has them
         self._folder: dict[str, AdapterFolder] = {}
-        self._scanned: dict[
-            str, AdapterFolder
-        ] = {}  # the last time, perhaps in the middle of a copy
-        self._lock = asyncio.Lock()  # of reads and writes of the record store
+        self._scanned: dict[str, AdapterFolder] = {}  # of the last scan; some may be half copied
+        self._lock = asyncio.Lock()  # held during reads and writes of the record store
         self._looked = 0.0
-        self._admin = asyncio.Lock()  # one change by hand after the other
+        self._admin = asyncio.Lock()  # lets one change over the API run at a time
         self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._failed: dict[str, tuple[float, AdapterRecord, MantaError]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -101,8 +101,10 @@ class AdapterRegistry:
         self.records = self._view()
 
     async def start(self) -> None:
-        """Read which adapters there are, and follow changes in the watched folder. Changes by other
-        routers are noticed with each `refresh`."""
+        """Read the adapters, then follow changes in the watched folder.
+
+        Changes by other routers are noticed at each `refresh`.
+        """
         await self.refresh()
         if self._settings.watch is not None:
             await self._poll(self._settings.watch, first=True)
@@ -116,7 +118,7 @@ class AdapterRegistry:
     # -- for requests
 
     async def pin(self, name: str) -> AdapterRecord:
-        """The adapter that the name means now, with its revision. Raises MantaError."""
+        """Return the record that the name means now, with its revision. Raises MantaError."""
         if name not in self.records:
             await self.refresh()  # another router may have added it a moment ago
         record = self.records.get(name)
@@ -133,7 +135,7 @@ class AdapterRegistry:
     def _pinned(self, name: str, task: "asyncio.Task[AdapterRecord]") -> None:
         del self._pins[name]
         if not task.cancelled():
-            task.exception()  # the callers that waited have the error; perhaps none waits any more
+            task.exception()  # retrieve the error, or asyncio warns if no caller waits any more
 
     async def _pin(self, name: str) -> AdapterRecord:
         while (record := self.records.get(name)) is not None:
@@ -143,13 +145,18 @@ class AdapterRegistry:
         raise not_found(name)
 
     async def _pin_as(self, record: AdapterRecord) -> None:
-        """Learn the revision and write it down, unless the name means something else meanwhile."""
+        """Let a replica read an adapter, and store its revision unless the name has changed
+        meanwhile.
+
+        Raises AdapterError; for FAILED_SECONDS after a failure the same error without another try.
+        """
         name, now = record.name, time.monotonic()
         failed = self._failed.get(name)
         if failed is not None and failed[0] > now and failed[1] == record:
             raise failed[2]
         try:
-            if record.source == "folder":  # a link may have come into it since the last look
+            # Its folder may have been replaced by a link since the last scan.
+            if record.source == "folder":
                 await asyncio.to_thread(still_allowed, record.path, self._roots())
             info = await self._replicas.load(record)
         except AdapterError as error:
@@ -162,19 +169,22 @@ class AdapterRegistry:
         async with self._lock:
             if self.records.get(name) == record:
                 await self._write(pinned, fresh=before is None)
-        if self.records.get(name) != pinned:  # another router was first, or it was changed by hand
+        # Another router wrote first, or an operator changed the adapter.
+        if self.records.get(name) != pinned:
             await self.refresh()
         elif before is not None and before.revision != pinned.revision:
             await self._replicas.announce(pinned)
 
     def replica_came(self) -> None:
-        """Look again soon: the new replica has not heard of earlier changes, so it would not refuse
-        old revisions."""
+        """Refresh soon, because a new replica may not know which revisions are out of date.
+
+        A refresh announces them to it.
+        """
         if self.records:
             self._soon = asyncio.get_running_loop().create_task(self.refresh())
 
     async def refresh(self) -> None:
-        """Read what other routers have written until now. Cheap if they have written nothing."""
+        """Read the records that other routers have written. Cheap if they have written none."""
         asked = time.monotonic()
         async with self._lock:
             if self._looked <= asked:
@@ -185,10 +195,14 @@ class AdapterRegistry:
     # -- by hand
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
-        """Make an adapter known everywhere, or read it again; new requests get what its files hold
-        now. path: inside the allowed roots; "" = where it was. model: there is but one here.
+        """Add an adapter on all routers, or read its files again; return its record.
 
-        Raises MantaError; nothing has changed then.
+        New requests use what the files hold now.
+
+        path: path or URL inside the allowed roots; "" keeps the adapter's present path.
+        model: ignored, as this registry has one base model.
+
+        Raises MantaError, and then changes nothing.
         """
         check_name(name)
         if name == self._settings.model:
@@ -203,7 +217,7 @@ class AdapterRegistry:
                 raise not_found(name)
             elif known.source == "config":
                 where = known.path
-            else:  # a link may have come into it since
+            else:  # the folder may have been replaced by a link since
                 where = await asyncio.to_thread(still_allowed, known.path, self._roots())
             if declared is not None and declared.path == where:
                 record = declared
@@ -221,14 +235,15 @@ class AdapterRegistry:
             return record
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """Return all adapters, each with its base model's name."""
+        """Return pairs (base model's name, record) of all adapters."""
         return [(self._settings.model, record) for record in self.records.values()]
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """Remove an adapter: new requests can no longer use it, running requests finish. Raises
-        MantaError.
+        """Remove an adapter and return its record. Running requests with it finish.
 
-        model: ignored, as there is but one here.
+        model: ignored, as this registry has one base model.
+
+        Raises MantaError if there is no such adapter.
         """
         async with self._admin:
             await self.refresh()
@@ -258,13 +273,13 @@ class AdapterRegistry:
     async def _poll(self, watched: str, *, first: bool = False) -> None:
         try:
             await self._scan(watched, first)
-        except (OSError, MantaError) as error:  # of the folder, or of the record store
+        except (OSError, MantaError) as error:  # from the folder, or from the record store
             reason = getattr(error, "strerror", None) or error
             logger.warning("adapters: %s: %s", watched, reason)
 
     async def _scan(self, watched: str, first: bool) -> None:
         scanned = await asyncio.to_thread(scan, watched)
-        # What was the same twice is not being written to.
+        # A folder that two scans found unchanged is not being written to.
         steady = {
             name: adapter
             for name, adapter in scanned.items()
@@ -278,7 +293,7 @@ class AdapterRegistry:
             await self._forget_gone()
 
     async def _forget_gone(self) -> None:
-        """Remove the adapters whose folder has gone from the watched one."""
+        """Remove the adapters whose subfolder of the watched folder has disappeared."""
         for name, record in list(self._written.items()):
             if record.source == "folder" and name not in self._folder:
                 async with self._lock:
@@ -294,9 +309,9 @@ class AdapterRegistry:
             self._rebuild()
 
     async def _write(self, record: AdapterRecord, *, fresh: bool = False) -> None:
-        """Write a record to the record store, and serve what it says.
+        """Write a record to the record store, and use it in this router.
 
-        fresh: whether to write only if no other router has written the name meanwhile.
+        fresh: whether to write only if the record store has no record of the name.
         """
         with _report_failure():
             if await asyncio.to_thread(self._record_store.put, record, fresh):
@@ -314,7 +329,7 @@ class AdapterRegistry:
         return self._settings.roots if watch is None else (*self._settings.roots, watch)
 
     def _declared(self) -> dict[str, AdapterRecord]:
-        """The adapters of the configuration and, for other names, of the watched folder."""
+        """Return the adapters of the configuration and, for other names, of the watched folder."""
         declared = {
             name: AdapterRecord(name=name, path=adapter.path, source="folder", stamp=adapter.stamp)
             for name, adapter in self._folder.items()
@@ -331,12 +346,12 @@ class AdapterRegistry:
             self._on_change()
 
     def _view(self) -> dict[str, AdapterRecord]:
-        """The record of each name, in alphabetical order."""
+        """Return the record of each name, in alphabetical order."""
         records = self._declared()
         for name, record in self._written.items():
             declared = records.get(name)
             if record.source != "api" and (declared is None or not _same(declared, record)):
-                continue  # of another path, or of files that were replaced
+                continue  # the record is of another path, or of files that were replaced since
             if record.removed:
                 records.pop(name, None)
             else:
@@ -368,8 +383,7 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 @contextlib.contextmanager
 def _report_failure() -> Iterator[None]:
-    """Turn the OSError of an unavailable record store into Overloaded: the fault is the server's,
-    not the caller's."""
+    """Turn OSError of an unavailable record store into Overloaded, as the server is at fault."""
     try:
         yield
     except OSError as error:

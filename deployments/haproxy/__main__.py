@@ -1,7 +1,7 @@
-"""`python -m deployments.haproxy ARGUMENTS` is HAProxy with our configuration, for Serve to start.
+"""HAProxy with our configuration, for Serve to start: `python -m deployments.haproxy ARGUMENTS`.
 
-`python -m deployments.haproxy --install FILE` writes the program that RAY_SERVE_HAPROXY_BINARY_PATH
-names, and prints its path.
+`python -m deployments.haproxy --install FILE` writes the launcher for RAY_SERVE_HAPROXY_BINARY_PATH
+and prints its path.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The environment variables of Ray's processes that Serve reads for its HAProxy."""
+"""Environment variables of Ray's processes with which Serve runs its HAProxy."""
 
 import socket
 from pathlib import Path
@@ -9,12 +9,15 @@ from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from engine.errors import ConfigError
 from engine.private_folder import private_folder
 
-_MAX_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
+_MAX_FOLDER = 26  # characters: haproxy accepts a socket path of 97, and Serve adds a node id
 
 
 def edge_folder() -> Path:
-    """A new folder for HAProxy's sockets, files and launcher, of this user's alone; the caller
-    removes it. Raises ConfigError."""
+    """Return a new folder for HAProxy's sockets, files and launcher, which only this user can
+    enter.
+
+    The caller removes it. Raises ConfigError.
+    """
     try:
         return private_folder(_MAX_FOLDER, programs=True)
     except ConfigError as error:
@@ -22,8 +25,12 @@ def edge_folder() -> Path:
 
 
 def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
-    """Variables for a cluster behind HAProxy. folder: for its sockets and files; the launcher is
-    written there. Raises ConfigError."""
+    """Return the environment variables of a cluster behind HAProxy.
+
+    folder: folder for HAProxy's sockets and files; the launcher is written there.
+
+    Raises ConfigError.
+    """
     if len(str(folder)) > _MAX_FOLDER:
         raise ConfigError(
             f"{folder}: haproxy's sockets need a folder of at most {_MAX_FOLDER} "
@@ -45,17 +52,19 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
         "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
-        # For a head, a body or a reader that does not move; a stream that is silent may be so. A
-        # little longer than the routers wait, whose refusals are error objects.
+        # Longest silence of a client that sends a head or body, or that does not read; a silent
+        # stream is not affected. A little longer than the routers' own limit, whose refusals are
+        # error objects.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
-        # A router that ends before it has answered a byte: another one gets the request, if all of
-        # it is in haproxy's buffer (rewrite.py). Three times at most, which is its default:
-        # the next try may go to the dead one again.
+        # If a router ends before it has sent a byte, another one gets the request, provided that
+        # haproxy's buffer holds all of it (rewrite.py). haproxy's default is 3 retries, some of
+        # which may go to the dead router again.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # How long a router that is to stop stays reachable; haproxy hears of it within a second.
+        # Seconds for which a stopping router stays reachable; haproxy learns of it within one
+        # second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-        # Where haproxy sends what no router can take. Serve's default is 8500 in all clusters, and
-        # two on one machine would answer for each other.
+        # The port where haproxy sends requests that no router can take. Serve's default, 8500,
+        # would make two clusters on one machine answer for each other.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),

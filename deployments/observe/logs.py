@@ -1,7 +1,7 @@
-"""log_through_serve: our loggers in a Serve replica write into Serve's log files, as text or JSON.
+"""log_through_serve: our loggers' output in the log files of a Serve replica, as text or JSON.
 
-A line about one request carries `extra={"request_id": ...}`. The id is the same in the router, the
-replica and the engine process, whose lines arrive here through its client.
+A record about one request has `extra={"request_id": ...}`. The id is the same in the router, the
+replica and the engine process, whose records reach the replica through its client.
 """
 
 import logging
@@ -9,8 +9,10 @@ from logging.handlers import MemoryHandler
 
 
 def log_through_serve(level: str = "info") -> None:
-    """Give "manta.*" loggers the handlers that Serve has set up in this process. Idempotent.
-    level: "info" or "debug"."""
+    """Add the handlers that Serve has set up in this process to the "manta" loggers. Idempotent.
+
+    level: "info" or "debug".
+    """
     ours = logging.getLogger("manta")
     ours.setLevel(level.upper())
     ours.propagate = False
@@ -24,8 +26,10 @@ def log_through_serve(level: str = "info") -> None:
 
 
 class _BufferBypass(logging.Handler):
-    """Passes lines by Serve's buffer, which is made for a line a request and holds back the rare
-    lines that matter. Serve's filters still put in application, deployment and replica."""
+    """Writes records past Serve's MemoryHandler, which would hold back rare ones until it is full.
+
+    Serve's filters still add application, deployment and replica.
+    """
 
     def __init__(self, behind: MemoryHandler) -> None:
         super().__init__()
@@ -35,6 +39,6 @@ class _BufferBypass(logging.Handler):
         request_id = getattr(record, "request_id", None)
         if self.behind.target is None or not self.behind.filter(record):
             return
-        if request_id is not None:  # Serve's id would be that of the task that happens to run
+        if request_id is not None:  # Serve's filter sets the id of whatever request is current
             record.request_id = request_id
         self.behind.target.handle(record)

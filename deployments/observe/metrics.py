@@ -1,11 +1,10 @@
 """The metrics: names, units and buckets in one table, and their Prometheus text.
 
-Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
-closed sets: the served models, the replica's id and the names in the keys files, never from a
-request.
+Names follow vLLM's, with the prefix `manta_`. Times are in seconds. Labels come from closed sets
+(served models, replica ids and names in the keys files), never from a request.
 
-`families` lists a router's metrics, application_metrics.py puts those of all routers together, and
-`render` writes them as Prometheus' text. ray_exporter.py gives them to Ray's exporter.
+`families` lists a router's metrics, application_metrics.py merges those of all routers, and
+`render` writes Prometheus' text. ray_exporter.py passes them to Ray's exporter.
 """
 
 from bisect import bisect_left
@@ -36,7 +35,7 @@ _TOKEN_BUCKETS = (
 
 
 class Counter:
-    """A sum that only grows, for each combination of its labels' values."""
+    """A sum that only grows, for each combination of label values."""
 
     kind = "counter"
 
@@ -55,7 +54,7 @@ class Counter:
 
 
 class Histogram:
-    """Counts by upper bound, and the sum."""
+    """A histogram: counts by upper bound, and the sum of the values."""
 
     kind = "histogram"
 
@@ -80,8 +79,10 @@ class Histogram:
 
 
 def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> float | None:
-    """Return the q-quantile of a histogram's counts, linear between two bounds; None without
-    counts. Beyond the last bound it is that bound."""
+    """Return the q-quantile of a histogram's counts, interpolated linearly; None without counts.
+
+    buckets: upper bounds; a quantile beyond the last one is that bound.
+    """
     wanted = q * sum(counts)
     if wanted <= 0:
         return None
@@ -176,15 +177,18 @@ class RouterMetrics:
         return tuple(vars(self).values())
 
     def of_no_model(self) -> Iterator["MetricFamily"]:
-        """Yield the metrics that are counted for all models together, or have the model in a label
-        of their own."""
+        """Yield the metrics that are counted for all models together or name the model in a
+        label."""
         counted = (self.http, self.key_requests, self.key_prompt_tokens, self.key_output_tokens)
         for metric in counted:
             yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts that `manta status` reads: sums since the start, by label where there
-        is one, and the counts of the histograms' buckets."""
+        """Return the counts that `manta status` reads.
+
+        They are sums since the start, by label values if there are labels, and bucket counts of
+        histograms.
+        """
         values: dict[str, Any] = {}
         for name, metric in vars(self).items():
             if isinstance(metric, Histogram):
@@ -333,7 +337,7 @@ REPLICA_METRICS = (
     ),
 )
 
-# Of the autoscaling policy, which runs in Serve's controller: through Ray's exporter only.
+# Metrics of the autoscaling policy, which runs in Serve's controller: in Ray's exporter only.
 SCALING_TARGET = "scaling_target_replicas"
 SCALING_DECISIONS = "scaling_decisions_total"
 SCALING_MINIMUM = "scaling_min_replicas"
@@ -355,7 +359,7 @@ Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """A metric and its samples now. kind: "counter", "gauge" or "histogram"."""
+    """A metric and its present samples. kind: "counter", "gauge" or "histogram"."""
 
     name: str
     kind: str
@@ -364,7 +368,7 @@ class MetricFamily:
 
 
 def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFamily]:
-    """Yield what a router has counted, and gauges of the requests that wait in it."""
+    """Yield a router's counters and histograms, and gauges of its requests in flight and queued."""
     for metric in metrics.all():
         yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
     for name, help, value in (
@@ -397,7 +401,10 @@ def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
 
 
 def render(families: Iterable[MetricFamily], model: str) -> str:
-    """The Prometheus text format, version 0.0.4. model: of samples that do not name theirs."""
+    """Return the metrics in Prometheus' text format, version 0.0.4.
+
+    model: label of samples that do not name their model.
+    """
     return "".join(f"{line}\n" for family in families for line in _block(family, model))
 
 

@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, over HTTP in OTLP's JSON encoding, and W3C's trace context.
+"""Export of spans to an OpenTelemetry collector, as OTLP's JSON over HTTP, and W3C's trace context.
 
 Sources: OTLP 1.x (opentelemetry-proto, "JSON Protobuf Encoding"), W3C Trace Context, level 1.
 """
@@ -17,8 +17,8 @@ import msgspec
 
 logger = logging.getLogger("manta.router")
 
-SEND_SECONDS = 2.0  # between two batches
-MAX_SPANS = 8192  # that wait; beyond them new ones are dropped
+SEND_SECONDS = 2.0  # seconds between two batches
+MAX_SPANS = 8192  # most waiting spans; further ones are dropped
 _BATCH = 512
 _TIMEOUT = 10.0
 
@@ -30,7 +30,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class TracingSettings:
-    """The settings of the span exporter, as TracingConfig has them.
+    """The settings of the span exporter, from TracingConfig.
 
     headers: HTTP headers of each request to the collector.
     """
@@ -45,8 +45,8 @@ class TracingSettings:
 class TraceContext:
     """A W3C trace context.
 
-    trace: 32 hex digits.
-    parent: 16 hex digits, "" without a parent.
+    trace: trace id, 32 hex digits.
+    parent: id of the parent span, 16 hex digits; "" without one.
     state: value of the tracestate header.
     """
 
@@ -57,7 +57,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Parse a traceparent header; None if it is missing or not valid, and a new trace begins."""
+    """Parse a traceparent header; None if it is missing or invalid, so that a new trace begins."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -70,7 +70,7 @@ def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def new_context(sample: float) -> TraceContext:
-    """A trace of our own, which is sampled with this probability."""
+    """Return the context of a new trace. sample: probability that the trace is sampled."""
     return TraceContext(secrets.token_hex(16), sampled=secrets.randbelow(1 << 30) < sample * 2**30)
 
 
@@ -79,7 +79,7 @@ class Span:
     """A span of a trace.
 
     start, end: Unix seconds.
-    error: a code, "" if the span went well.
+    error: error code; "" if the span succeeded.
     """
 
     name: str
@@ -133,8 +133,10 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 class SpanExporter:
-    """Sends spans in batches from a thread; what cannot be sent is dropped, and the log says so
-    once for each time that the collector goes away."""
+    """Sends spans in batches from a thread, and drops spans that cannot be sent.
+
+    The log reports the first failure of each outage of the collector.
+    """
 
     def __init__(self, settings: TracingSettings, instance: str, version: str) -> None:
         self._url = f"{settings.endpoint.rstrip('/')}/v1/traces"
@@ -161,7 +163,7 @@ class SpanExporter:
             self._waiting += spans
 
     async def close(self) -> None:
-        """Stop, and send the spans that wait, if the collector takes them at once."""
+        """Stop, and try once to send the waiting spans."""
         if self._task is not None:
             self._task.cancel()
         await self._flush()
@@ -186,7 +188,7 @@ class SpanExporter:
                 return
 
     def _post(self, batch: list[Span]) -> str:
-        """Send a batch of spans, and return why that failed; "" if it did not."""
+        """Send a batch of spans, and return why that failed; "" if it succeeded."""
         scope = {"scope": self._scope, "spans": [span.to_json() for span in batch]}
         body = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:

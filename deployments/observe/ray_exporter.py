@@ -1,10 +1,10 @@
-"""Our metrics through Ray's own exporter, beside the routers' /metrics: for clusters that scrape
-Ray's nodes, and for the dashboard in deploy/grafana.json. Ray puts `ray_` before the names and adds
-deployment, replica and application.
+"""Export of our metrics through Ray's exporter, in addition to the routers' /metrics.
 
-Everything is copied every few seconds: one call of Ray's costs as much as relaying a token. Hence
-the buckets of a histogram are gauges with the names that a histogram's have; queries see no
-difference.
+It serves clusters that scrape Ray's nodes, and the dashboard in deploy/grafana.json. Ray prefixes
+the names with `ray_` and adds deployment, replica and application.
+
+Values are copied every few seconds, because one call of Ray's costs as much as relaying a token.
+Histogram buckets are therefore gauges with a histogram's names, which queries cannot tell apart.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from deployments.observe.metrics import (
     MetricFamily,
 )
 
-_PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that does not show
+_PERIOD = 5.0  # seconds between exports: fresh enough for a scraper, and of negligible cost
 
 
 class ServeExport:
-    """Copies `families()` to Ray until `stop`. For one event loop."""
+    """Copies `families()` to Ray until `stop`. All calls belong to one event loop."""
 
     def __init__(self, families: Callable[[], Iterable[MetricFamily]]) -> None:
         self._families = families
@@ -64,20 +64,22 @@ def _make(
     family: MetricFamily, name: str, labels: tuple[str, ...]
 ) -> ray_metrics.Counter | ray_metrics.Gauge:
     keys = cast(Any, labels)
-    if family.kind == "counter":  # Ray puts `_total` behind the name
+    if family.kind == "counter":  # Ray appends `_total` to the name
         return ray_metrics.Counter(name.removesuffix("_total"), family.help, tag_keys=keys)
     return ray_metrics.Gauge(name, family.help, tag_keys=keys)
 
 
 @cache
 def scaling_export(app: str) -> "ScalingExport":
-    """Return this process's exporter of an application's scaling."""
+    """Return this process's exporter of an application's scaling metrics."""
     return ScalingExport(app)
 
 
 class ScalingExport:
-    """The exporter of the autoscaling policy's metrics; the policy has no event loop and no
-    replica."""
+    """The exporter of the autoscaling policy's metrics.
+
+    The policy runs in Serve's controller, without an event loop or a replica of its own.
+    """
 
     def __init__(self, app: str) -> None:
         keys = ("application", "pool")
@@ -105,12 +107,13 @@ class ScalingExport:
         limits: Mapping[str, tuple[int, int]],
         cooldowns: tuple[float, float],
     ) -> None:
-        """Set the metrics of these pools, and count each change of a target.
+        """Set the metrics of the pools, and count each change of a target.
 
-        targets: replicas by pool.
-        causes: `ScalingReason.cause` by pool.
-        limits: minimum and maximum by pool.
-        cooldowns: seconds of calm before some replicas go, and of idleness before all go.
+        targets: target number of replicas, by pool.
+        causes: `ScalingReason.cause`, by pool.
+        limits: minimum and maximum number of replicas, by pool.
+        cooldowns: seconds of low demand before replicas are removed, and of idleness before the
+            last one is.
         """
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}

@@ -1,12 +1,14 @@
-"""The tasks on this thread's event loop, to find those that are left behind."""
+"""A count of the tasks on this thread's event loop, to find leaked tasks."""
 
 import asyncio
 from collections import Counter
 
 
 def tasks() -> dict[str, int]:
-    """Return how many tasks there are of each coroutine function, by its qualified name. On a loop
-    only."""
+    """Return the number of tasks of each coroutine function, by its qualified name.
+
+    Must be called on an event loop.
+    """
     counts = Counter(_name(task) for task in asyncio.all_tasks())
     return dict(sorted(counts.items()))
 

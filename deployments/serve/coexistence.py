@@ -1,7 +1,7 @@
-"""The deployment beside other applications of a cluster: what collides, and who deploys now.
+"""Deploying an application on a cluster with others: conflicts, and one deployment at a time.
 
-Serve takes the whole list of a cluster's applications and deletes those that are not in it. So the
-applications that are there are put into it again, as they were deployed: that restarts nothing.
+Serve accepts only a complete list of a cluster's applications and deletes those that are missing.
+So the list includes the running applications as they were deployed, which restarts nothing.
 """
 
 import json
@@ -18,14 +18,17 @@ from engine.errors import ConfigError, MantaError
 
 ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
 SEVERAL_MODELS = "deployments.app:build_routers"
-_DEPLOYING = "manta-deploying"  # the process that deploys now, in Ray's store
-_STALE = 30.0  # seconds after which one that deploys is taken for dead; it needs a few
-_WAIT = 60.0  # seconds that one waits for its turn
+_DEPLOYING = "manta-deploying"  # key in Ray's store, held by the process that deploys
+_STALE = 30.0  # seconds after which the holder is presumed dead; a deployment takes a few
+_WAIT = 60.0  # longest seconds to wait for the key
 _POLL = 0.1
 
 
 def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
-    """Check that applications can be deployed beside those that are there. Both in Serve's schema.
+    """Check that applications can be deployed on a cluster with running ones.
+
+    wanted: Serve's schemas of the applications to deploy.
+    there: Serve's schemas of the running applications, by name.
 
     Raises ConfigError.
     """
@@ -51,8 +54,11 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
 
 
 def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
-    """Models of an earlier file that this one has no more, as names of applications. Those that
-    were added to the running endpoint stay."""
+    """Return the running applications of models that an earlier configuration had and this one
+    lacks.
+
+    Models that were added to the running endpoint are not among them.
+    """
     ours = {app["name"] for app in wanted}
     several = [app["name"] for app in wanted if app["import_path"] == SEVERAL_MODELS]
     return {
@@ -68,10 +74,13 @@ def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
 def check_beside(
     config: MantaConfig, others: Sequence[MantaConfig], running: MantaConfig | None
 ) -> None:
-    """Whether an application can stand beside others. running: what its own name serves now.
+    """Check that an application can run on a cluster with others.
 
-    Raises ConfigError: another model under the same app_name, or a path, a gRPC port or a folder
-    of batches that another application has. Pure.
+    others: configurations of the other applications.
+    running: the configuration that runs under the same name; None: none.
+
+    Raises ConfigError for another model under the same app_name, or for a path, gRPC port or batch
+    folder that another application uses.
     """
     if running is not None and running.name() != config.name():
         raise ConfigError(
@@ -103,7 +112,7 @@ def check_beside(
 
 
 def check_port(port: int, endpoint: int) -> None:
-    """Raise ConfigError unless a configuration has the cluster's port. endpoint: that port."""
+    """Raise ConfigError unless `port` is the port of the cluster's endpoint."""
     if port != endpoint:
         raise ConfigError(
             f"http.port: {port}, and the one endpoint of this cluster listens on {endpoint} since "
@@ -113,15 +122,18 @@ def check_port(port: int, endpoint: int) -> None:
 
 
 def config_of(application: Any) -> MantaConfig | None:
-    """Return the configuration in an application of Serve's schema; None if it is not one of ours
-    that answers requests, or of a release with other keys."""
+    """Return the configuration in an application of Serve's schema.
+
+    None if the application is not one of ours that answers requests, or of a release with other
+    keys.
+    """
     application = model_applications.as_dict(application)
     config = application.get("args", {}).get("config")
     ours = application.get("import_path") in (ONE_MODEL, SEVERAL_MODELS)
     if not ours or not isinstance(config, Mapping):
         return None
     with suppress(ConfigError):
-        return parse_config(config, {}, check_files=False)  # it may be on another machine
+        return parse_config(config, {}, check_files=False)  # its files may be on another machine
     return None
 
 
@@ -130,11 +142,13 @@ def config_of(application: Any) -> MantaConfig | None:
 
 @contextmanager
 def deploying() -> Iterator[None]:
-    """Keep other deployments out: two at once would each delete what the other has added. Raises
-    MantaError after a minute, and OSError if Ray's store does not answer."""
+    """Keep other deployments out: of two at once, each would delete what the other has added.
+
+    Raises MantaError after a minute, and OSError if Ray's store does not answer.
+    """
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
-    while store("put", _DEPLOYING, mine, overwrite=False):  # it was there already
+    while store("put", _DEPLOYING, mine, overwrite=False):  # another process holds the key
         held = store("get", _DEPLOYING)
         if held is not None and time.time() - json.loads(held) > _STALE:
             store("del", _DEPLOYING)
@@ -156,15 +170,20 @@ def _key(app: str) -> str:
 
 
 def deployed_at(app: str, reported: float) -> float:
-    """Unix seconds at which this very application was last deployed. reported: Serve's time,
-    which is also that of the last deployment beside it."""
+    """Return the Unix time at which an application itself was last deployed.
+
+    reported: Serve's deployment time, which a deployment of any other application changes, too.
+    """
     record = store("get", _key(app))
     seen, before = json.loads(record) if record else (reported, reported)
     return float(before) if seen == reported else reported
 
 
 def note_others(now: float, others: Mapping[str, float]) -> None:
-    """Another application is deployed at `now`. others: Serve's time of each one beside it."""
+    """Record that an application is deployed at `now`, for `deployed_at` of the others.
+
+    others: Serve's deployment time of each other application, by name.
+    """
     for app, deployed in others.items():
         store(
             "put", _key(app), json.dumps([now, deployed_at(app, deployed)]).encode(), overwrite=True

@@ -30,16 +30,16 @@ from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (
-    2.0  # seconds; its channels report a dead engine at once, this brings its replacement
+    2.0  # seconds; channels report a dead engine at once, but only this check replaces it
 )
 _HEALTH_TIMEOUT = 10.0
-DRAIN_POLL = (
-    0.2  # seconds between Serve's polls of an ending replica; its default of 2 is pure waiting
-)
-SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
-KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
+DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; its default of 2 only delays
+SURGE = 20  # percent, at least one: as many replicas as Serve's update stops at a time
+# Seconds after the drain until Serve kills a replica: time for the engine to stop.
+KILL_MARGIN = 10.0
 
-_MONITOR = "__autoscaling_status"  # key of Ray's store: a report each few seconds, as JSON
+# Key of Ray's store with the autoscaler's JSON report, renewed every few seconds.
+_MONITOR = "__autoscaling_status"
 
 logger = logging.getLogger("manta.app")
 
@@ -57,7 +57,7 @@ def channel_limits(config: MantaConfig) -> ChannelLimits:
 def logs(config: MantaConfig) -> dict[str, Any]:
     """Return the logging options of a deployment.
 
-    Text is Serve's default, which its own config file may change.
+    For text they are empty, so that Serve's own config file may set them.
     """
     return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
 
@@ -65,7 +65,7 @@ def logs(config: MantaConfig) -> dict[str, Any]:
 def engine_deployments(
     config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
 ) -> list[Application]:
-    """Return a deployment for each pool of a model."""
+    """Return one deployment for each pool of a model."""
     engines = []
     for name, pool in pools(config, machine).items():
         settings = ReplicaSettings(
@@ -104,10 +104,7 @@ def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | No
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
-    """Return the EngineConfig of a replica, on the replica's machine.
-
-    The model's folder is fetched if need be.
-    """
+    """Return the EngineConfig of a replica on its machine; downloads the model if needed."""
     options = dict(settings.engine)
     dummy = options.get("load_format") == "dummy"
     folder = resolve_model(
@@ -126,15 +123,15 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
 
 
 def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel:
-    """Return the ServedModel of a configuration of one model.
+    """Return the ServedModel of a one-model configuration.
 
-    gpus: the GPUs of a machine, as of `pools_on`
-    app: the application of the engines; "" is the routers' own application
+    gpus: GPUs of a machine, see `pools_on`
+    app: application of the engines; "": the routers' own application
     """
     return ServedModel(
         name=config.name(),
         aliases=tuple(config.aliases),
-        # A pool's, so that a machine with both makes no folder for the router alone.
+        # In the form that a pool uses, so that the router needs no conversion of its own.
         find_model=partial(
             resolve_model,
             config.model,
@@ -169,7 +166,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
 
 
 def _wake_seconds(config: MantaConfig) -> float | None:
-    """Return the seconds of a start where all pools may be empty, until measured; else None."""
+    """Return the assumed seconds of a replica's start if all pools may be empty; else None."""
     pools = config.pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
         return None
@@ -177,7 +174,7 @@ def _wake_seconds(config: MantaConfig) -> float | None:
 
 
 def served_models(app: str) -> dict[str, ServedModel]:
-    """Return the models behind `app` now. Needs a connection to Ray, and blocks."""
+    """Return the present models behind `app`, by name. Needs a connection to Ray, and blocks."""
     entries = model_applications.entries(app, model_applications.applications())
     return {name: served_model(entry.config, 0, entry.app) for name, entry in entries.items()}
 
@@ -189,9 +186,8 @@ def served_models(app: str) -> dict[str, ServedModel]:
 class NodeCapacity:
     """The most that a replica can get: CPU cores and GPUs of the largest node.
 
-    alone: whether there are no other nodes, as far as one can know
-    grows: whether something may start nodes; None: there is no cluster yet, of which one could know
-        it
+    alone: whether this is the only node, as far as known
+    grows: whether something may start further nodes; None: unknown, as there is no cluster yet
     """
 
     cores: float
@@ -209,17 +205,16 @@ class NodeCapacity:
         )
         if nodes:
             cores = max(node.get("CPU", 0) for node in nodes)
-            # A node without cores is the head of a cluster whose other nodes come when asked for.
+            # A node without cores is the head of a cluster whose other nodes start on demand.
             alone = len(nodes) == 1 and cores > 0
             return cls(cores, max(node.get("GPU", 0) for node in nodes), alone, _grows())
         return cls(len(os.sched_getaffinity(0)), gpus_here())
 
 
 def _grows() -> bool:
-    """Whether something may start nodes of the cluster, as far as its monitor says.
+    """Whether something may start further nodes, as far as Ray's autoscaler monitor reports.
 
-    Without node types the monitor reports nodes by their ids, and says nothing in its first
-    seconds.
+    A monitor without node types lists nodes by their ids; in its first seconds it reports nothing.
     """
     try:
         report = json.loads(store("get", _MONITOR) or b"{}")
@@ -230,7 +225,7 @@ def _grows() -> bool:
 
 
 def _only_ids(report: dict[str, Any], ids: Collection[str]) -> bool:
-    """Whether the monitor's report names nodes by their ids alone. Pure."""
+    """Whether the monitor's report names nodes by their ids only."""
     types = (report.get("autoscaler_report") or {}).get("active_nodes") or {}
     return bool(types) and set(types) <= set(ids)
 
@@ -241,13 +236,12 @@ def deployment_name(pool: str) -> str:
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """Return the pools with nothing left open. Pure.
+    """Return the pools with all open values resolved.
 
-    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
-    each other. A replica of several ranks is one actor with as many GPUs, or one on each of its
-    nodes.
+    A CPU replica's step uses one thread per core, as more would make replicas wait for each other.
+    A replica of several ranks is one actor with as many GPUs, or one actor on each of its nodes.
 
-    Raises ConfigError where a replica's share of the machine has fewer cores than ranks.
+    Raises ConfigError if a replica's share of the machine has fewer cores than ranks.
     """
     resolved: dict[str, PoolConfig] = {}
     for name, pool in config.pools_on(machine.gpus).items():
@@ -275,13 +269,13 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
 def check_gpus(
     config: MantaConfig, resolved: Mapping[str, PoolConfig], machine: NodeCapacity
 ) -> None:
-    """Check that a node has, or may come to have, the GPUs of a replica.
+    """Check that a node has, or may get, the GPUs of a replica, as it would otherwise wait for
+    ever.
 
-    Without such a node the replica would wait for ever. A pool that may be empty keeps nothing
-    waiting that another pool can answer. Where something may start such a node, a warning is
-    logged. Pure but for that.
+    A GPU pool with minimum 0 is accepted if another pool can answer. If something may start such a
+    node, only a warning is logged.
 
-    resolved: the pools, as of `pools`
+    resolved: result of `pools`
 
     Raises ConfigError.
     """
@@ -316,16 +310,16 @@ def check_gpus(
 def _check_share(
     config: MantaConfig, pool: PoolConfig, machine: NodeCapacity, cores: float
 ) -> None:
-    """Check that a CPU replica's share has a core for each rank. Raises ConfigError.
+    """Check that a CPU replica's share of the machine has a core per rank. Raises ConfigError.
 
-    Here num_cpus is left open, so the error must not name it as if it had been given.
+    num_cpus is not configured here, so the error does not mention it as a given value.
     """
     ranks = config.node_ranks(pool)
     if ranks == 1 or cores >= ranks:
         return
     key = "pools.cpu.replicas" if "cpu" in config.pools else "replicas"
     fewer = "" if pool.replicas <= 1 else f", or {key}"
-    # Other nodes than those that are seen may have more.
+    # Nodes that are not up yet may have more.
     way_out = f"lower it{fewer}" if machine.alone else f"lower it{fewer}, or set pools.cpu.num_cpus"
     raise ConfigError(
         f"{ranks_said(*config.divisions(pool))}: so many ranks on the CPU need as many cores, and "
@@ -335,10 +329,10 @@ def _check_share(
 
 
 def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:
-    """Return the share of each of several models in a machine that is alone. Pure.
+    """Return the share of each of several models in the machine, if it is the only node.
 
-    CPU pools that leave num_cpus open share equally what the others have not taken. Without shares
-    each would reserve all cores, and the second would never start.
+    CPU pools without num_cpus share equally what the others leave. Without shares each would
+    reserve all cores, and the second would never start.
     """
     if not machine.alone:
         return [machine] * len(models)
@@ -351,7 +345,10 @@ def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCap
 def beside(
     others: Iterable[MantaConfig], config: MantaConfig, machine: NodeCapacity
 ) -> NodeCapacity:
-    """Return the share of one model that is added to others, which keep what they have. Pure."""
+    """Return the share of a model that is added to others, which keep theirs.
+
+    others: configurations of the other models
+    """
     if not machine.alone or not _open_replicas(config, machine):
         return machine
     taken = sum(_cores_taken(model, machine) for model in (*others, config))
@@ -359,13 +356,14 @@ def beside(
 
 
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
-    """Return the number of replicas whose number of cores is left open."""
+    """Return the number of CPU replicas without a configured number of cores; 0 if it is
+    configured."""
     pool = config.pools_on(machine.gpus).get("cpu")
     return max(1, pool.replicas) if pool is not None and pool.num_cpus is None else 0
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
-    """Return the cores of the replicas whose number of cores is not left open."""
+    """Return the cores of the replicas with a known number of cores."""
     return sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
         for kind, pool in config.pools_on(machine.gpus).items()
@@ -378,10 +376,10 @@ def _update_options(pool: PoolConfig) -> dict[str, Any]:
 
 
 def _placement_options(pool: PoolConfig, nodes: int) -> dict[str, Any]:
-    """Return what Ray reserves for a replica, and where.
+    """Return the deployment options for what Ray reserves for a replica, and where.
 
-    For several nodes this is a placement group with a bundle on each: all of them or none. The
-    replica's actor is in the first bundle, and starts those of the others.
+    For several nodes this is a placement group with a bundle on each, granted all or none. The
+    replica's actor is in the first bundle, and starts the actors of the others.
     """
     actor: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     if pool.resources:

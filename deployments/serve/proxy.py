@@ -1,4 +1,5 @@
-"""The proxy before the routers, and the environment that the cluster's processes need for it."""
+"""The choice of proxy before the routers, and the environment variables that Ray's processes
+need."""
 
 import logging
 from pathlib import Path
@@ -13,8 +14,8 @@ logger = logging.getLogger("manta.app")
 
 
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """Return the proxy that will stand before the routers. It is logged, because it decides the
-    cost of a streamed token."""
+    """Return the proxy that will be used, and log it, as it determines the cost of a streamed
+    token."""
     if behind_haproxy(config):
         logger.info("HTTP through haproxy")
         return "haproxy"
@@ -35,7 +36,7 @@ def behind_haproxy(config: MantaConfig) -> bool:
 
 
 def check_edge(config: MantaConfig) -> None:
-    """Raises ConfigError where what is to stand before the routers is not here."""
+    """Check that the configured proxy is installed. Raises ConfigError."""
     if config.http.tls.certificate and config.http.proxy == "auto" and not behind_haproxy(config):
         raise ConfigError(
             "there is no haproxy here; install it, or set http.proxy: serve", param="http.tls"
@@ -43,24 +44,27 @@ def check_edge(config: MantaConfig) -> None:
 
 
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
-    """Variables that every Ray process of the cluster must have from its start, and client drivers
-    must not.
+    """Return the environment variables of all Ray processes of the cluster from their start.
 
-    folder: for haproxy's sockets and files, private to this cluster; the program that Serve
-    starts as haproxy is written there. Raises ConfigError.
+    Client drivers must not have them.
+
+    folder: folder for haproxy's sockets and files, private to this cluster; the launcher that Serve
+        starts as haproxy is written there.
+
+    Raises ConfigError.
     """
     same_loop = {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        # Of each handle and replica, which by default wake ten times a second to set two gauges
-        # that Ray collects every ten seconds: a router has a handle for each pool of each model.
+        # By default each handle and replica wakes ten times a second to set two gauges that Ray
+        # collects every ten seconds, and a router has a handle for each pool of each model.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-        # Some failed polls and the proxy of a node is replaced: below 10 s instead of 30.
+        # A node's proxy is replaced after some failed polls: within 10 s instead of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
-        # else on the machine, would take nearly all CPU from the engines that stream.
+        # Ray's workers have niceness 15, but 0 while they start. So the start of a replica, or
+        # anything else on the machine, would take nearly all CPU time from the engines that stream.
         "RAY_worker_niceness": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
     }
