@@ -96,7 +96,6 @@ def test_sums_are_those_of_the_ranks_in_their_order(
             assert torch.equal(actual, added)
     for actual in one_after_the_other(size, 1, normed, inputs):
         assert torch.equal(actual[0], added)
-        assert torch.equal(actual[1], rms_norm(added, weight, EPS))
         wide = added.double()
         ref = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         assert row_error(actual[1], ref) < BOUND[dtype]
@@ -120,7 +119,9 @@ def test_norms_of_more_rows_than_there_is_memory_for(
         return torch.stack([sums, out])
 
     for actual in one_after_the_other(2, 1, normed, inputs):
-        assert torch.equal(actual, torch.stack([added, rms_norm(added, weight, EPS)]))
+        assert torch.equal(actual[0], added)
+        # Two kernels may add the squares of a row in two orders.
+        assert row_error(actual[1], rms_norm(added, weight, EPS)) < BOUND[torch.float32]
 
 
 @pytest.mark.triton
