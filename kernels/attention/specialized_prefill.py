@@ -12,7 +12,7 @@ ahead: it looks an entry up, writes what the warpgroups need to know to shared m
 queries copied while they compute. Triton's own compiler gives all warps the same to do; this is
 Gluon, which no interpreter runs.
 
-TFLOP/s on an H100 with Triton 3.6, random normal data, all in turns (bench/notes/attention.md):
+TFLOP/s on an H100 with Triton 3.6, random normal data, all in turns (bench/notes/engine-gpu.md):
 
     heads, size     prompt     here   prefill.py   cuDNN
     32 / 8 of 128    8,192      620          483     605
