@@ -1,13 +1,13 @@
 """Batch and StepResult: the plain data between scheduler and model runner. No torch here.
 
-The device keeps one row per running request (see runner/rows.py): its tokens so far, its block
-table and its sampling parameters. A batch is a list of row numbers and what to compute for each.
-A row's tokens are uploaded once, when the request takes the row; after that each sampled token is
-written into the row by the sampler, on the device, so that batch n + 1 can be launched before the
-host knows the tokens of batch n:
+The device keeps one row for each running request (see runner/rows.py): its tokens so far, its block
+table and its sampling parameters. A batch is a list of row numbers and what to compute for each. A
+row's tokens are uploaded once, when the request takes the row. After that the sampler writes each
+sampled token into the row on the device. So batch n + 1 can be launched before the host knows the
+tokens of batch n:
 
-    entry e computes                  tokens[row, start : start + length]
-            and, if it samples, writes tokens[row, start + length]
+  entry e computes tokens[row, start : start + length]
+  and, if it samples, writes tokens[row, start + length]
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,64 +24,65 @@ if TYPE_CHECKING:  # routers and the command line import this module, and have n
 
 
 class OutOfMemory(Exception):
-    """The error of a step that the device had no memory for. The device itself is well."""
+    """The error of a step for which the device had no free memory. The device remains usable."""
 
 
 @dataclass(slots=True)
 class NewRow:
-    """A row that a request takes, or takes again after a preemption."""
+    """The data of a row that a request takes, or takes again after a preemption."""
 
     row: int
-    token_ids: list[int]  # prompt and known output; its own copy
+    token_ids: list[int]  # prompt and known output; a copy that nobody else changes
     num_prompt_tokens: int  # where the output begins in token_ids
     params: SamplingParams
-    seed: int  # resolved; int64
-    choice: int  # 0 .. n-1, part of the random counter
-    # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
-    # (none where a grammar decides: its masks know min_tokens)
+    seed: int  # int64, already chosen
+    choice: int  # index among the request's n choices, part of the random counter
+    # End tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's. Empty where
+    # a grammar decides, because its masks respect min_tokens.
     stop_ids: Sequence[int]
     lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
-    num_virtual: int = 0  # leading token_ids that stand for them
-    kv_rank: int = 0  # the rank that has its keys, with data-parallel attention
+    num_virtual: int = 0  # leading token_ids that are placeholders of virtual tokens
+    kv_rank: int = 0  # the rank that keeps its keys and values, with data-parallel attention
 
 
 @dataclass(slots=True)
 class PrefixCopy:
-    """A copy of a slot's virtual tokens [start, stop): their keys and values go into blocks, the
-    first at the beginning of the first block."""
+    """A copy of keys and values of a slot's virtual tokens [start, stop) into KV blocks.
+
+    The first copied token goes to the beginning of the first block.
+    """
 
     slot: int
     start: int
     stop: int
     blocks: Sequence[int]
-    kv_rank: int = 0  # that has these blocks, as of NewRow
+    kv_rank: int = 0  # the rank that has these blocks, as in NewRow
 
 
 @dataclass(slots=True)
 class Batch:
-    """A step: first the entries with length 1 that sample ("decodes"), then chunks of any
-    length."""
+    """A step's work: first entries that decode one token and sample, then chunks of any length."""
 
     step: int
     rows: list[int] = field(default_factory=list)  # [num_entries]
-    # [num_entries] tokens whose keys are there already
+    # [num_entries] tokens whose keys are computed already
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # [num_entries] tokens to compute, >= 1
-    # [num_entries] reaches its last token: sample the next
+    # [num_entries] whether the entry reaches its row's last token, and samples the next
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # leading entries with length 1 and samples True
-    new_rows: list[NewRow] = field(default_factory=list)  # to apply before anything else
-    # (row, index in its table, block id); a table is as block_manager.py says
+    new_rows: list[NewRow] = field(default_factory=list)  # applied before anything else
+    # (row, index in its block table, entry of the table as in block_manager.py)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
-    # (row, slot): states of rows to copy to snapshots, as the step before has left them; then of
-    # snapshots to rows, in this order. A slot is a row that no request has, or lies behind all rows
-    # and that of padding. No snapshot is saved twice.
+    prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
+    # (row, slot): recurrent states to copy from rows to snapshots, as the previous step left them;
+    # then from snapshots to rows, in this order. A slot is a row that no request has, or lies after
+    # all rows and the padding row. No snapshot is saved twice.
     saved_states: list[tuple[int, int]] = field(default_factory=list)
     resumed_states: list[tuple[int, int]] = field(default_factory=list)
-    # Samples (counted among the entries that sample) that a grammar limits. If there are any, no
-    # entry samples before the masks of these are there: `PendingResult.sample`.
+    # Indices, among the entries that sample, of those that a grammar constrains. If there are any,
+    # no entry samples before their masks have arrived: `PendingResult.sample`.
     masked: Sequence[int] = ()
 
     @property
@@ -90,14 +91,14 @@ class Batch:
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """The natural-log probabilities at a position, under the raw model distribution."""
+    """Natural-log probabilities at one position, from the raw model distribution."""
 
     token_id: int
     logprob: float
     rank: int  # 1 = most likely
     top_ids: list[int]  # the k most likely, best first
     top_logprobs: list[float]
-    total: float  # log of the sum of exp(logits): a log-probability plus it is the logit
+    total: float  # log of the sum of exp(logits); adding it to a log-probability gives the logit
 
 
 @dataclass(slots=True)
@@ -105,12 +106,12 @@ class StepResult:
     """The result of a step.
 
     tokens: one id for each entry that samples, in batch order.
-    logprobs: entry index -> the sampled token's; only entries whose request asked.
-    prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of
-        the tokens at start + 1 .. min(start + length, num_prompt_tokens - 1), without the virtual
-        ones and the first that is not.
-    pooled: entry index -> what the chunk adds to its request's vector: the sum of the hidden states
-        (mean pooling), or the one that is pooled, if it is in the chunk; [hidden_size] float32.
+    logprobs: entry index -> log-probability of its sampled token, where the request asked for it.
+    prompt_logprobs: entry index -> one item for each prompt token that this chunk predicts, i.e.
+        the tokens start + 1 .. min(start + length, num_prompt_tokens - 1), except virtual tokens
+        and the first token after them.
+    pooled: entry index -> the chunk's part of its request's embedding, [hidden_size] float32: the
+        sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     """
 

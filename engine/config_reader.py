@@ -7,15 +7,17 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-CLASSIFIER = "ForSequenceClassification"  # the end of its name in "architectures"
-MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
+# the end of a sequence classifier's name in "architectures"
+CLASSIFIER = "ForSequenceClassification"
+MODULES = "modules.json"  # file in the folder of an embedding model: engine/pooling.py
 
 
 class Reader:
     """A JSON object of a model folder, read under Manta's names of the keys.
 
-    names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd
-    in GPT-2's config.json); ours is understood too. Every method takes ours.
+    names: our key -> the file's key, where they differ (hidden_size is n_embd in GPT-2's
+        config.json). Our key is read where the file does not have its own. Every method takes our
+        key.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class Reader:
 
     @classmethod
     def from_file(cls, path: Path) -> "Reader":
-        """Read a JSON file. Raises ConfigError for a file that is missing or no JSON object."""
+        """Read a JSON file. Raises ConfigError if the file is missing or holds no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -41,11 +43,12 @@ class Reader:
         return cls(values, str(path))
 
     def renamed(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> "Reader":
-        """Return the reader with these names of keys, and with defaults for absent keys.
+        """Return the same object read under these names of keys, with defaults for absent keys.
 
-        defaults: key -> its meaning where the file has neither of the key's names.
+        defaults: key -> its value where the file has the key under neither name.
         """
-        theirs = {key: key for key in names.values()}  # which may be ours of another
+        # a file's key may also be our name of another key
+        theirs = {key: key for key in names.values()}
         known = {**names, **theirs}
         present = {known.get(key, key) for key in self.values}
         missing = {
@@ -65,18 +68,17 @@ class Reader:
         return ConfigError(f"{self.path}: {key}: {message}", param=key)
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Return the value that the file has for a key, null included; default for an absent
-        key."""
+        """Return the file's value of a key, null included; default for an absent key."""
         theirs = self._names.get(key, key)
         return self.values.get(theirs if theirs in self.values else key, default)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value that the file has for a key; default for null and for an absent key."""
+        """Return the file's value of a key; default for null and for an absent key."""
         value = self.raw(key)
         return default if value is None else value
 
     def classifies(self) -> bool:
-        """Whether the file is a sequence classifier's."""
+        """Whether the file is the config.json of a sequence classifier."""
         named = self.get("architectures")
         return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
 
@@ -127,7 +129,7 @@ class Reader:
         return str(value)
 
     def ids(self, key: str) -> list[int]:
-        """Token ids written as one number, a list or nothing."""
+        """Return token ids that are written as one number, a list or nothing."""
         value = self.get(key, [])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):

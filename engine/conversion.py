@@ -1,4 +1,4 @@
-"""convert: a model folder -> one that the engine reads without changing anything."""
+"""convert: write a model folder that the engine can load without converting tensors."""
 
 import json
 import os
@@ -27,10 +27,10 @@ def convert(
     target: Path,
     progress: Callable[[Loading], None] | None = None,
 ) -> Manifest:
-    """Write `config.model` as an engine with this configuration would hold it. Its device need not
-    be here; "auto" is the CPU.
+    """Write `config.model` in the form in which an engine with this configuration holds it.
 
-    Host memory: the matrices that are being read. The folder appears when it is whole.
+    The engine's device need not be on this machine; "auto" means the CPU. Host memory holds only
+    the matrices that are being read. The target folder appears once it is complete.
     Raises ConfigError, also for a target that exists.
     """
     folder = Path(config.model)
@@ -82,9 +82,9 @@ def convert_rounded(
 ) -> int:
     """Write a quantised copy of `config.model` and return the number of quantised matrices.
 
-    The copy is for every device and for other programs. `config.quantization` is one of
-    CHECKPOINT_FORMATS. Host memory: the largest matrix, a few times. The folder appears when it is
-    whole.
+    The copy works on every device and in other programs. `config.quantization` is one of
+    CHECKPOINT_FORMATS. Host memory holds the largest matrix, a few times. The target folder appears
+    once it is complete.
     Raises ConfigError, also for a target that exists.
     """
     folder = Path(config.model)
@@ -112,8 +112,10 @@ def _check(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A folder that becomes target at the end, and goes where there is an error. Raises ConfigError
-    where it cannot be written."""
+    """Yield a folder that is renamed to target at the end, or deleted after an error.
+
+    Raises ConfigError if the folder cannot be written.
+    """
     half = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         half.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 import traceback
 
-_FRAMES = 12  # of a traceback, nearest to where it was raised
+_FRAMES = 12  # frames of a traceback that are logged, the innermost ones
 _TRACE_CHARS = 6000
 
 
@@ -25,7 +25,7 @@ class MantaError(Exception):
 
 
 class InvalidRequest(MantaError, ValueError):
-    """The caller asked for something that cannot be done; nothing was run. HTTP answers 400."""
+    """The error of a request that cannot be carried out; nothing was run. HTTP answers 400."""
 
     code = "invalid_value"
 
@@ -50,13 +50,17 @@ def context_too_long(
     at_least: bool = False,
     virtual: int = 0,
 ) -> InvalidRequest:
-    """The error of a request that does not fit: `prompt` tokens, and `output` that were asked for,
-    in a context of `limit`.
+    """Return the error of a request that does not fit into the context, in OpenAI's words.
 
-    OpenAI's words, because callers recognise it by them: LiteLLM falls back to a model with a
-    larger context, others read the numbers. where: what they call the prompt. at_least: it has
-    so many tokens or more, which were not all counted. virtual: tokens that the request's adapter
-    has taken off the context.
+    Callers recognise these words: LiteLLM falls back to a model with a larger context, and others
+    read the numbers.
+
+    limit: tokens of the context.
+    prompt: tokens of the prompt.
+    output: tokens that were asked for.
+    where: the caller's word for the prompt.
+    at_least: whether the prompt may have more tokens than were counted.
+    virtual: virtual tokens of the request's adapter, which shorten the context.
     """
     if output and prompt < limit:
         detail = (
@@ -77,15 +81,15 @@ def context_too_long(
 
 
 class ConfigError(MantaError, ValueError):
-    """A configuration cannot be used. Raised before any model is loaded."""
+    """The error of a configuration that cannot be used, raised before any model is loaded."""
 
     code = "invalid_config"
 
 
 class TensorError(ConfigError):
-    """A tensor of a checkpoint cannot be used; the loader adds the name of the file.
+    """The error of a tensor that cannot be used; the loader adds the file's name.
 
-    tensor: the tensor's name in the model's record.
+    tensor: the tensor's name in the checkpoint.
     """
 
     def __init__(self, tensor: str, message: str) -> None:
@@ -94,42 +98,42 @@ class TensorError(ConfigError):
 
 
 class AdapterError(MantaError):
-    """An adapter cannot be had; the model and the other adapters are unaffected.
+    """The error of an adapter that cannot be used; the model and other adapters are unaffected.
 
     code: adapter_not_found (no such name, or no such folder), adapter_invalid (its files are broken
-        or ask for what is not supported), adapter_incompatible (made for another model, or larger
-        than the slots), adapter_changed (its files are not those that were added: add it again),
-        storage_full (no room for a copy from an object store), store_unavailable (that store does
-        not answer), invalid_model_name, or adapters_disabled (max_loras is 0).
+        or need something unsupported), adapter_incompatible (made for another model, or larger than
+        the slots), adapter_changed (its files have changed since it was added: add it again),
+        storage_full (no room for a copy from an object store), store_unavailable (the object store
+        does not answer), invalid_model_name, or adapters_disabled (max_loras is 0).
     """
 
     code = "adapter_invalid"
 
 
 class EngineDead(MantaError):
-    """The engine process is gone; requests in flight did not finish there.
+    """The error after the engine process has ended; requests in flight did not finish.
 
     code: engine_dead (it failed by itself), engine_stalled (it does not answer), or engine_killed
-        (SIGKILL or SIGTERM from outside: no request of its can be the cause).
+        (SIGKILL or SIGTERM from outside, so that none of its requests can be the cause).
     """
 
     code = "engine_dead"
 
 
 class RequestFailed(MantaError):
-    """One request failed inside the engine while the others went on."""
+    """The error of one request that failed inside the engine while others went on."""
 
     code = "engine_error"
 
 
 class RequestReleased(MantaError):
-    """A handle was used after ``release``."""
+    """The error of a handle that is used after ``release``."""
 
     code = "request_released"
 
 
 class Overloaded(MantaError):
-    """The server cannot take the request now. HTTP answers 503 with Retry-After.
+    """The error of a request that the server cannot take now. HTTP answers 503 with Retry-After.
 
     retry_after: seconds after which another try may succeed.
     """
@@ -149,8 +153,11 @@ class Overloaded(MantaError):
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback for a log: at most 6,000 characters, from both ends. A recursion that has gone
-    too deep has thousands of lines, and an exception's own text may repeat a whole request."""
+    """Return the traceback for a log, at most 6,000 characters: its beginning and its end.
+
+    A recursion that has gone too deep has thousands of lines, and an exception's message may repeat
+    a whole request.
+    """
     text = "".join(traceback.format_exception(error, limit=-_FRAMES)).rstrip()
     half = _TRACE_CHARS // 2
     cut = len(text) - 2 * half

@@ -1,6 +1,6 @@
-"""build(config) -> (EngineCore, Ready): wires model, memory, runner and scheduler.
+"""build(config) -> (EngineCore, Ready): connects model, memory, runner and scheduler.
 
-Runs in the engine process.
+It runs in the engine process.
 """
 
 import gc
@@ -73,14 +73,14 @@ from kernels.launch.compiling import Compilers
 
 logger = logging.getLogger("manta.engine")
 
-# Phase name, and while weights are read ": " and how far that is; fraction done.
+# (phase, fraction done); while weights load, the phase also has ": " and their progress.
 Progress = Callable[[str, float], None]
 _LOG_SECONDS = 5.0
-_ANY = 1 << 62  # blocks: as many as another rank says
+_ANY = 1 << 62  # number of blocks that never lowers the minimum over ranks
 
 
 class _StartTimes:
-    """The seconds of each phase of a start, for the start-up table."""
+    """The seconds of each phase of the start, for the start-up table."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
@@ -101,16 +101,16 @@ class _StartTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of the engine that a rank has."""
+    """The part of the engine on one rank."""
 
     resolved: Resolved
     place: Place
     runner: ModelRunner
-    plan: MemoryPlan | None  # on the CPU, where ranks share the memory, a node's first plans it
+    plan: MemoryPlan | None  # only on a node's first rank on the CPU, where ranks share the memory
     adapters: DeviceAdapters | None
-    host_bytes: int  # for adapters
+    host_bytes: int  # bytes of host memory for adapters
     pooling: Pooling | None
-    memory: SleepMemory | None  # of an engine that may sleep
+    memory: SleepMemory | None  # only of an engine that may sleep
 
 
 def build(
@@ -119,11 +119,11 @@ def build(
     compilers: Compilers | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[EngineCore, Ready]:
-    """Build the engine core: load the model and decide the memory. Raises ConfigError for anything
-    a user can mend.
+    """Build the engine core: load the model and decide how memory is used.
 
-    compilers: for a first start on a machine; the caller closes them. ranks: the others of a model
-        in several parts; likewise.
+    compilers: compile kernels at a first start on a machine; the caller closes them.
+    ranks: the other ranks of a divided model; the caller closes them.
+    Raises ConfigError for anything that a user can correct.
     """
     phases = _StartTimes(progress)
     open_place = alone if ranks is None else first(ranks)
@@ -201,9 +201,10 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 def build_rank(
     config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> tuple[ModelRunner, Place, AdapterLoader | None]:
-    """Build the part of the model that a rank after the first has.
+    """Build the part of the model on a rank other than the first.
 
     Returns the rank's runner, its place among the ranks, and the loader of its adapter slots.
+
     memory, meet: see `engine.parallel.rendezvous.other`.
     """
     open_place = other(rank, config, memory, meet)
@@ -221,13 +222,14 @@ def _build_part(
     progress: Progress | None,
     compilers: Compilers | None,
 ) -> _Part:
-    """Build one rank's part of the engine; all ranks do so together."""
+    """Build one rank's part of the engine; all ranks do so at the same time."""
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # creates the context here, where its cost has a name
+        # creates the CUDA context here, so that its memory is not counted elsewhere
+        torch.zeros(1, device=device)
     else:
         torch.set_num_threads(resolved.num_threads)
     place = open_place(device, _handed_on(resolved), config.deterministic)
@@ -248,7 +250,8 @@ def _build_part(
             data_parallel_attention=config.attention_data_parallel,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
-        if device.type == "cpu" and not rank % config.ranks_per_node:  # nothing is touched yet
+        # no memory page is touched yet
+        if device.type == "cpu" and not rank % config.ranks_per_node:
             check_weights(parts_here(resolved, model), available_host_memory())
         place.world.least(rank)
         load_weights(
@@ -260,10 +263,11 @@ def _build_part(
         )
         if device.type == "cuda":
             torch.cuda.synchronize()
-            # From here on the cores are for the step loop and the threads that read adapters; a
-            # team of torch's for each of these would spin on all of them.
+            # From here on the cores are for the step loop and the threads that read adapters. Each
+            # thread would otherwise get a pool of torch's threads, which spin on all cores.
             torch.set_num_threads(resolved.num_threads)
-    place.world.least(rank)  # what is free now is what all weights leave
+    # waits until all ranks' weights are loaded, so that free memory is measured without them
+    place.world.least(rank)
     phases.end("weights")
 
     memory = _sleep_memory(resolved, model)
@@ -291,7 +295,7 @@ def _sleep_memory(resolved: Resolved, model: Model) -> SleepMemory | None:
         return None
     memory = sleep_memory(device)
     with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
-        # Rows of the embedding's table are written by adapters with virtual tokens.
+        # Adapters with virtual tokens write rows of the embedding table.
         memory.keep(model, available_host_memory(), written=config.max_virtual_tokens > 0)
     return memory
 
@@ -326,11 +330,9 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
 
 
 def _rehearse(core: EngineCore) -> None:
-    """Serve a few short requests, so that the first real request meets only compiled, loaded
-    kernels.
+    """Serve a few short requests, so that the first real one finds all kernels compiled and loaded.
 
-    The scheduler learns from the last request how long prompt tokens take; the earlier requests
-    compile.
+    The earlier requests compile. From the last one the scheduler learns the time of prompt tokens.
     """
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     if not core.config.generates:
@@ -347,7 +349,7 @@ def _rehearse(core: EngineCore) -> None:
 
 
 def _model_key(resolved: Resolved) -> str:
-    """Return a key that tells weights apart without reading them.
+    """Return a key that changes with the weights, without reading them.
 
     A redeployment may put other weights at the same path.
     """
@@ -388,7 +390,7 @@ def _adapters(
 
 
 def _grammars(resolved: Resolved) -> Grammars:
-    """Read the vocabulary for structured output now; later it would hold up the step loop."""
+    """Read the vocabulary for structured output now; later it would block the step loop."""
     model = resolved.model
     try:
         ends = model.eos_token_ids
@@ -461,7 +463,8 @@ def _build_runner(
         if compilers is not None:
             _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
         activations = _measure_step(resolved, runner_with)
-        activations -= (max_num_seqs + 1) * groups.state_bytes  # which have a line of their own
+        # recurrent states are counted separately
+        activations -= (max_num_seqs + 1) * groups.state_bytes
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
         context = ("CUDA context and other processes", total - free - ours)
@@ -479,7 +482,7 @@ def _build_runner(
         total += sum(part.num_bytes for part in parts_here(resolved, model))
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
     num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
-    # A stage whose layers keep no states has room for any number.
+    # A stage without recurrent layers has room for any number of snapshots.
     bounds = plan is not None and bool(groups.recurrent or not resolved.model.recurrent)
     snapshots = place.world.least(plan.snapshots if plan is not None and bounds else _ANY)
     if plan is not None:
@@ -493,10 +496,10 @@ def _build_runner(
 def _hand_over(
     compilers: Compilers, resolved: Resolved, make_runner: Callable[[], ModelRunner]
 ) -> None:
-    """Hand the compilers every kernel that the rest of the start will launch.
+    """Give the compilers every kernel that the rest of the start will launch.
 
     make_runner: makes the runner of a model of one layer.
-    A failure here is only logged: a kernel that is needed fails again there.
+    A failure is only logged: a kernel that is needed fails again where it is launched.
     """
     try:
         runner = make_runner()
@@ -508,7 +511,7 @@ def _hand_over(
 
 
 def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
-    """Measure the bytes of the largest step's activations, with a KV cache of a few blocks."""
+    """Measure the activation bytes of the largest step, with a KV cache of a few blocks."""
     device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

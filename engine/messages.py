@@ -1,9 +1,9 @@
-"""The messages across the boundary of the engine process, as msgpack. Token ids only: no text.
+"""The messages between the engine process and its client, as msgpack. Token ids only: no text.
 
 client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
-engine -> client   Progress while it starts, Ready, then one StepFrame for each step that
-                   produced something (or on a state change), an AdapterAnswer for each adapter
-                   message, a Pulse twice a second and LogLines; Failed instead, if it cannot
+engine -> client   Progress while it starts, then Ready, or Failed if it cannot serve. Then a
+                   StepFrame for each step with output or changed state, an AdapterAnswer for each
+                   adapter message, a Pulse twice a second, and LogLines
 """
 
 import msgspec
@@ -13,16 +13,16 @@ from engine.sampling_params import SamplingParams
 
 
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
-    """A choice of a request. n > 1 is n of these with choice = 0 .. n-1 and the same seed.
+    """A request for one choice; n > 1 is n messages with choice = 0 .. n-1 and the same seed.
 
-    token_ids: the prompt and, when a request is resumed elsewhere, what was already emitted.
+    token_ids: the prompt and, when a request is resumed elsewhere, the output emitted so far.
     num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
-        counters count from there, so a resumed request goes on as if nothing had happened.
-    cache_salt: part of the prefix-cache key; requests share cached blocks only within one salt.
-    adapter: name of a known adapter, or "name@revision" (a request resumed elsewhere goes on with
+        counters count from there, so that a resumed request continues without a difference.
+    cache_salt: part of the prefix-cache key; only requests of one salt share cached blocks.
+    adapter: name of a known adapter, or "name@revision" (a request that is resumed elsewhere needs
         the weights that it began with); "" = the model itself.
     priority: smaller runs earlier; ties by arrival.
-    request_id: what the caller knows it by; for logs alone.
+    request_id: the caller's id of the request, only for logs.
     """
 
     id: int
@@ -38,16 +38,16 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
     @property
     def urgency(self) -> tuple[int, bool]:
-        """Return the sort key of a request; smaller runs earlier and is preempted later.
+        """The sort key of a request; smaller runs earlier and is preempted later.
 
         Among equal priorities, a request that another replica began comes first, because a client
-        is reading its answer.
+        is already reading its answer.
         """
         return self.priority, len(self.token_ids) <= self.num_prompt_tokens
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """Forget these requests; each running one ends with a delta whose finish is "abort"."""
+    """An order to abort these requests; each running one ends with a delta of finish "abort"."""
 
     ids: list[int]
 
@@ -55,9 +55,9 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 class Control(msgspec.Struct, array_like=True, tag="control"):
     """An order to the engine.
 
-    what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache",
-        "sleep" (once nothing is left to do), "wake" or "stop".
-    ticket: the next frame's carries it, so that the sender can tell it from a frame under way.
+    what: "drain" (refuse new requests, finish old ones), "stats" (send a frame now),
+        "reset_prefix_cache", "sleep" (once no request is left), "wake" or "stop".
+    ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
     """
 
     what: str
@@ -65,18 +65,17 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
-    """Make the adapter in folder `path` known as `name`, in place of an adapter of that name.
+    """An order to register the adapter in folder `path` as `name`, replacing one of that name.
 
-    Requests that come after the answer run on the new weights. Requests before it finish on the old
-    weights.
+    Requests after the answer use the new weights. Earlier requests finish with the old weights.
 
-    revision: names this state of the files; "" = a hash of what they hold.
-    load: False reads the configuration only, and the weights when a request first needs them.
-    digest: the hash that the files must have ("" = any): weights that are something else are
-        refused with adapter_changed, now or when they are read.
+    revision: a name of this state of the files; "" = a hash of their contents.
+    load: False reads only the configuration; weights are read when a request first needs them.
+    digest: the hash that the files must have ("" = any). Other files are refused with
+        adapter_changed, now or when they are read.
     """
 
-    ticket: int  # the answer's
+    ticket: int  # ticket of the answer
     name: str
     path: str
     revision: str = ""
@@ -85,7 +84,10 @@ class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
 
 
 class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):
-    """Forget an adapter; requests that were accepted finish on it. revision "" = any."""
+    """An order to remove an adapter; accepted requests finish with it.
+
+    revision: "" = any.
+    """
 
     ticket: int
     name: str
@@ -93,21 +95,21 @@ class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):
 
 
 class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
-    """A known adapter."""
+    """A registered adapter."""
 
     name: str
     revision: str
     kind: str  # "lora", "prompt_tuning", "p_tuning" or "prefix_tuning"
-    rank: int  # the largest; 0 of other kinds
+    rank: int  # the largest rank of LoRA; 0 for other kinds
     num_bytes: int  # on the device
     targets: list[str]  # the linear layers it changes, e.g. "q_proj"
-    virtual_tokens: int = 0  # that stand before every prompt, and count in max_model_len alone
+    virtual_tokens: int = 0  # virtual tokens before every prompt, which count only in max_model_len
 
 
 class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
     """The answer to AddAdapter and RemoveAdapter.
 
-    info: None if it failed, with code and message.
+    info: None if the order failed; code and message then say why.
     """
 
     ticket: int
@@ -117,17 +119,16 @@ class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """The new tokens of a request.
-
-    gc=False, because a step makes a thousand of them, and none is ever in a cycle.
+    """The new tokens of a request. gc=False, as a step makes a thousand deltas, never in cycles.
 
     finish: "" while running; "stop", "length", "abort" or "error".
-    stop_token: the end token that finished it; None if none did. It is included in token_ids.
+    stop_token: the end token that ended it, which token_ids includes; None if none did.
     cached: prompt tokens that came from the prefix cache; -1 on all but a request's first delta.
-    error: with finish "error": "code: message".
-    vector: with `pooled`: the prompt's, float32 little-endian.
-    queued_us: from the request's arrival here to its first step, in microseconds; -1 on all but its
-        first delta. adapter_us: part of that, until its adapter was on the device.
+    error: "code: message" with finish "error".
+    vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
+    queued_us: microseconds from the request's arrival in the engine to its first step; -1 on all
+        but its first delta.
+    adapter_us: the part of queued_us until its adapter was on the device.
     """
 
     id: int
@@ -155,21 +156,23 @@ class EngineStats(msgspec.Struct, array_like=True):
     block_size: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # of these, found
+    prefix_hits: int = 0  # prompt tokens found
     prompt_tokens: int = 0  # computed since start
     output_tokens: int = 0  # sampled since start
     step_seconds: float = 0.0  # duration of the last step
-    busy_seconds: float = 0.0  # with work to do, since start; goes with the counts of this frame
+    # since start, with work to do; consistent with the counts of this frame
+    busy_seconds: float = 0.0
     finished: int = 0
     draining: bool = False
-    adapters: list[str] = []  # on the device, the next to go last
+    adapters: list[str] = []  # on the device, the one to be evicted next last
     adapter_loads: int = 0  # host to device, since start
-    out_of_memory: int = 0  # steps that the device had no memory for, since start
+    out_of_memory: int = 0  # steps that failed for lack of device memory, since start
     rows: int = 0  # requests that can run at once; 0: unknown
-    routers: int = 0  # that share the replica; put in by the replica
-    reserved_blocks: int = 0  # at their full length, of all that run; shared ones of each
-    # Of models whose layers keep states of requests: one a running request, of so many, and
-    # snapshots of them that prefixes are found with, of so many.
+    routers: int = 0  # routers that share the replica; set by the replica
+    # blocks that running requests need at full length; shared blocks count for each request
+    reserved_blocks: int = 0
+    # Of recurrent and hybrid models: states of running requests, used and available, and snapshots
+    # of states for prefix caching, used and available.
     state_slots: int = 0
     snapshots: int = 0
     snapshot_slots: int = 0
@@ -177,16 +180,16 @@ class EngineStats(msgspec.Struct, array_like=True):
     snapshots_evicted: int = 0  # since start, to make room for others
     asleep: bool = False
     wakes: int = 0  # since start
-    wake_seconds: float = 0.0  # of the last one, until the engine could go on
+    wake_seconds: float = 0.0  # seconds that the last wake took until the engine could go on
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
-    """The result of a step of the engine, and the engine's state after it.
+    """The result of a step, and the engine's state after it.
 
-    prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
-    ticket: of the newest order that the engine had carried out when it made this frame.
-    taken: ids of requests that `stats` is the first to count, refused ones among them. The router
-        that has sent a request counts it on top of the figures until its id is here.
+    prefix_hashes: hashes of prompts that other routers sent to this replica; set by the replica.
+    ticket: of the newest order that the engine had carried out before this frame.
+    taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
+        id is here, the router that sent a request adds it to the figures itself.
     """
 
     stats: EngineStats
@@ -197,11 +200,11 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
-    """A sign of life from a thread beside the step loop, which also comes in the middle of a step.
+    """A sign of life from a thread next to the step loop, sent also in the middle of a step.
 
-    doing: "step" = in one, "device" = in one and waiting for the device, "input" = waiting for a
-    message or an adapter, with nothing that could run; "" = none of these.
-    cpu_seconds: what the process has used so far.
+    doing: "step" = in a step; "device" = in a step and waiting for the device; "input" = waiting
+        for a message or an adapter, with nothing to run; "" = none of these.
+    cpu_seconds: CPU time that the process has used so far.
     """
 
     doing: str = ""
@@ -209,31 +212,34 @@ class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The news that the engine can serve, with its decisions for logs, plan and /v1/models."""
+    """The message that the engine can serve, with its decisions for logs, plan and /v1/models."""
 
-    max_model_len: int  # tokens of a request, prompt and output, that the KV cache can hold
+    # the most tokens of a request, prompt and output, that the KV cache can hold
+    max_model_len: int
     vocab_size: int
     block_size: int
     num_blocks: int
     eos_token_ids: list[int]
-    start_seconds: dict[str, float]  # by phase
+    start_seconds: dict[str, float]  # phase -> seconds
     memory_table: str
-    step_tokens: int  # that a step computes at most
-    vector_size: int = 0  # elements of a text's vector; 0: the model makes none
-    prefix_caching: bool = True  # what was computed of a prompt may be found again
-    stats: EngineStats | None = None  # before its first step: what it has room for
+    step_tokens: int  # the most tokens of a step
+    vector_size: int = 0  # elements of an embedding; 0: the model makes none
+    prefix_caching: bool = True  # whether computed prompts may be reused
+    # state before the first step, which shows the engine's capacity
+    stats: EngineStats | None = None
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The news that the engine could not start or cannot go on.
+    """The message that the engine could not start or cannot go on.
 
     message: the error, with a suggestion.
-    The replica adds the rest for a router:
-    suspects: ids of that router's requests that the engine may have died of, if it ran a request on
+    The replica adds the following for a router:
+
+    suspects: ids of that router's requests that may have killed the engine, if it ran a request on
         probation; None if it ran none.
     deaths: replicas whose deaths the request on probation was suspected of.
-    doubt: whether other requests were at all these deaths and ran beside it. They are suspects too,
-        and `deaths` is empty.
+    doubt: whether other requests were present at all these deaths and ran at the same time. They
+        are suspects too, and `deaths` is empty.
     """
 
     code: str
@@ -245,7 +251,10 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):
-    """A line of the engine's log, for the log of the process that owns it. level: logging's."""
+    """A line of the engine's log, for the log of the parent process.
+
+    level: a level of `logging`.
+    """
 
     level: int
     message: str
@@ -253,8 +262,7 @@ class LogLine(msgspec.Struct, array_like=True, tag="log"):
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
-    """The progress of a starting engine: a phase, and the share of the phase that is done
-    (0..1)."""
+    """The progress of a starting engine: a phase, and the fraction of it that is done (0..1)."""
 
     phase: str
     fraction: float

@@ -1,15 +1,18 @@
-"""Reads how a checkpoint pools, from sentence-transformers' files beside its weights:
+"""read_pooling, read_head: read how a checkpoint pools hidden states, from its own files.
 
-    modules.json                            Transformer, Pooling, Dense and Normalize, in order
-    1_Pooling/config.json                   which hidden states are pooled, and how
-    2_Dense/                                a linear layer over the pooled vector
-    config_sentence_transformers.json       texts to put before a text, by name ("query")
-    sentence_bert_config.json               tokens of a text at most, or else in
-    tokenizer_config.json                   model_max_length
-    config.json                             is_matryoshka, matryoshka_dimensions
+Files of sentence-transformers in the checkpoint's folder:
 
-A sequence classifier (*ForSequenceClassification) says it in config.json, and has the layers of its
-head among its weights. Its "vector" has a number for each label, before any softmax or sigmoid.
+ modules.json                            Transformer, Pooling, Dense and Normalize, in order
+ 1_Pooling/config.json                   which hidden states are pooled, and how
+ 2_Dense/                                a linear layer over the pooled vector
+ config_sentence_transformers.json       prompts to put before a text, by name ("query")
+ sentence_bert_config.json               the most tokens of a text, or else in
+ tokenizer_config.json                   model_max_length
+ config.json                             is_matryoshka, matryoshka_dimensions
+
+A sequence classifier (*ForSequenceClassification) describes its head in config.json, and has the
+head's layers among its weights. Its "vector" has a number for each label, before any softmax or
+sigmoid.
 """
 
 import json
@@ -25,19 +28,19 @@ from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.pooling import ACTIVATIONS, Dense, Norm, Pooling, PoolingHead, Vector, normalized
 
-# As files spell them -> ours. Older files have a flag for each, newer ones name one.
+# Names in files -> ours. Older files have a flag for each mode, newer ones name the mode.
 _FLAGS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
 }
 _NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-# As config.json writes an activation -> as torch.nn does.
+# Activation in config.json -> its name in torch.nn.
 _WRITTEN = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh"}
 
 
 def read_pooling(folder: str | Path) -> Pooling | None:
-    """Read the pooling that a checkpoint's files describe; None if they describe none.
+    """Read the pooling that a checkpoint's files describe; return None if they describe none.
 
     Raises ConfigError naming file and key.
     """
@@ -78,8 +81,8 @@ def read_pooling(folder: str | Path) -> Pooling | None:
 def _max_tokens(folder: Path) -> int:
     """Return the most tokens of a text; 0 if the files do not say.
 
-    Version 6 of sentence-transformers leaves the limit to the tokenizer's file, where a number
-    beyond all contexts says nothing.
+    Version 6 of sentence-transformers leaves the limit to the tokenizer's file. There a number
+    beyond all contexts means no limit.
     """
     length = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
     if length is not None:
@@ -158,7 +161,7 @@ def _head_layer(
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return (the last part of its class, its folder) of each module."""
+    """Return (last part of its class name, its folder) of each module."""
     path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
@@ -238,7 +241,7 @@ def _layer_norm(step: Norm) -> Callable[[Vector], Vector]:
 
 def _tensor(folder: Path, name: str, shape: tuple[int, ...]) -> Vector:
     """Read a tensor of this shape. Raises ConfigError naming file and tensor."""
-    import torch  # which reads bfloat16, as NumPy does not
+    import torch  # torch reads bfloat16, which NumPy does not know
     from safetensors import safe_open
 
     path = folder / "model.safetensors"

@@ -1,5 +1,6 @@
-"""Pooling: how one vector is made of a text's hidden states. No torch here, and no files:
-`engine.pooled_checkpoint` reads what a checkpoint says of it.
+"""Pooling: the computation of one vector from a text's hidden states. No torch and no files here.
+
+`engine.pooled_checkpoint` reads what a checkpoint's files say of it.
 """
 
 import math
@@ -27,7 +28,9 @@ ACTIVATIONS: Mapping[str, Callable[[Vector], Vector]] = {
 class Dense:
     """A linear layer over the pooled vector.
 
-    folder: of its weights. activation: its name in torch.nn. name: of its tensors.
+    folder: the folder of its weights.
+    activation: its name in torch.nn.
+    name: the name of its tensors.
     """
 
     folder: Path
@@ -40,7 +43,11 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A LayerNorm over the pooled vector. folder: of its weights. name: of its tensors."""
+    """A LayerNorm over the pooled vector.
+
+    folder: the folder of its weights.
+    name: the name of its tensors.
+    """
 
     folder: Path
     size: int
@@ -51,20 +58,22 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a text's hidden states into one vector.
+    """A model's way to pool the hidden states of a text into one vector.
 
-    mode: "last" = the last token's hidden state behind the final norm, "mean" = the mean of all,
+    mode: "last" = the last token's hidden state after the final norm, "mean" = the mean of all,
         "cls" = the first token's.
-    steps: over the pooled vector, in order; None = division by its length.
-    prompts: texts that are put before a text, by the name that a caller gives.
-    matryoshka: the first elements of a vector are a vector; dimensions: these many, () = any.
-    max_tokens: of a text; 0 = the model's context.
-    labels: of a classifier, one for each number of its "vector"; () = of an embedder.
-    independent: the labels do not exclude each other, so each has a sigmoid and not all a softmax.
-    raw: "relevance" = the number of a reranker is its score as it is, without a sigmoid;
-        "labels" = so are those of each label.
-    pairs: whether a text of two parts can be computed; a BERT tells them by its separator, which
-        its tokenizer.json has.
+    steps: layers over the pooled vector, in order; None = division by its length.
+    prompts: name -> a text that is put before a text.
+    matryoshka: whether the first elements of a vector are a vector themselves.
+    dimensions: the allowed numbers of first elements; () = any.
+    max_tokens: the most tokens of a text; 0 = the model's context.
+    labels: of a classifier, the label of each number of its "vector"; () for an embedder.
+    independent: whether labels do not exclude each other, so that each gets a sigmoid instead of
+        all a softmax.
+    raw: "relevance" = a reranker's score is its number without a sigmoid; "labels" = labels' scores
+        are their numbers likewise.
+    pairs: whether a text of two parts can be computed; a BERT needs its separator, from
+        tokenizer.json.
     """
 
     mode: str
@@ -89,15 +98,18 @@ class Pooling:
         return bool(self.steps) and self.steps[-1] is None
 
     def relevance(self, vector: Vector, *, raw: bool = False) -> float:
-        """Return a reranker pair's relevance; higher is nearer. raw: the number without a
-        sigmoid."""
+        """Return the relevance of a reranker's pair; higher is more relevant.
+
+        raw: whether to leave out the sigmoid.
+        """
         score = vector if raw or "relevance" in self.raw else _sigmoid(vector)
         return float(score[0])
 
     def probabilities(self, vector: Vector, *, raw: bool = False) -> Vector:
-        """Return each label's probability, as transformers' text-classification pipeline: [labels].
+        """Return each label's probability [labels], as transformers' text-classification pipeline
+        does.
 
-        raw: the numbers that the probabilities are made of.
+        raw: whether to return the numbers from which the probabilities are computed.
         """
         if raw or "labels" in self.raw:
             return vector
@@ -107,16 +119,14 @@ class Pooling:
         return powers / powers.sum()
 
     def cut(self, vector: Vector, dimensions: int) -> Vector:
-        """Return the first `dimensions` elements, scaled to the length that the whole vector would
-        have."""
+        """Return the first `dimensions` elements, rescaled to length 1 if whole vectors are."""
         cut = vector[:dimensions]
         return normalized(cut) if self.scaled else cut
 
     def check_dimensions(self, dimensions: int, size: int, name: str = "dimensions") -> None:
-        """Raise InvalidRequest if a vector of `size` elements has no shorter one of so many
-        dimensions.
+        """Raise InvalidRequest if vectors of `size` elements cannot be cut to this many.
 
-        name: of the request field.
+        name: the request field.
         """
         if not self.matryoshka:
             raise InvalidRequest(
@@ -132,8 +142,7 @@ class Pooling:
             raise InvalidRequest(f"{name} must be between 1 and {size}", param=name)
 
     def prompt(self, name: str) -> str:
-        """Return the prompt of this name. Raises InvalidRequest for a name that the checkpoint
-        lacks."""
+        """Return the prompt of this name. Raises InvalidRequest for an unknown name."""
         try:
             return self.prompts[name]
         except KeyError:
@@ -144,7 +153,10 @@ class Pooling:
 
 
 class PoolingHead:
-    """The steps of a Pooling, with weights. size: elements of its vectors."""
+    """The steps of a Pooling, with weights.
+
+    size: the number of elements of its vectors.
+    """
 
     def __init__(
         self, pooling: Pooling, size: int, steps: Sequence[Callable[[Vector], Vector]] = ()
@@ -154,7 +166,10 @@ class PoolingHead:
         self._steps = steps
 
     def __call__(self, pooled: Vector, *, unscaled: bool = False) -> Vector:
-        """Apply the steps to a pooled vector. unscaled: leave out a last division by its length."""
+        """Apply the steps to a pooled vector.
+
+        unscaled: whether to leave out a final division by its length.
+        """
         steps = self._steps[:-1] if unscaled and self.pooling.scaled else self._steps
         for step in steps:
             pooled = step(pooled)
@@ -174,8 +189,8 @@ class PooledText:
     def add(self, start: int, part: Vector) -> None:
         """Add a chunk of the text; a preempted text begins again.
 
-        part: the sum of the chunk's hidden states, or the one hidden state that is asked for.
-        start: where the chunk begins.
+        start: the position where the chunk begins.
+        part: the sum of the chunk's hidden states, or the hidden state that is pooled.
         """
         if self._mean and start > 0:
             assert self._pooled is not None, "a chunk's hidden states were lost"
@@ -184,19 +199,19 @@ class PooledText:
             self._pooled = part
 
     def vector(self) -> bytes:
-        """Return the pooled vector, float32, little-endian. Legal when all chunks are in."""
+        """Return the pooled vector as little-endian float32 bytes, once all chunks are added."""
         assert self._pooled is not None, "nothing was pooled"
         pooled = self._pooled / np.float32(self._num_tokens) if self._mean else self._pooled
         return self._head(pooled, unscaled=self._unscaled).astype("<f4").tobytes()
 
 
 def as_array(vector: bytes) -> Vector:
-    """Return the array of the bytes that `PooledText.vector` wrote."""
+    """Return the array of bytes from `PooledText.vector`."""
     return np.frombuffer(vector, dtype="<f4")
 
 
 def normalized(x: Vector) -> Vector:
-    return x / np.maximum(np.linalg.norm(x), np.float32(1e-12))  # as torch's normalize
+    return x / np.maximum(np.linalg.norm(x), np.float32(1e-12))  # like torch's normalize
 
 
 def _sigmoid(x: Vector) -> Vector:

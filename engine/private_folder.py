@@ -1,4 +1,4 @@
-"""private_folder: a new folder of this user's alone for sockets, whose paths Linux keeps short."""
+"""private_folder: makes a folder for sockets that only this user can read, with a short path."""
 
 import contextlib
 import os
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-MAX_PATH = 95  # characters of a folder: a socket takes 107 bytes
-_RANDOM = 8  # characters that mkdtemp appends
-_PREFIXES = ("manta-", "mt-")  # the second where the first makes the path too long
+MAX_PATH = 95  # characters of a folder's path: a socket's path takes 107 bytes
+_RANDOM = 8  # number of characters that mkdtemp appends
+_PREFIXES = ("manta-", "mt-")  # the second, where the first makes the path too long
 
 
 def temporary_folders() -> list[Path]:
     """Return the folders that may hold temporary files, the user's choice (TMPDIR) first."""
     folders = [Path("/tmp"), Path(f"/run/user/{os.getuid()}"), Path("/var/tmp"), Path("/dev/shm")]
-    with contextlib.suppress(FileNotFoundError):  # none that Python knows can be written
+    with contextlib.suppress(FileNotFoundError):  # Python finds no folder that can be written
         folders.insert(0, Path(tempfile.gettempdir()))
     return list(dict.fromkeys(folders))
 
@@ -24,7 +24,7 @@ def temporary_folders() -> list[Path]:
 def why_unusable(folder: Path, *, programs: bool = False) -> str:
     """Return why this process cannot put files into the folder; "" if it can.
 
-    programs: whether the files are executed.
+    programs: whether the files will be executed.
     """
     if not folder.is_dir():
         return "is no folder"
@@ -38,11 +38,11 @@ def why_unusable(folder: Path, *, programs: bool = False) -> str:
 def private_folder(
     longest: int, *, programs: bool = False, parents: Sequence[Path] | None = None
 ) -> Path:
-    """Make a folder whose path has at most so many characters, whatever TMPDIR says; the caller
-    removes it.
+    """Make a folder whose path has at most `longest` characters; the caller removes it.
 
-    programs: whether files in it are executed. parents: temporary_folders(). Raises ConfigError
-    with the fault of each.
+    programs: whether files in it will be executed.
+    parents: folders to try; None = temporary_folders().
+    Raises ConfigError with the fault of each.
     """
     faults = []
     for parent in temporary_folders() if parents is None else parents:
@@ -54,7 +54,7 @@ def private_folder(
         if not fault:
             try:
                 return Path(tempfile.mkdtemp(prefix=fitting[0], dir=parent))
-            except OSError as error:  # e.g. no space left
+            except OSError as error:  # e.g. no space is left
                 fault = error.strerror or str(error)
         faults.append(f"{parent} {fault}")
     raise ConfigError(

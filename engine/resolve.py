@@ -1,4 +1,4 @@
-"""Resolves a configuration: every "auto" and 0 is decided once, before anything is loaded."""
+"""Resolves a configuration: decides every "auto" and 0 once, before anything is loaded."""
 
 import logging
 import os
@@ -20,14 +20,15 @@ from kernels.packed import FLOAT8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Requests at once by default where each has states of some dozens of MiB.
+# Default of concurrent requests for recurrent models, whose states take dozens of MiB each.
 _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
-# Decodes whose update of a delta-rule state is kept beside it, on CUDA. With states of 128 x 128
-# float32 numbers, each more of these reads 1 KiB a head in place of writing 64.
+# Decodes whose updates of a delta-rule state are kept as pending, on CUDA. With states of 128 x 128
+# float32 numbers, each pending update reads 1 KiB a head and saves writing 64 KiB.
 _PENDING_UPDATES = 3
-_ALIKE = 0.95  # of the memory of GPUs of one kind
-_MANY_RANKS, _THIN = 8, 64  # from so many ranks on, or below so many columns of an expert on each
-_CUDA_THREADS = 2  # for what torch still does on the CPU
+_ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
+# experts are not split from this many ranks on, or below this many columns on each
+_MANY_RANKS, _THIN = 8, 64
+_CUDA_THREADS = 2  # for the remaining CPU work of torch
 
 
 logger = logging.getLogger("manta.engine")
@@ -35,7 +36,7 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The settings that the engine will run with."""
+    """The settings with which the engine will run."""
 
     config: EngineConfig
     folder: Path
@@ -51,17 +52,17 @@ class Resolved:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that each layer is divided among."""
+        """The number of ranks that divide each layer."""
         return self.config.tensor_parallel
 
     @property
     def head_ranks(self) -> int:
-        """The number of ranks that attention's heads are divided among."""
+        """The number of ranks that divide attention heads."""
         return self.ranks // self.kv_ranks
 
     @property
     def kv_ranks(self) -> int:
-        """The number of ranks that requests' keys and values are divided among, by request."""
+        """The number of ranks that divide requests' keys and values, by request."""
         return self.ranks if self.config.attention_data_parallel else 1
 
     @property
@@ -70,7 +71,7 @@ class Resolved:
 
     @property
     def captures(self) -> bool:
-        """Whether steps become CUDA graphs."""
+        """Whether steps are captured as CUDA graphs."""
         wanted = self.device.type == "cuda" and self.config.cuda_graphs
         return wanted and not self.model.whole_texts
 
@@ -85,9 +86,10 @@ class Resolved:
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
-    """Resolve a configuration for this machine. Raises ConfigError naming the key at fault.
+    """Resolve a configuration for this machine; only config.json is read.
 
-    Reads config.json only. rank: the rank that asks.
+    rank: the rank that asks.
+    Raises ConfigError naming the key at fault.
     """
     folder = Path(config.model)
     if not folder.is_dir():
@@ -117,7 +119,7 @@ def decide(
 ) -> Resolved:
     """Resolve a configuration for a device that need not be present.
 
-    name: the device's, for messages.
+    name: the device's name, for messages.
     capability: the compute capability of CUDA; None = sufficient for all settings.
     """
     cuda = device.type == "cuda"
@@ -156,24 +158,24 @@ def decide(
             f"raise max_num_seqs, which is {max_num_seqs}",
             param="graph_sizes",
         )
-    # Encoders let no decode wait: what a launch costs is shared by more tokens.
+    # Encoders have no decodes that would wait, so larger steps share the launch cost.
     on_cpu = 2048 if model.whole_texts else 512
     budget = config.max_num_batched_tokens or (8192 if cuda else on_cpu)
     if model.whole_texts:
         budget = max(budget, max_model_len)
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
-    # Numbers of deterministic mode do not depend on where a decode stands.
+    # In deterministic mode results must not depend on where a decode is among pending updates.
     pending = _PENDING_UPDATES if cuda and not config.deterministic else 0
     return Resolved(
         config=config,
         folder=Path(config.model),
-        # Tables of positions, and whether they are stretched, are for the texts that there may be.
+        # Tables of positions, and the scaling of rope, are made for the longest possible text.
         model=model.within(max_model_len).with_pending_updates(pending),
         device=device,
         dtype=dtype,
         kv=_kv_format(config, model, dtype, cuda, without(FLOAT8)),
         max_model_len=max_model_len,
-        # Each running request gets its token every step.
+        # Each running request decodes one token in every step.
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or _threads(config, cuda),
@@ -208,7 +210,7 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _check_capability(quantization: str, name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError where a GPU of this name and capability is too old for the format."""
+    """Raise ConfigError if a GPU of this name and capability is too old for the format."""
     quant = QUANT_FORMATS.get(quantization)
     least = None if quant is None else quant.min_capability
     if quant is None or least is None or capability >= least:
@@ -253,10 +255,11 @@ def _check_devices(config: EngineConfig) -> None:
 
 
 def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
-    """Whether each rank has some whole experts instead of a part of each. asked: expert_parallel.
+    """Whether each rank has some whole experts instead of a part of each.
 
-    A part of each gives all ranks equal work whatever is chosen, but narrow matmuls. Where to
-    change over is what others measured (vLLM, SGLang): from about 8 ranks, or below 64 columns, on.
+    asked: expert_parallel of the configuration.
+    A part of each gives all ranks equal work, but narrow matmuls. The limits, about 8 ranks or 64
+    columns, are those of vLLM and SGLang.
     """
     if ranks == 1 or model.experts is None:
         return False
@@ -269,7 +272,7 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
 
 
 def _check_data_parallel_attention(model: ModelConfig) -> None:
-    """Raise ConfigError for settings that attention_data_parallel is not combined with."""
+    """Raise ConfigError for models that attention_data_parallel does not support."""
     why = ""
     if model.recurrent:
         why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
@@ -287,7 +290,7 @@ def check_ranks(
     expert_parallel: bool | None = None,
     data_parallel_attention: bool = False,
 ) -> None:
-    """Raise ConfigError where the model cannot be divided among so many ranks.
+    """Raise ConfigError if the model cannot be divided among this many ranks.
 
     data_parallel_attention: whether heads are not divided, as each rank has all of them.
     """
@@ -329,7 +332,7 @@ def check_ranks(
 
 
 def check_stages(model: ModelConfig, stages: int) -> None:
-    """Raise ConfigError where the layers cannot be divided among so many stages."""
+    """Raise ConfigError if the layers cannot be divided among this many pipeline stages."""
     why = ""
     if stages > model.num_layers:
         why = f"{model.architecture} has {model.num_layers} layers, and a stage needs one; lower it"
@@ -346,8 +349,7 @@ def check_stages(model: ModelConfig, stages: int) -> None:
 def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
     """Whether the heads of a layer can be divided among the ranks (see `divide_heads`).
 
-    With unequal shares, layers whose heads differ would form other groups on one rank than on
-    another.
+    With unequal shares, layers of different heads would form different groups on each rank.
     """
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     if not layer.attends:
@@ -386,7 +388,7 @@ def _threads(config: EngineConfig, cuda: bool) -> int:
     if cuda:
         return _CUDA_THREADS
     cores = len(os.sched_getaffinity(0))
-    # A rank that is bound may use its own share alone.
+    # A bound rank's affinity is only its own share.
     return cores if config.numa == "bind" else max(1, cores // config.ranks_per_node)
 
 
@@ -394,7 +396,7 @@ def _dtype(
     config: EngineConfig, model: ModelConfig, cuda: bool, without_bfloat16: str | None
 ) -> torch.dtype:
     if not cuda:
-        # Halves the bytes a decode step reads; oneDNN has bf16 kernels on x86.
+        # bfloat16 halves the bytes that a decode step reads, and oneDNN has kernels for it on x86.
         return DTYPES.get(config.dtype, torch.bfloat16)
     dtype = DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.bfloat16)
     if dtype is torch.bfloat16 and without_bfloat16 is not None:
@@ -459,7 +461,7 @@ def _kv_format(
             f"CUDA, which {model.architecture} has not; int8 does not, and the CPU does not",
             param="kv_dtype",
         )
-    # A scale and an offset are read as one word of 32 bits.
+    # Kernels read a scale and an offset as one 32-bit word.
     odd = [layer.kept[1] for layer in model.attention if layer.attends and layer.kept[1] % 8]
     if cuda and form.name == "int4" and config.block_size % 2 and odd:
         raise ConfigError(
@@ -471,13 +473,13 @@ def _kv_format(
 
 
 def kv_form(model: ModelConfig, name: str) -> KVFormat:
-    """Return one of FORMATS for the sizes of this model's layers."""
+    """Return the format in FORMATS of this name, for the sizes of this model's layers."""
     form = FORMATS[name]
     return replace(form, hadamard=_hadamard(model)) if name == "int4" else form
 
 
 def _hadamard(model: ModelConfig) -> int:
-    """Return the largest power of two that divides the parts of a head that kernels hold.
+    """Return the largest power of two that divides the parts of a head that kernels transform.
 
     The parts are the halves that rotary embeddings pair, and the rest.
     """

@@ -8,16 +8,16 @@ from typing import Any
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 
-# "mrope" rotates text as "default" does: its three positions coincide. "dynamic" stretches from
-# max_position_embeddings on, where we do not go. "su" is what longrope was first called.
+# "mrope" rotates text like "default", as its three positions are equal. "dynamic" changes only
+# beyond max_position_embeddings, which is not supported. "su" is longrope's first name.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic", "mrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rotary embedding. Fields after ``factor`` mean nothing to types that are not named.
+    """A rotary embedding. Fields after ``factor`` only matter for the types in their comments.
 
-    dim: elements of a head that are rotary, the first ones; 0 = all.
+    dim: the number of rotary elements of a head, which are the first; 0 = all.
     """
 
     theta: float
@@ -29,11 +29,11 @@ class Rope:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn, longrope
+    attention_factor: float = 1.0  # factor of cosines and sines: yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    part: float = 1.0  # proportional: the share of rotary pairs; others keep their places
-    # longrope, [dim / 2]: what divides each frequency where all texts are as short as in the first
-    # training, and where they may be longer
+    part: float = 1.0  # proportional: the share of pairs that rotate
+    # longrope, [dim / 2]: divisors of frequencies if all texts are as short as in the first
+    # training, and if they may be longer
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -41,8 +41,8 @@ class Rope:
 def read_rope(config: Reader, head_dim: int) -> Rope:
     """Read the rotary embedding of config.json.
 
-    transformers 5 writes rope_parameters, with one object for each type of layer where these
-    differ; before, rope_theta and rope_scaling were apart.
+    transformers 5 writes rope_parameters, with one object for each type of layer if these differ.
+    Earlier versions wrote rope_theta and rope_scaling.
     """
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     read = config.inner(key)
@@ -87,11 +87,11 @@ def read_rope(config: Reader, head_dim: int) -> Rope:
 def _longrope(config: Reader, read: Reader, rope: Rope, head_dim: int) -> Rope:
     """Read a longrope embedding (Ding et al. 2024).
 
-    The factors for long texts hold from the first token on, if texts may be long: keys in the cache
-    cannot be rotated again.
+    If texts may be long, the factors for long texts hold from the first token on, because keys in
+    the cache cannot be rotated again.
     """
     positions = config.size("max_position_embeddings")
-    # Phi 3 says it outside, which counts first.
+    # Phi 3 has this key at the top level, which takes precedence.
     original = config.size(
         "original_max_position_embeddings",
         read.size("original_max_position_embeddings", positions),
@@ -127,9 +127,10 @@ def _yarn_attention_factor(read: Reader, factor: float) -> float:
 
 
 def stretch_positions(config: Reader, positions: int, scaling: Mapping[str, Any]) -> int:
-    """Replace config.json's own scaling by the setting; returns how many positions there are then.
+    """Replace config.json's rope scaling by the setting; return the new number of positions.
 
     positions: the number without the setting.
+    scaling: EngineConfig.rope_scaling.
     """
     settings = Reader(dict(scaling), "rope_scaling")
     kind = settings.get("rope_type")

@@ -1,7 +1,7 @@
 """Writes a quantised copy of a checkpoint, in layouts of compressed-tensors and bitsandbytes.
 
-It goes matrix by matrix, so it needs host memory for the largest one. The embedding, a tied head
-and matrices that no layout can hold stay as they are.
+It works matrix by matrix, so that host memory only needs to hold the largest. The embedding, a tied
+head and matrices that no layout can hold stay unquantised.
 """
 
 import json
@@ -33,7 +33,7 @@ from engine.weights.stored import StoredTensor
 from engine.weights.stream import Loading
 
 _HEAD = "lm_head"
-# The key of quantization_config that lists the modules in 16 bits.
+# Quantisation method -> the key of quantization_config that lists unquantised modules.
 _SKIPPED = {"compressed-tensors": "ignore", "bitsandbytes": "llm_int8_skip_modules"}
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _META = torch.device("meta")
@@ -60,7 +60,10 @@ def _weights(quant: QuantFormat, group: int) -> dict[str, Any]:
 
 
 def _description(quant: QuantFormat, group: int) -> dict[str, Any]:
-    """Return the `quantization_config` of a format. group: the group size of its weights."""
+    """Return the `quantization_config` of a format.
+
+    group: the group size of its weights.
+    """
     if quant.checkpoint == "bitsandbytes":
         return {
             "quant_method": "bitsandbytes",
@@ -93,8 +96,7 @@ def round_checkpoint(
     model: the model of the folder, on the meta device.
     target: an empty folder.
     name: one of CHECKPOINT_FORMATS.
-
-    Raises ConfigError where no matrix can be quantised.
+    Raises ConfigError if no matrix can be quantised.
     """
     quant = QUANT_FORMATS[name]
     stored = read_index(folder)
@@ -168,10 +170,11 @@ def round_checkpoint(
 
 
 def _parts(model: Model) -> dict[str, list[Part]]:
-    """The model's matrices by their names, with what layers take of them."""
+    """Return name of a matrix in the model -> the parts of layers that use it."""
     parts: dict[str, list[Part]] = {}
     for spec in model.matrices():
-        if spec.name == "head" and model.config.unit_head:  # its rows are divided by their length
+        # the head's rows are divided by their length after loading
+        if spec.name == "head" and model.config.unit_head:
             continue
         for part in spec.parts:
             parts.setdefault(part.name, []).append(part)
@@ -184,9 +187,9 @@ def _parts(model: Model) -> dict[str, list[Part]]:
 
 
 def _group(quant: QuantFormat, parts: dict[str, list[Part]]) -> int:
-    """Return the group size: the format's, 64 or 32, the largest of these that divides all rows.
+    """Return the largest group size that divides all rows: the format's, 64 or 32.
 
-    Rows that 32 does not divide do not count.
+    Rows that are not multiples of 32 are ignored.
     """
     widths = {part.in_features for same in parts.values() for part in same}
     widths = {width for width in widths if width % 32 == 0}
@@ -222,7 +225,7 @@ def _values(stored: StoredTensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """Encodes matrices in one format.
+    """An encoder of matrices in one format.
 
     quantized: the quantisation of the folder that is written.
     """
@@ -231,9 +234,10 @@ class _Encoder:
     quantized: Quantized
 
     def all(self, stem: str, ours: str, weight: Tensor) -> dict[str, Tensor]:
-        """Return the encoded tensors of a matrix, by name; for a meta matrix, meta tensors.
+        """Return name -> encoded tensor of a matrix; meta tensors for a meta matrix.
 
-        stem: the matrix's name in the file. ours: its name in the model.
+        stem: the matrix's name in the file.
+        ours: its name in the model.
         """
         scheme = self.quantized.scheme(ours)
         assert scheme is not None
@@ -251,7 +255,7 @@ class _Encoder:
         return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Return the whole shape of a tensor that was encoded for 8 rows."""
+        """Return the full shape of a tensor that was encoded for 8 rows."""
         if key == _STATE:
             return tuple(_state(weight).shape)
         if key in ("weight_shape", "weight.quant_map"):
@@ -259,7 +263,10 @@ class _Encoder:
         return tensor.shape[0] * weight.shape[0] // 8, *tensor.shape[1:]
 
     def _encoded(self, weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-        """Encode a matrix. weight: float32 [out, in]."""
+        """Encode a matrix.
+
+        weight: float32 [out, in].
+        """
         out, width = weight.shape
         shape = {"weight_shape": torch.tensor([out, width])}
         if self.quant.code == "nf4":
@@ -282,14 +289,13 @@ class _Encoder:
 
 
 def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise a matrix to 4 bits with zero points.
+    """Quantise a matrix to 4 bits with zero points, so that weight is about scale * (code - zero).
 
-    Returns codes [out, in], scales [out, groups] float16, and integer zero points [out, groups]:
-    weight is about scale * (code - zero).
+    Returns codes [out, in], scales [out, groups] float16, and integer zero points [out, groups].
     """
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
-    # Of float16; its smallest number stands for groups that are all zeros.
+    # Groups of zeros get the smallest positive float16 as scale.
     scale = ((high - low) / 15).clamp_(min=6e-8).half()
     step = scale.float()
     zeros = (-low / step).round_().clamp_(0, 15)
@@ -298,7 +304,7 @@ def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes [n, m] into int32 [n, m / 8], the first code lowest."""
+    """Pack 4-bit codes [n, m] into int32 [n, m / 8], the first code in the lowest bits."""
     both = codes.reshape(codes.shape[0], -1, 2)
     return (both[..., 0] | (both[..., 1] << 4)).contiguous().view(torch.int32)
 

@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
+"""SamplingParams: the sampling options of a request, validated where they are made."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, without_none, words
 
-MAX_N = 128  # OpenAI's
+MAX_N = 128  # OpenAI's limit
 MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 128
 MAX_STOP_BYTES = 256
@@ -21,14 +21,14 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_ALLOWED_IDS = 2**18  # more than any vocabulary has
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_IDS = 64  # of one
+MAX_BAD_WORD_IDS = 64  # of one sequence
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 _UINT31 = 2**31 - 1
 
-# name -> (least, most) of a number; the OpenAPI document has them from here, too.
+# name -> (least, greatest) number; the OpenAPI document is made from these, too.
 RANGES: Mapping[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "max_tokens": (0, _UINT31),
@@ -44,7 +44,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-ABOVE_LEAST = frozenset({"top_p"})  # the least is not among them
+ABOVE_LEAST = frozenset({"top_p"})  # names whose least value is excluded
 BIAS_RANGE = (-100.0, 100.0)  # of each entry of logit_bias
 
 
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()  # a tuple once it is made, as the next
+    stop: str | Sequence[str] = ()  # made a tuple, like the next fields
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -157,7 +157,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
     def _check_types(self) -> None:
-        """Lengths first, so that no long list is walked through."""
+        """Check lengths first, so that no long list is iterated, then types.
+
+        Raises InvalidRequest.
+        """
         for name, kind, default in _FIELDS:
             value = getattr(self, name)
             if value is default or (name == "logit_bias" and value == {}):
@@ -186,8 +189,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
     def seed_for(self, prompt: Sequence[int], engine_seed: int | None) -> int | None:
-        """The seed of a request with this prompt (token ids): its own; else a function of prompt
-        and `EngineConfig.seed`, in 0..2**63 - 1; None if there is neither: the caller draws one.
+        """Return the seed of a request with this prompt (token ids), in 0..2**63 - 1.
+
+        It is the request's own seed, else a function of prompt and engine_seed
+        (`EngineConfig.seed`).
+        Returns None if there is neither, so that the caller draws one.
         """
         if self.seed is not None or engine_seed is None:
             return self.seed
@@ -196,10 +202,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the logits do not have.
-
-        Raises InvalidRequest (code token_out_of_range).
-        """
+        """Raise InvalidRequest (code token_out_of_range) for token ids outside the vocabulary."""
         lists: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias,
@@ -217,7 +220,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _HINTS = get_type_hints(SamplingParams)
-# A value that is a field's default is not looked at, so None is left out of the types.
+# A field with its default value is not checked, so None is left out of the types.
 _FIELDS = [
     (field.name, without_none(_HINTS[field.name]), field.default)
     for field in msgspec.structs.fields(SamplingParams)
@@ -240,7 +243,8 @@ def _range(name: str, value: float, low: float, high: float) -> None:
 
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    # Comparisons alone: JSON has integers that no float holds, and converting one raises.
+    # Only comparisons: JSON may have integers that do not fit into a float, and converting one
+    # raises.
     if not (low < value if open_low else low <= value) or not value <= high:
         left = "(" if open_low else "["
         raise InvalidRequest(
@@ -249,6 +253,6 @@ def _number(name: str, value: float, low: float, high: float, *, open_low: bool 
 
 
 def _given(value: float) -> str:
-    """The value for a message: Python refuses to print integers of thousands of digits."""
+    """Return the value for a message; Python refuses to print integers of thousands of digits."""
     huge = isinstance(value, int) and value.bit_length() > 64
     return "an integer of more than 64 bits" if huge else str(value)

@@ -1,5 +1,7 @@
-"""The files of a checkpoint, from their headers alone and without torch: which there are, and what
-safetensors hold. Damaged files are refused by name."""
+"""Finds a checkpoint's weight files and reads safetensors headers, without torch.
+
+Damaged files are refused by name.
+"""
 
 import json
 import re
@@ -10,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from engine.errors import ConfigError
 
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
-_LFS_START = b"version "  # of a pointer; as a length far beyond any file's
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_LFS_START = b"version "  # beginning of a Git LFS pointer; as a header length beyond any file
 
 
 class Named(Protocol):
@@ -27,8 +29,10 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a safetensors header: bytes [offset, offset + num_bytes) of the file. code: its
-    dtype as safetensors names it."""
+    """A tensor in a safetensors header: bytes [offset, offset + num_bytes) of the file.
+
+    code: its dtype as safetensors names it.
+    """
 
     name: str
     file: Path
@@ -43,9 +47,9 @@ def file_error(file: Path, message: str) -> ConfigError:
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
-    """Return the tensors of a folder's safetensors by name; {} for other kinds of files.
+    """Return name -> tensor of a folder's safetensors; {} for other kinds of files.
 
-    Raises ConfigError naming a file that is missing, cut short or no safetensors.
+    Raises ConfigError naming a file that is missing, truncated or not safetensors.
     """
     shards = find_shards(folder)
     if shards is None or shards.suffix != SAFETENSORS:
@@ -54,16 +58,18 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 
 
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
-# Stems and suffixes of names, the first that there are. Files of other names lie beside them: all
-# weights again in a publisher's own layout, an adapter.
+# (stem, suffix) of file names; the first kind found is used. Folders may also have all weights in a
+# publisher's own layout, or an adapter, under other names.
 _KINDS = (("model", SAFETENSORS), ("pytorch_model", PICKLED), ("", SAFETENSORS))
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The files of a folder that weights are read from.
+    """The files of a folder from which weights are read.
 
-    listed: which file each tensor is in; None without an index. index: its name."""
+    listed: tensor -> its file; None without an index.
+    index: the name of the index file.
+    """
 
     suffix: str
     files: list[Path]
@@ -72,11 +78,11 @@ class Shards:
 
 
 def find_shards(folder: Path) -> Shards | None:
-    """Find the weight files of a folder; None where there are none.
+    """Find the weight files of a folder; return None if there are none.
 
-    The first kind found wins: model.safetensors.index.json, model.safetensors, model*.safetensors;
-    then the same of pytorch_model*.bin; then every *.safetensors. Raises ConfigError naming a file
-    that is missing.
+    The first kind found is used. The order is model.safetensors.index.json, model.safetensors,
+    model*.safetensors, then the same for pytorch_model*.bin, then every *.safetensors.
+    Raises ConfigError naming a missing file.
     """
     for stem, suffix in _KINDS:
         if (shards := _of_kind(folder, stem, suffix)) is not None:
@@ -85,7 +91,7 @@ def find_shards(folder: Path) -> Shards | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that `find_shards` finds; [] where there are none."""
+    """Return the weight files that `find_shards` finds; [] if there are none."""
     shards = find_shards(folder)
     return [] if shards is None else shards.files
 
@@ -98,7 +104,7 @@ def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
         missing = next((file for file in files if not file.exists()), None)
         if missing is None:
             return Shards(suffix, files, listed, index.name)
-        if not single.exists():  # else one file was saved over shards, whose index is still there
+        if not single.exists():  # otherwise one file was saved over shards, whose index remained
             raise file_error(missing, f"is missing, {index.name} lists it")
     files = [single] if single.exists() else sorted(folder.glob(f"{stem}*{suffix}"))
     _check_count(files)
@@ -106,10 +112,12 @@ def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
 
 
 def read_shards(shards: Shards, read: Callable[[Path], list[T]]) -> dict[str, T]:
-    """Read the tensors of all files, by name. Raises ConfigError naming the file, and the tensor
-    where there is one.
+    """Read the tensors of all files; return name -> tensor.
 
-    The index decides: a tensor that it does not list, or lists in another file, does not count.
+    A tensor that the index does not list, or lists in another file, is ignored.
+
+    read: returns the tensors of one file.
+    Raises ConfigError naming the file, and the tensor if there is one.
     """
     listed = shards.listed
     tensors: dict[str, T] = {}
@@ -129,7 +137,7 @@ def read_shards(shards: Shards, read: Callable[[Path], list[T]]) -> dict[str, T]
 
 
 def _check_count(files: list[Path]) -> None:
-    """Check that files whose names count, model-00001-of-00003, are all there."""
+    """Raise ConfigError unless numbered files, such as model-00001-of-00003, are complete."""
     names = {file.name for file in files}
     for file in files:
         if match := re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)(\..+)", file.name):
@@ -141,8 +149,10 @@ def _check_count(files: list[Path]) -> None:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """Return the tensors of one file, in file order. Raises ConfigError if header and size
-    disagree."""
+    """Return the tensors of one file, in file order.
+
+    Raises ConfigError if header and size disagree.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -184,7 +194,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's pairs. Raises ValueError for a name that is there twice."""
+    """Make a dict of a JSON object's pairs. Raises ValueError for a name that occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,6 +1,6 @@
-"""Values and annotations: whether a value is of a field's type, and that type in words.
+"""Checks of values against annotations, and names of the annotated types for messages.
 
-For structs that people fill in by hand: msgspec checks types only where it decodes.
+They are for structs that people fill in by hand, as msgspec checks types only where it decodes.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,11 @@ _LISTS = (tuple, Sequence)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type. A list is a tuple too, a whole number a float; True
-    and False are no numbers."""
+    """Whether a value is of an annotated type.
+
+    A list also counts as a tuple, and a whole number as a float. True and False do not count as
+    numbers.
+    """
     if kind is int or kind is float:
         numbers = int if kind is int else (int, float)
         return isinstance(value, numbers) and not isinstance(value, bool)
@@ -34,7 +37,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def without_none(kind: Any) -> Any:
-    """Return the type without None, where it is one type or None."""
+    """Return the type without None, where the annotation is one type or None."""
     if get_origin(kind) is UnionType:
         members = [member for member in get_args(kind) if member is not NoneType]
         if len(members) == 1:
@@ -43,7 +46,7 @@ def without_none(kind: Any) -> Any:
 
 
 def words(kind: Any) -> str:
-    """The type for a message, e.g. "an integer"; that None is allowed is left out."""
+    """Return the type in words for a message, such as "an integer"; None is left out."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None:
         return _ONE.get(kind) or f"a {kind.__name__}"

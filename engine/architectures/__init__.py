@@ -1,9 +1,9 @@
-"""Architectures: one record for each, with everything that depends on the architecture. No torch
-here.
+"""Records of model architectures: one for each, with everything that depends on the architecture.
 
 `find.py` finds the record of a config.json. `engine.config.model_config` reads its switches,
 `engine.models.registry` its class, and the layers where the checkpoint stores their tensors.
-`gguf.py` has the names in GGUF files. Nothing else asks which architecture a model is of.
+`gguf.py` has the names in GGUF files. No other module asks for a model's architecture. No torch
+here.
 """
 
 from engine.architectures import encoders
@@ -92,7 +92,7 @@ _MODULES = (
 ARCHITECTURES: dict[str, Architecture] = {
     record.name: record for module in _MODULES for record in module.ARCHITECTURES
 }
-# Folders made of GGUF files that have a matrix in another form than the checkpoint.
+# Models converted from GGUF files, where a matrix has another layout than in the checkpoint.
 ARCHITECTURES |= {
     gguf.architecture: gguf.applied(ARCHITECTURES[gguf.record]) for gguf in GGUFS if gguf.pieces
 }

@@ -15,9 +15,9 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
-    """Return the kind of each layer: FULL, WINDOW or CHUNK.
+    """Return the attention of each layer: FULL, WINDOW or CHUNK.
 
-    default: the kind of layer i where config.json has none.
+    default: gives the kind of layer i where config.json has no layer_types.
     """
     kinds = config.listed("layer_types", str)
     if kinds is None:
@@ -30,9 +30,10 @@ def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> l
 
 
 def periodic(config: Reader, layers: int, period: int) -> list[str]:
-    """Return the kind of each layer, as `layer_types`, for files that may give a period instead.
+    """Return the attention of each layer, also for files that may give a period instead.
 
-    Every `period`-th layer is FULL, or with a text like "LLLG" the layers of "G".
+    Every `period`-th layer is FULL. A text like "LLLG" makes the layers of "G" FULL.
+
     period: the period where the file has none.
     """
     key = "sliding_window_pattern"
@@ -50,14 +51,15 @@ def three_to_one(i: int) -> str:
 
 
 def rotary_layers(config: Reader, layers: int) -> list[bool]:
-    """Return whether each layer is rotary: every fourth is not, unless the file says otherwise."""
+    """Return for each layer whether it is rotary; by default every fourth layer is not."""
     interval = config.size("no_rope_layer_interval", 4)
     flags = of_layers(config, "no_rope_layers", layers, int)
     return [bool(flag) for flag in flags or ((i + 1) % interval != 0 for i in range(layers))]
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
-    """Return a value of these types for each layer; None where the file says nothing."""
+    """Return config.json's list of values for each layer, of these types; None if it has no such
+    list."""
     values = config.listed(key, *kinds)
     if values and len(values) < layers:
         raise config.error(key, f"has {len(values)} layers, the model {layers}")
@@ -65,14 +67,17 @@ def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] 
 
 
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers that all attend to every token before."""
+    """Return layers that all attend to the whole context.
+
+    Raises ConfigError if layer_types names another kind of attention.
+    """
     if kinds := {*(config.listed("layer_types", str) or ())} - {FULL}:
         raise config.error("layer_types", f"{sorted(kinds)} is not supported, only {FULL}")
     return [plain] * layers
 
 
 def windowed(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers that all have the window, if there is one."""
+    """Return layers that all have the sliding window of config.json, if it has one."""
     return [replace(plain, window=config.size_or_none("sliding_window") or 0)] * layers
 
 
@@ -82,7 +87,10 @@ def still(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["Lay
 
 
 def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
-    """Return the layer's rope without scaling."""
+    """Return the layer's rope without scaling.
+
+    theta: the rope's base; None = the layer's own.
+    """
     assert plain.rope is not None
     theta = plain.rope.theta if theta is None else theta
     return replace(plain.rope, theta=theta, type="default", factor=1.0, attention_factor=1.0)
@@ -91,10 +99,11 @@ def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
 def rope_of(
     config: Reader, kind: str, plain: "LayerAttention", theta: float | None = None
 ) -> "Rope":
-    """Return the rope of layers of one kind, where rope_parameters has an object for each kind.
+    """Return the rope of one kind of layers, where rope_parameters has an object for each kind.
 
-    Without an object for this kind it is the plain layer's rope without scaling.
-    theta: the base of that rope; None: the plain layer's base.
+    Without an object for this kind, return the plain layer's rope without scaling.
+
+    theta: the base of that unscaled rope; None = the plain layer's base.
     """
     own = config.inner("rope_parameters").get(kind)
     if own is None:

@@ -1,7 +1,7 @@
-"""ClassDefaults: the value of a key that config.json leaves out, by its model_type.
+"""ClassDefaults: the values of keys that config.json leaves out, by model_type.
 
-A file may leave out whatever its class of transformers has by default, and each class has values of
-its own. class_defaults.json has them, because importing transformers takes seconds and its versions
+A file may leave out whatever its class of transformers has by default, and each class has its own
+values. class_defaults.json has them, because importing transformers takes seconds and its versions
 differ. `python -m tests.parity.class_defaults` writes it, and a test compares it with transformers.
 """
 
@@ -19,13 +19,13 @@ FILE = Path(__file__).with_suffix(".json")
 class ClassDefaults:
     """The defaults of one class of transformers.
 
-    values: key of config.json -> what it means where it is missing; of a wrapper, what a missing
+    values: key of config.json -> its value where it is missing; of a wrapper, what a missing
         text_config means.
-    aliases: further names of keys, each with the name that it stands for.
-    text: of a wrapper, the model_type of a text_config that says none.
-    only_text: of a wrapper, every text_config is of that type, whatever it says.
-    tied: of a wrapper, whether head and embedding are one where it does not say so.
-    either: of a wrapper, they are one too where its text_config says so.
+    aliases: other names of keys -> the key's own name.
+    text: of a wrapper, the model_type of a text_config that names none.
+    only_text: of a wrapper, whether every text_config is of type `text`, whatever it says.
+    tied: of a wrapper, whether head and embedding share weights where the wrapper does not say.
+    either: of a wrapper, whether they share weights also where only its text_config says so.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)

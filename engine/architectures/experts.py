@@ -1,4 +1,4 @@
-"""Experts: the description of a mixture of experts in a record, and the ordinary way to read it."""
+"""Experts: the description of a mixture of experts, and the usual way to read it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 class Experts:
     """The mixture of experts of a model.
 
-    layers: the decoder's layers that have experts.
-    count: experts of a layer.
+    layers: the decoder layers that have experts.
+    count: the number of experts in a layer.
     size: the inner width of an expert.
     act, limit, weigh_input: see `kernels.experts.reference.ExpertWeights`.
     bias: whether the experts' matrices have biases.
     router_bias: whether the router has a bias.
-    shared_size: the inner width of an MLP that every token goes through beside its experts; 0 =
-        none.
-    shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a matmul.
-    beside_mlp: whether the experts stand beside the layer's MLP, with norms of their own.
-    ahead: whether the experts' output is added behind the MLP of the next layer, which has no
-        experts. They read what the MLP of their own layer reads.
-    same: experts behind the last one, which return their input; the router chooses among all.
+    shared_size: the inner width of the shared expert, an MLP that every token passes; 0 = none.
+    shared_gate: whether the shared expert's output is multiplied by the sigmoid of a matmul.
+    beside_mlp: whether the layer has experts and an MLP, which are added up, with separate norms.
+    ahead: whether the experts' output is added after the MLP of the next layer, which has no
+        experts. The experts read the input of their own layer's MLP.
+    same: the number of zero experts, numbered after the others, which return their input.
     """
 
     layers: tuple[int, ...]
@@ -47,7 +46,7 @@ class Experts:
 
     @property
     def choices(self) -> int:
-        """The number of experts that the router chooses among."""
+        """The number of experts that the router chooses among, zero experts included."""
         return self.count + self.same
 
 
@@ -62,13 +61,13 @@ def read_experts(
     jitter: float = 0.0,
     **others: Any,
 ) -> Experts | None:
-    """Read num_experts experts of width moe_intermediate_size; None if no layer has any.
+    """Read a mixture of num_experts experts; None if no layer has one.
 
-    A token gets num_experts_per_tok of them. Where the file has no such width, an expert is as wide
-    as an MLP.
+    A token is routed to num_experts_per_tok experts. Without moe_intermediate_size an expert has
+    the width of an MLP.
 
     layers: layers that have experts; None = all.
-    others: fields of Experts.
+    others: further fields of Experts.
     Raises ConfigError for a file that contradicts itself.
     """
     layers = tuple(range(model.num_layers) if layers is None else layers)

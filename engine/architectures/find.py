@@ -1,4 +1,4 @@
-"""find: the record of the architecture that a config.json names."""
+"""find: return the record of the architecture that a config.json names."""
 
 from difflib import get_close_matches
 
@@ -9,7 +9,7 @@ from engine.config_reader import CLASSIFIER, Reader
 
 
 def find(config: Reader) -> tuple[Architecture, str, Reader]:
-    """Return the record, its wrapper's name or "", and the text model's own config keys."""
+    """Return the architecture's record, the wrapper's name or "", and the text model's config."""
     names = config.get("architectures", [])
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", f"must be a list of one name, got {names!r}")
@@ -47,9 +47,9 @@ def _family(name: str) -> str:
 
 
 def _record_of(name: str) -> Architecture | None:
-    """Return the record of a name, with or without a head.
+    """Return the record of a class name, with or without a head; None if there is no such record.
 
-    Qwen3Model is Qwen3ForCausalLM without its head. BertForMaskedLM is BertModel with one.
+    Qwen3Model is Qwen3ForCausalLM without its head. BertForMaskedLM is BertModel with a head.
     """
     base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
     names = [name]
@@ -61,8 +61,7 @@ def _record_of(name: str) -> Architecture | None:
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
-    """Return the text model's config: text_config, and keys around it that are of the whole
-    model."""
+    """Return the text model's config: text_config with the outer keys that also hold for it."""
     known = class_defaults(wrapper.name)
     inner = config.inner("text_config").values
     if config.get("text_config") is None:
@@ -84,10 +83,10 @@ def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
     return Reader(values, f"{config.path}: text_config")
 
 
-# Keys that mean something else, or nothing, to the text model.
+# Outer keys that mean something else, or nothing, to the text model.
 _OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
 _TIED = "tie_word_embeddings"
-# Keys that stand around text_config and are of the text model too.
+# Outer keys that hold for the text model too.
 _OF_BOTH = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", _TIED, "quantization_config")
 
 

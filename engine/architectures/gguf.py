@@ -1,8 +1,8 @@
 """The layout of GGUF files: an entry for each architecture. No torch here.
 
-llama.cpp names tensors after what they do, so names follow from the record's own (`STEMS`), and an
-entry has only what its family does otherwise. `deployments.checkpoints.gguf` makes a folder of a
-file: the checkpoint's names and order of rows, so that adapters fit.
+llama.cpp names tensors by their function, so that most names follow from the record's own
+(`STEMS`). An entry has only the differences of its family. `deployments.checkpoints.gguf` converts
+a file to a folder with the checkpoint's names and order of rows, so that adapters fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ from engine.architectures.record import Architecture, CheckpointTensor, Rows
 
 
 class Metadata(Protocol):
-    """The part of a GGUF file that an entry may ask for."""
+    """The metadata of a GGUF file, as far as entries read it."""
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key below the architecture's name."""
+        """Return the value of a metadata key, given without the architecture's name before it."""
         ...
 
     def has(self, tensor: str) -> bool: ...
@@ -28,7 +28,7 @@ class Metadata(Protocol):
 
 Make = Callable[[Metadata], Any]
 
-# Our name -> what its pieces are called, less "blk.<layer>." and ".weight".
+# Our tensor name -> GGUF names of its parts, without "blk.<layer>." and ".weight".
 STEMS: Mapping[str, tuple[str, ...]] = {
     "embedding": ("token_embd",),
     "positions": ("position_embd",),
@@ -54,9 +54,9 @@ STEMS: Mapping[str, tuple[str, ...]] = {
     "shared_down": ("ffn_down_shexp",),
     "shared_gate": ("ffn_gate_inp_shexp",),
 }
-# Where the record has one tensor for all pieces.
+# GGUF names where the record has one tensor for all parts.
 _FUSED = {"qkv": "attn_qkv", "gate_up": "ffn_up"}
-# Whose names in the record are whole -> how the file's end.
+# Tensors whose names in the record are complete -> the last part of their GGUF name.
 _WHOLE = {
     "sinks": "weight",
     "experts_gate_up": "weight",
@@ -71,7 +71,7 @@ _STEMS_OF_WHOLE = {
     "experts_down_bias": STEMS["experts_down"],
     "router_correction": ("exp_probs_b",),
 }
-# Key of config.json, as the records read it -> that of the file.
+# Key of config.json, as the records read it -> key of the GGUF file.
 KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -99,22 +99,22 @@ KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The entry of an architecture, for GGUF files.
+    """The GGUF layout of an architecture.
 
     record: the name of its record.
     name: the value of general.architecture.
-    stems: our name -> the file's, where not as in STEMS.
-    pieces: our name -> its place in the folder made of a file, where the file has another form than
-        the checkpoint: apart, transposed, its rows in order.
-    rows: stem -> the order of its rows, where not as the folder's.
-    plus_one: whether the weights of norms have one added.
-    keys: further keys, as KEYS.
+    stems: our name -> the file's names, where they differ from STEMS.
+    pieces: our name -> its place in the converted folder, where the file stores it in another form
+        than the checkpoint does: in parts, transposed, or in order of rows.
+    rows: stem -> the order of its rows, where it differs from the folder's.
+    plus_one: whether one was added to the weights of norms.
+    keys: further keys, like KEYS.
     says: values of config.json that do not depend on the file.
-    computed: key of config.json -> the function that computes its value; None is null there, and
-        not the class's default.
+    computed: key of config.json -> the function that computes its value. None means null there, not
+        the class's default.
     rope: key of rope_parameters -> the function that computes its value.
-    eps: the key of config.json that the epsilon of norms has.
-    when: whether the entry is for a file of this name; the first entry that fits is taken.
+    eps: the key of config.json for the epsilon of norms.
+    when: whether the entry is for this file, among entries of the same name; the first match wins.
     """
 
     record: str
@@ -132,11 +132,11 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """The architecture that config.json of the folder names."""
+        """The architecture that the converted folder's config.json names."""
         return f"{self.record}, {self.name} in GGUF" if self.pieces else self.record
 
     def applied(self, record: Architecture) -> Architecture:
-        """Return the record of the folder that is made of a file."""
+        """Return the record for folders that are converted from a GGUF file."""
         return replace(
             record,
             name=self.architecture,
@@ -148,11 +148,12 @@ class Gguf:
         )
 
     def targets(self, record: Architecture) -> dict[str, str]:
-        """Return {the file's name, less "blk.<layer>.": the folder's name}.
+        """Return {the file's name without "blk.<layer>.": the folder's name}.
 
-        "{i}" is the layer. "{e}" or "{h}" is an expert or a head, of which the file has all in one
-        tensor.
-        record: the record, as applied.
+        "{i}" stands for the layer. "{e}" or "{h}" stands for an expert or a head, all of which the
+        file has in one tensor.
+
+        record: the record that `applied` has returned.
         """
         names = {}
         for ours, stored in record.tensors.items():
@@ -172,7 +173,7 @@ _PERMUTED: Mapping[str, Rows] = {
     "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
     "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
 }
-# The second norm of a layer, which some files name after what is before it.
+# Some files name a layer's second norm after the block before it.
 _BEHIND = {"mlp_norm": ("post_attention_norm",)}
 _EXPERT = f"{LAYER}mlp.experts.{{e}}."
 _APART = experts_at(
@@ -204,7 +205,7 @@ def _layers(file: Metadata) -> range:
 
 
 def _layer_types(file: Metadata) -> list[str] | None:
-    """Return layer_types of the file's sliding_window_pattern; None if the file has none.
+    """Return layer_types as the file's sliding_window_pattern gives them; None without a pattern.
 
     The pattern is a list with true for each layer that has the window, or a period. The last layer
     of a period has no window. With period 0 all layers have the window.
@@ -232,10 +233,10 @@ def _head_dim(file: Metadata) -> int:
 
 
 def _gemma_scale(layers: int) -> Make:
-    """Return what makes query_pre_attn_scalar, which files do not have.
+    """Return a function that computes query_pre_attn_scalar, which files do not have.
 
-    The value is the size of heads. In a model of `layers` layers, which is the 27B, it is hidden
-    size over heads.
+    The value is the size of a head. In a model of `layers` layers, which is the 27B, it is the
+    hidden size divided by the heads.
     """
 
     def scalar(file: Metadata) -> int:
@@ -247,13 +248,13 @@ def _gemma_scale(layers: int) -> Make:
 
 
 def _mpt(file: Metadata) -> dict[str, Any]:
-    most = float(file.own("attention.max_alibi_bias", 0.0))  # 0 is none
+    most = float(file.own("attention.max_alibi_bias", 0.0))  # 0 means that the file has no ALiBi
     clip = file.own("attention.clamp_kqv")
     return {"alibi": most > 0, "alibi_bias_max": most or 8.0, "clip_qkv": clip}
 
 
 def _with(stem: str) -> Make:
-    """Return a test of whether the file's first layer has this tensor."""
+    """Return a function that tests whether the file's first layer has this tensor."""
     return lambda file: file.has(f"blk.0.{stem}.weight")
 
 
@@ -262,7 +263,7 @@ def _own(key: str) -> Make:
 
 
 _WINDOWS: Mapping[str, Make] = {"layer_types": _layer_types}
-# Weights of experts are not made to add up to 1 unless the file says so.
+# Expert weights are normalised to a sum of 1 only if the file says so.
 _NORMED: Mapping[str, Make] = {
     "norm_topk_prob": lambda file: file.own("expert_weights_norm", False)
 }
@@ -270,7 +271,7 @@ _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
 _H = "transformer.h.{i}."
 
 GGUFS: tuple[Gguf, ...] = (
-    # The one name of Llama's relatives: the MoE among them is Mixtral.
+    # Files of Llama's relatives share one name; those with experts are Mixtral.
     Gguf(
         "MixtralForCausalLM", "llama", rows=_PERMUTED, when=lambda file: file.own("expert_count", 0)
     ),
@@ -366,7 +367,7 @@ GGUFS: tuple[Gguf, ...] = (
         eps="layer_norm_eps",
     ),
     Gguf("Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon"),
-    # The newer of the names that one GLM-4 has had; older files have q, k and v in one tensor.
+    # GLM-4 had several names; this is the newer one. Older files have q, k and v in one tensor.
     Gguf(
         "GlmForCausalLM",
         "chatglm",
@@ -454,7 +455,7 @@ GGUFS: tuple[Gguf, ...] = (
         },
     ),
     Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
-    # For all sizes: the number of heads shows the 13B, and the vocabulary the second ones.
+    # One entry for all sizes: the number of heads tells the 13B, the vocabulary tells Baichuan 2.
     Gguf(
         "BaichuanForCausalLM",
         "baichuan",
@@ -485,7 +486,7 @@ GGUFS: tuple[Gguf, ...] = (
         pieces={"qkv": CheckpointTensor(("gpt_neox.layers.{i}.attention.query_key_value",))},
         eps="layer_norm_eps",
     ),
-    # The norm that attention reads is the second, where each block has its own.
+    # Where attention and MLP each have a norm, attention reads the second one.
     Gguf(
         "FalconForCausalLM, two norms",
         "falcon",

@@ -1,6 +1,6 @@
-"""Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) in records: its sizes, names and readers.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) in records.
 
-No torch here.
+Its sizes, tensor names and readers of config.json. No torch here.
 """
 
 import math
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
 
     from engine.config.model_config import LayerAttention, ModelConfig
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever the file says of others
+NORM_EPS = 1e-6  # of the latents' norms, whatever epsilon the file gives for other norms
 _ATTENTION = "model.layers.{i}.self_attn."
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The latent attention of a layer, whose cache has one latent a token.
+    """The latent attention of a layer, which caches one latent vector for each token.
 
-    Keys and values of all heads are made of the latent by matmuls.
+    Keys and values of all heads are computed from the latent by matmuls.
 
     rank: elements of the latent.
-    rope: elements of the rotary key that all heads share, which the cache has behind the latent.
-    nope: elements of a head's query and key before the `rope` rotary ones.
+    rope: elements of the rotary key that all heads share; the cache stores it after the latent.
+    nope: non-rotary elements of a head's query and key, before its `rope` rotary elements.
     value: elements of a head's value.
-    query_rank: elements of the latent that queries are made of; 0 = of the hidden state.
-    neighbours: whether the checkpoint has rotary pairs side by side.
-    query_factor, factor: factors of the query's latent and of the other latent, behind their norms.
+    query_rank: elements of the latent that queries are computed from; 0 = from the hidden state.
+    neighbours: whether the checkpoint stores the two elements of a rotary pair side by side.
+    query_factor: factor of the query's latent after its norm.
+    factor: factor of the key-value latent after its norm.
     """
 
     rank: int
@@ -47,7 +48,7 @@ class Latent:
     factor: float = 1.0
 
 
-# For `Architecture.computed`: what is cached is one key head, of latent and shared key.
+# For `Architecture.computed`: the cache holds one key head, the latent and the shared key.
 ONE_KEY_HEAD: Mapping[str, Read] = {
     "num_key_value_heads": lambda config: 1,
     "head_dim": lambda config: config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),
@@ -63,7 +64,7 @@ def latent_attention(
 
 
 def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
-    """Return a layer with latent attention. Yarn's mscale_all_dim is a factor of scores, twice."""
+    """Return a layer with latent attention; yarn's mscale_all_dim scales scores by its square."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),
@@ -86,9 +87,9 @@ def _mscale(config: Reader) -> float:
 
 
 def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]":
-    """Return the stored rows of heads of `before` plain and `rope` rotary elements.
+    """Return the stored rows of heads that have `before` plain and then `rope` rotary elements.
 
-    The rotary elements come in our order.
+    The rotary elements are returned in our order.
     """
     import numpy as np
 
@@ -108,7 +109,10 @@ def _queries(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _behind(queries: Rows) -> Rows:
-    """Return the rows of the latent and the shared key, behind those of queries."""
+    """Return a function of the stored rows: queries first, then the latent and the shared key.
+
+    queries: gives the rows of queries.
+    """
 
     def rows(model: "ModelConfig") -> "NDArray[np.int64]":
         import numpy as np
@@ -126,7 +130,7 @@ def _query_latents(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 _KV_A = f"{_ATTENTION}kv_a_proj_with_mqa"
-# A model has qkv, or where queries have a latent of their own qkv_a, query_norm and q_b.
+# A model has qkv; where queries have their own latent, it has qkv_a, query_norm and q_b.
 LATENT: Mapping[str, CheckpointTensor] = {
     "qkv": CheckpointTensor((f"{_ATTENTION}q_proj", _KV_A), _behind(_queries)),
     "qkv_a": CheckpointTensor((f"{_ATTENTION}q_a_proj", _KV_A), _behind(_query_latents)),
@@ -135,5 +139,5 @@ LATENT: Mapping[str, CheckpointTensor] = {
     "latent_norm": CheckpointTensor((f"{_ATTENTION}kv_a_layernorm",)),
     "kv_b": CheckpointTensor((f"{_ATTENTION}kv_b_proj",)),
 }
-# Biases of some of the matrices that are one matmul here; no model has them.
+# Biases are refused: some of these matrices are fused into one matmul, and no model has biases.
 UNBIASED = {"attention_bias": (False,)}

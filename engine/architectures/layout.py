@@ -1,7 +1,7 @@
-"""Orders of the stored rows of attention and MLP matrices.
+"""Orders in which checkpoints store the rows of attention and MLP matrices.
 
-Each function gives the stored row of each of our rows. Ours are all queries, all keys, all values.
-Within a head the first halves of the rotary pairs come before the second halves.
+Each function returns, for each of our rows, its index in the checkpoint. Our order is all queries,
+all keys, all values. Within a head the first halves of the rotary pairs come before the second.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from engine.config.model_config import ModelConfig
 
-# Only code that loads a model imports numpy: routers and the command line read records too.
+# numpy is imported inside functions: routers and the command line read records without it.
 
 
 def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.int64]":
@@ -22,7 +22,7 @@ def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.
 
     Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
 
-    rotary: how many of each head's rows are rotary; the rest stay where they are. None: all.
+    rotary: the number of rotary rows in a head; the others stay in place. None = all.
     """
     import numpy as np
 
@@ -33,7 +33,7 @@ def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.
 
 
 def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the rows of queries and keys, whose rotary pairs are neighbours, and then values."""
+    """Return the stored rows of queries and keys with adjacent rotary pairs, then of values."""
     import numpy as np
 
     q, k = (
@@ -45,7 +45,7 @@ def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def neighbours_in_q(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the rows of the query norm, whose rotary pairs are neighbours."""
+    """Return the stored rows of the query norm, whose rotary pairs are adjacent."""
     return half_pairs(model.num_heads, model.head_dim, model.rotary_dim)
 
 
@@ -54,7 +54,7 @@ def neighbours_in_k(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the rows of a matrix grouped by key head: its queries, the key, the value."""
+    """Return the stored rows of a matrix grouped by key head: its queries, its key, its value."""
     import numpy as np
 
     group = model.num_heads // model.num_kv_heads
@@ -64,9 +64,9 @@ def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the rows of four blocks, each with a quarter of queries, values and keys.
+    """Return the stored rows of four blocks, each with a quarter of queries, values and keys.
 
-    CodeGen was trained on a device of four cores.
+    CodeGen has this order because it was trained on a device of four cores.
     """
     import numpy as np
 
@@ -75,5 +75,6 @@ def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def both(stored: Rows, then: Rows) -> Rows:
-    """Return the order `then`, applied to rows that `stored` puts into the order q, k, v."""
+    """Return the composition of two orders: `stored` gives the order q, k, v, then `then`
+    applies."""
     return lambda model: stored(model)[then(model)]

@@ -1,4 +1,4 @@
-"""The record of an architecture, and the places of its tensors in checkpoints. No torch here."""
+"""Architecture, CheckpointTensor, Wrapper: describe a model family and its checkpoint. No torch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from engine.architectures.experts import Experts
     from engine.config.model_config import LayerAttention, ModelConfig
 
-# The stored row of each of our rows, in our order: int64.
+# A function that returns the checkpoint's row number for each row in the engine's order, int64.
 Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]
 Read = Callable[[Reader], Any]
-# (config.json, a layer of full attention, how many layers) -> each layer's attention
+# (config.json, a layer of full attention, number of layers) -> the attention of each layer
 Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
-# (config.json, the model without its experts) -> these, or None where no layer has any
+# (config.json, the model without its experts) -> its experts; None if no layer has any
 ReadExperts = Callable[[Reader, "ModelConfig"], "Experts | None"]
-# config.json of a sequence classifier -> Pooling.mode, and the layers of its head
+# config.json of a sequence classifier -> (Pooling.mode, the layers of its head)
 ReadClassifier = Callable[[Reader], tuple[str, "tuple[HeadLayer, ...]"]]
-# Beginnings of names -> what stands there in ours. The first that fits is taken.
+# (beginning of a name in the checkpoint, its replacement) pairs; the first match is taken.
 Renames = tuple[tuple[str, str], ...]
 
 
@@ -34,14 +34,14 @@ class CheckpointTensor:
     """The place of one of our matrices, norms or tables in a checkpoint.
 
     names: the tensors' names without ".weight". "{i}" is the layer, "{h}" the head where each head
-        has a tensor. Where the checkpoint counts two layers of ours as one, "{pair}" is that one
-        and "{half}" which of the two. A matrix of ours that has several pieces (query, key and
-        value; gate and up) is stored as one tensor for each, or as one with all of them. A norm
-        without a name has no weight. Names of experts' tensors are whole, with "{e}" for the
-        expert; without it all experts are stacked.
-    rows: how rows are ordered, where not as ours; of all pieces below each other. Rows of one
-        tensor cannot go to another. Biases and adapters follow their matrix.
-    transposed: whether the checkpoint keeps [in, out].
+        has a tensor. Where the checkpoint counts two of our layers as one, "{pair}" is its number
+        and "{half}" tells which of the two. A matrix of several parts (query, key and value; gate
+        and up) is stored as one tensor for each, or as one with all of them. A norm without a name
+        has no weight. Names of experts' tensors are complete, with "{e}" for the expert; without
+        "{e}" all experts are stacked.
+    rows: the order of rows over all parts, where it differs from ours. Rows cannot move from one
+        tensor to another. Biases and adapters follow their matrix.
+    transposed: whether the checkpoint stores [in, out].
     """
 
     names: tuple[str, ...]
@@ -60,10 +60,10 @@ class CheckpointTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """A linear layer or a LayerNorm of a classifier's head, over one pooled hidden state.
+    """A linear layer or a LayerNorm of a classifier's head, applied to one pooled hidden state.
 
     name: the name of its tensors, without ".weight".
-    activation: the activation behind it, as torch.nn or config.json name it.
+    activation: the activation after it, as torch.nn or config.json name it.
     bias: whether it has a bias.
     eps: the epsilon of a LayerNorm; None = a linear layer.
     """
@@ -75,32 +75,32 @@ class HeadLayer:
 
 
 def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
-    """Return the head of transformers' *ForSequenceClassification of decoders."""
+    """Return the head of decoders' *ForSequenceClassification: a score of the last token."""
     return "last", (HeadLayer("score", bias=False),)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One value of "architectures" in config.json, or a variant of one.
+    """The record of an architecture: one value of "architectures" in config.json, or a variant.
 
     tensors: our name -> its place in the checkpoint. A decoder layer has the norms that are named
         here, and a gated MLP if there is a gate_up, else a plain one (up).
     models: the models' names for users, for the list in the documentation.
     model_type: the value in config.json; wrappers name their text model by it alone.
-    switches: field of ModelConfig -> its reader, where not as in `model_config`.
-    keys: names of config.json that stand for others, ours -> theirs (see Reader).
-    defaults: theirs -> the value where config.json leaves it out, beside those of its class.
-    attention: how each layer attends, made of the plain one and config.json.
+    switches: field of ModelConfig -> its reader, where it differs from `model_config`.
+    keys: our name of a config.json key -> the file's name (see Reader).
+    defaults: the file's key -> its value where it is missing, in addition to the class's defaults.
+    attention: computes the attention of each layer from config.json and a plain layer.
     experts: the reader of the mixture of experts.
-    computed: keys of config.json that are computed from others, ours -> the function.
-    only: keys that we compute for these values alone; the first is what absence means.
-    variant: the name of the record that a config.json asks for, if not of this one.
+    computed: our name of a config.json key -> the function that computes it from other keys.
+    only: key -> its supported values; the first is the value of a missing key.
+    variant: gives the name of the record that a config.json needs, which may be another one.
     renames: other beginnings of names in checkpoints.
-    ignored: patterns of tensors that the model does not use; "{layers}" is how many layers it has,
-        which is the number of the first one that is not of the model.
-    network: the class that computes it, a key of `registry.MODELS`.
+    ignored: patterns of tensors that the model does not use. "{layers}" is its number of layers,
+        and so the number of the first layer that is not part of the model.
+    network: the key in `registry.MODELS` of the class that computes the model.
     encoder: whether it is an embedding model with bidirectional attention.
-    absent: (the model, a layer) -> our names of `tensors` that it does not have.
+    absent: (the model, a layer) -> our names in `tensors` that the layer does not have.
     classifier: for a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
         and the layers over it; the last one gives a number for each label.
     """
@@ -127,26 +127,31 @@ class Architecture:
     def filled(self, config: Reader) -> Reader:
         """Return config.json with missing keys filled in.
 
-        The values are those of its class of transformers, and those that the record adds.
+        The values are the defaults of its transformers class, and those of this record.
         """
         known, kind = class_defaults(self.model_type), config.get("model_type")
         if kind is not None and (known.values or not self.model_type):
-            known = class_defaults(str(kind), known)  # of a relative, or what a variant is of
+            # config.json may have the model_type of a related model, whose defaults come first
+            known = class_defaults(str(kind), known)
         values, defaults = dict(config.values), {**self.defaults, **known.values}
         for alias, key in known.aliases.items():
             if alias in values:
                 values.setdefault(key, values[alias])
-        if values.get("rope_scaling"):  # the older name
+        # rope_scaling, the older name, must not be hidden by a default
+        if values.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         return Reader(values, config.path).renamed(self.keys, defaults)
 
     def ignores(self, name: str, layers: int) -> bool:
-        """Whether the model does not use this tensor. layers: the number of the model's layers."""
+        """Whether the model does not use this tensor.
+
+        layers: the model's number of layers.
+        """
         patterns = (pattern.replace("{layers}", str(layers)) for pattern in self.ignored)
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def stored_name(self, name: str) -> str:
-        """Return the name that `tensors` has for a tensor of the checkpoint.
+        """Return the name by which `tensors` knows a tensor of the checkpoint.
 
         A network that was saved without its head leaves out its own name: layers.0 for
         model.layers.0.
@@ -161,14 +166,14 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A model of several kinds of input around a text model, of which only the text model is run.
+    """A multimodal model around a text model, of which only the text model is run.
 
-    config.json has the text model's in text_config, where its model_type names the record; flat
-    files have it among their own keys, as `flat` says.
+    config.json has the text model's keys in text_config, where model_type names the record. Flat
+    files have them among their own keys.
 
     models: the models' names for users.
-    flat: the text model's model_type, where there is no text_config.
-    renames: the beginnings of the text model's names.
+    flat: the text model's model_type in flat files, which have no text_config.
+    renames: the beginnings of the text model's tensor names.
     ignored: patterns of the other parts' tensors, as the checkpoint names them.
     """
 
@@ -190,5 +195,5 @@ def renamed(name: str, renames: Renames) -> str:
 
 
 def always(value: Any) -> Read:
-    """Return a switch that no file sets."""
+    """Return a reader that gives this value for every config.json."""
     return lambda config: value

@@ -1,6 +1,6 @@
-"""The architectures that are refused although the record of a relative seems to fit.
+"""Architectures that are refused although a relative's record seems to fit.
 
-For each the error says what is missing. No torch here.
+For each, the error says what is missing. No torch here.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _INDEXER = (
     " attention to all keys gives other text beyond that many tokens"
 )
 _NO_KEYS = "no layer keeps keys and values, which the cache counts tokens by"
-# The name in config.json's "architectures" -> why it does not run.
+# The name in config.json's "architectures" -> why it is refused.
 REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,

@@ -1,8 +1,8 @@
-"""The wrappers: models of text and pictures or sound, of which the text model is run."""
+"""Wrappers: multimodal models of which only the text model is run."""
 
 from engine.architectures.record import Wrapper
 
-# transformers 4 kept the whole text model under language_model, transformers 5 its layers under
+# transformers 4 stores the whole text model under language_model, transformers 5 its layers under
 # model.language_model.
 _RENAMES = (
     ("language_model.model.", "model."),
@@ -66,7 +66,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Cohere2VisionForConditionalGeneration", "Command A Vision"),
     )
 }
-# What a text_config may call itself beside a record's model_type.
+# Other values of a text_config's model_type -> the record's model_type.
 TEXT_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",

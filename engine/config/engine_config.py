@@ -1,6 +1,6 @@
-"""EngineConfig: every knob of one engine replica, with unit, default and reason.
+"""EngineConfig: all settings of one engine replica, with unit, default and reason.
 
-Frozen; `engine.resolve.resolve` decides every "auto" and 0 once.
+It is frozen; `engine.resolve.resolve` decides every "auto" and 0 once.
 """
 
 from typing import Literal, get_type_hints
@@ -15,12 +15,12 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "bf16", "fp8", "int8", "int4"]
 
-BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
+BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has bfloat16
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 
 class _Hashable(dict[str, str | float | bool]):
-    """A dictionary that can be hashed, as a field of a frozen struct that is a key of caches."""
+    """A hashable dictionary, so that a frozen config with this field can be a cache key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
@@ -184,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on one node; these ranks follow each other."""
+        """The number of ranks on one node, which are consecutive."""
         return self.num_ranks // self.pipeline_nodes
 
     @property
@@ -193,13 +193,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def ranks_key(self) -> str:
-        """The key that messages about the number of ranks name: pipeline_parallel where it is above
-        1."""
+        """The setting that messages about ranks name: pipeline_parallel above 1, else
+        tensor_parallel."""
         return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
 
     @property
     def ranks_said(self) -> str:
-        """How the model is divided, in words; see the function `ranks_said`."""
+        """The words for the division of the model among ranks; see the function `ranks_said`."""
         return ranks_said(self.tensor_parallel, self.pipeline_parallel, self.pipeline_nodes)
 
     def __post_init__(self) -> None:

@@ -1,18 +1,15 @@
-"""KVGroups: which tokens' keys and values the layers of a model keep. No torch here.
+"""KVGroups: the layers of a model, grouped by the tokens whose keys and values they keep. No torch
+here.
 
 Layers that keep the same tokens (all, or those of a window) and whose heads have one shape form a
-class. Classes are cut into groups of about equally many layers, so that one block, which holds
-block_size tokens for the layers of one group, is of the same size whatever group it serves: there
-is one pool of blocks, and a request has a table for each group. A model whose layers are all alike
-is one group.
+class. Classes are cut into groups of about equally many layers. One block holds block_size tokens
+for the layers of one group, so that all groups have blocks of one size and share one pool. A
+request has a block table for each group. A model whose layers are all alike is one group.
 
-    request's tokens        |  block 0  |  block 1  |  block 2  |  block 3 ..
-    group 0 (all keys)         17          4           9           21
-    group 1 (window)           -           -           30          2        the rest went back
-    its table               17 - 4 - 9 30 21 2       entry = block * number of groups + group
-
-A kind is pure arithmetic over tokens and blocks of `size` tokens. A new kind is a class with these
-five members; scheduler, block manager and admission ask nothing else.
+ request's tokens        |  block 0  |  block 1  |  block 2  |  block 3 ..
+ group 0 (all keys)         17          4           9           21
+ group 1 (window)           -           -           30          2        freed blocks: -
+ its table               17 - 4 - 9 30 21 2       entry = block * number of groups + group
 """
 
 from collections.abc import Sequence
@@ -25,39 +22,37 @@ from engine.architectures.recurrent.mixer import Mixer
 from engine.config.model_config import LayerAttention, ModelConfig
 from kernels.kv.format import KVFormat
 
-TYPICAL = 4096  # tokens of the request that room is told in
-MOST_GROUPS = 8  # tables a request may have; more layers a block rather than more
+TYPICAL = 4096  # tokens of the request in which the free room is reported
+MOST_GROUPS = 8  # most block tables of a request; beyond it, blocks hold more layers instead
 
 
 class KVKind(Protocol):
-    """The kind of a group: which blocks of a request its layers keep.
+    """The kind of a group, which decides the blocks of a request that its layers keep.
 
     A kind is pure arithmetic over tokens and blocks of `size` tokens. A new kind is a class with
-    these five members; scheduler, block manager and admission ask nothing else.
+    these five members. Scheduler, block manager and admission ask for nothing else.
     """
 
     @property
     def whole(self) -> bool:
-        """Whether a running request gives back no blocks, so that `behind` is always 0."""
+        """Whether a running request frees no blocks, so that `behind` is always 0."""
         ...
 
     @property
     def by_position(self) -> bool:
-        """Whether block i holds the tokens i * size and following, and may be found again by these
-        tokens.
+        """Whether block i holds tokens i * size and following, so that equal tokens may reuse it.
 
-        Otherwise the first block holds a state of the whole request: no prefix starts from the
+        Otherwise the first block holds a state of the whole request. No prefix starts from that
         block, and preemption loses the state.
         """
         ...
 
     def behind(self, position: int, size: int) -> int:
-        """The number of leading blocks that no token from `position` on reads."""
+        """Return the number of leading blocks that no token from `position` on reads."""
         ...
 
     def most(self, tokens: int, size: int) -> int:
-        """The most blocks that a request of so many tokens needs at once to compute its next
-        token."""
+        """Return the most blocks that a request of this length needs at once for its next token."""
         ...
 
     def describe(self) -> str:
@@ -84,8 +79,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The kind of layers that read the last `window` tokens: the token at t reads t - window + 1 ..
-    t."""
+    """The kind of layers that read the last `window` tokens: token t reads t - window + 1 .. t."""
 
     window: int
     whole: bool = False
@@ -95,7 +89,7 @@ class Window:
         return max(0, position - self.window + 1) // size
 
     def most(self, tokens: int, size: int) -> int:
-        # `window` tokens in a row lie in so many blocks, wherever they begin.
+        # `window` consecutive tokens lie in at most this many blocks, wherever they begin.
         return min(-(-tokens // size), (self.window - 2) // size + 2)
 
     def describe(self) -> str:
@@ -104,8 +98,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """The kind of layers that read the current chunk of a context cut into pieces of `chunk`
-    tokens."""
+    """The kind of layers that see only the current chunk, of `chunk` tokens, of the context."""
 
     chunk: int
     whole: bool = False
@@ -123,10 +116,10 @@ class Chunked:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """The layers that share a table.
+    """The layers that share a block table.
 
-    layers: their numbers.
-    attention: how each of these layers attends.
+    layers: their layer numbers.
+    attention: the attention of each of these layers.
     """
 
     kind: KVKind
@@ -135,7 +128,8 @@ class KVGroup:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors that the cache has of each token; see `LayerAttention.tensors`."""
+        """The number of tensors that the cache keeps for each token; see
+        `LayerAttention.tensors`."""
         return self.attention.tensors
 
     @property
@@ -151,10 +145,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """The layers of a group that find a request's keys at the same blocks of their caches.
+    """Layers of a group that find a request's keys at the same block ids of their caches.
 
-    Where several layers share a place, each has `parts` times as many blocks, which are `parts`
-    times smaller. Of the pool's block b, such a layer has the block at b * parts + part.
+    Where several small layers share a slot, each has `parts` times as many blocks, each 1 / parts
+    of the size. For the pool's block b such a layer has the block b * parts + part.
     """
 
     group: int
@@ -168,21 +162,21 @@ class KVGroups:
     """The groups of a model's layers, and how a block is shared among layers.
 
     groups: the groups, never empty.
-    slots: places for layers of the largest shape in a block; a group has at most as many layers, or
-        several in a place where the layers are smaller.
+    slots: places in a block for layers of the largest shape; a group has at most that many layers,
+        or several in a place where its layers are smaller.
     """
 
     groups: tuple[KVGroup, ...]
     slots: int
-    borrowed: tuple[tuple[int, int], ...] = ()  # layers without keys, and those whose they read
-    # Layers that keep a state of each running request, apart from the blocks: by rows.
+    borrowed: tuple[tuple[int, int], ...] = ()  # (layer without keys, layer whose keys it reads)
+    # Layers that keep a recurrent state of each running request, by row and not in blocks.
     recurrent: tuple[tuple[int, Mixer], ...] = ()
 
     @cached_property
     def views(self) -> tuple[KVView, ...]:
-        """The views of all groups; the views of one group follow each other.
+        """The views of all groups; the views of one group are consecutive.
 
-        A group whose layers are as large as any layer is one view.
+        A group whose layers are as large as the largest layer has one view.
         """
         views = []
         for number, group in enumerate(self.groups):
@@ -197,13 +191,13 @@ class KVGroups:
 
     @property
     def num_whole(self) -> int:
-        """The number of groups of which a running request gives back no blocks."""
+        """The number of groups in which a running request frees no blocks."""
         return sum(group.kind.whole for group in self.groups)
 
     @property
     def tensors(self) -> int:
-        """The number of tensors of each place: keys and values, or latents where no layer has
-        others."""
+        """The number of tensors for each place: 2 for keys and values, 1 if all layers have
+        latents."""
         return max(group.tensors for group in self.groups)
 
     @property
@@ -219,8 +213,7 @@ class KVGroups:
         return self.tensors * self.slots * self.place_bytes(form) * size
 
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
-        """Return for each kind the number of its layers and the bytes that a token takes in these
-        layers."""
+        """Return for each kind (its number of layers, bytes of a token in these layers)."""
         by_kind: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
             layers, taken = by_kind.get(group.kind, (0, 0))
@@ -236,7 +229,7 @@ class KVGroups:
         return 4 * sum(map(prod, shapes))
 
     def of(self, layers: range) -> "KVGroups":
-        """Return as many groups, restricted to these layers of one pipeline stage."""
+        """Return the same groups, restricted to the layers of one pipeline stage."""
         groups = tuple(
             replace(group, layers=tuple(number for number in group.layers if number in layers))
             for group in self.groups
@@ -250,27 +243,29 @@ class KVGroups:
         return KVGroups(groups, slots, borrowed, recurrent)
 
     def blocks(self, tokens: int, size: int) -> int:
-        """The most blocks that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of this many tokens needs at once."""
         return blocks_for(self.kinds, tokens, size)
 
 
 def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
-    """The most blocks that a request of so many tokens needs at once."""
+    """Return the most blocks that a request of this many tokens needs at once."""
     return sum(kind.most(tokens, size) for kind in kinds)
 
 
 def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
-    """How many positions of requests of TYPICAL tokens so many blocks last for. People and
-    routers, which know nothing of kinds, count in these positions."""
+    """Return how many tokens this many blocks hold, for requests of TYPICAL tokens.
+
+    Users and routers, which know nothing of kinds, count in these tokens.
+    """
     return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
 
 
 def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
-    """Return the groups of a model's layers as one rank has them; the groups of one class follow
-    each other.
+    """Return the groups of a model's layers as one rank has them; groups of a class are
+    consecutive.
 
-    ranks: the number of ranks that the heads are divided among; each rank has as many groups.
-    rank: the number of the rank.
+    ranks: the number of ranks that divide the heads; each rank has the same number of groups.
+    rank: this rank's number.
     """
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
@@ -280,7 +275,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
     largest = max(kv_heads * dim for _, _, kv_heads, dim, _ in classes)
-    # How many layers of each class find room in one place.
+    # The number of layers of each class that fit into one place.
     fit = {key: largest // (key[2] * key[3]) for key in classes}
     needed = {key: -(-len(layers) // fit[key]) for key, layers in classes.items()}
     slots = max(min(needed.values()), -(-sum(needed.values()) // MOST_GROUPS))

@@ -1,4 +1,4 @@
-"""ModelConfig: the network that config.json describes, in our words. No torch here."""
+"""ModelConfig: the network that config.json describes, in Manta's terms. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.rope import Rope, read_rope, stretch_positions
 
-# hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
+# hidden_act in files -> key of kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -38,9 +38,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 def divide_heads(
     num_heads: int, num_kv_heads: int, ranks: int, rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """A rank's half-open ranges of query and key heads: key heads with all that read them, the last
-    ranks one more where they do not divide. Where key heads are fewer than ranks, which they then
-    have to divide as ranks have to divide query heads, several ranks have the same one."""
+    """Return a rank's half-open ranges of query heads and key heads.
+
+    A rank has key heads with all query heads that read them. If ranks do not divide the key heads,
+    the last ranks have one more. With fewer key heads than ranks, several ranks have the same key
+    head. Key heads then have to divide ranks, and ranks have to divide query heads.
+    """
     if ranks > num_kv_heads:
         own_heads, key = num_heads // ranks, rank * num_kv_heads // ranks
         return (rank * own_heads, (rank + 1) * own_heads), (key, key + 1)
@@ -51,30 +54,35 @@ def divide_heads(
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of a decoder layer. The token at position t sees keys at s <= t, and of these:
+    """The attention of one decoder layer. The token at position t sees the keys at s <= t.
 
-    window: > 0: those with t - s < window. chunk: > 0: those with s // chunk == t // chunk.
-    scale: scores are q k^T times it. softcap: > 0: then softcap * tanh(score / softcap).
-    sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
-        record's tensors). slopes: one a head: score + slope * (s - t) (ALiBi); () = none.
-    head_dim: of keys and of values. rope: None where nothing is rotated.
-    value_size: of a head's values where they are narrower, 0 = head_dim; the cache has zeros behind
-        them.
-    qk_norm: queries and keys are normed, if the model's are at all.
+    window: if > 0, t sees only keys with t - s < window.
+    chunk: if > 0, t sees only keys with s // chunk == t // chunk.
+    scale: the factor of scores q k^T.
+    softcap: if > 0, scores become softcap * tanh(score / softcap).
+    sinks: whether each head has a learnt logit that joins the softmax without a value ("sinks" in
+        the record's tensors).
+    slopes: ALiBi's slope of each head: score + slope * (s - t); () = none.
+    head_dim: elements of a key, and of a value.
+    rope: the rotary embedding; None = none.
+    value_size: elements of a value where it is narrower than head_dim, the cache being padded with
+        zeros; 0 = head_dim.
+    qk_norm: whether queries and keys are normed, if the model has such norms.
     temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)).
-    value_is_key: values are the keys before their norm and rotation.
-    value_norm: values are divided by their root mean square.
-    keys_of: the layer before it whose keys and values it reads; it has none of its own.
-    bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
-    latent: its keys and values are of latents, of which the cache has one "head" a token, and no
-        values beside it; head_dim is that head's.
-    gated: the output is multiplied by the sigmoid of a projection of the layer's input.
-    softplus_gates: it is multiplied by the softplus of another one, of so many elements a head: 1,
-        or head_dim; 0 = it is not.
-    attended_scale: it is multiplied by this number.
-    mixer: it keeps a state of the request. attends: it keeps keys and values; without, what is
-        above means nothing to it. Where it does both, both are added up. Where it does neither,
-        the layer is an MLP alone.
+    value_is_key: whether values are the keys before their norm and rotation.
+    value_norm: whether values are divided by their root mean square.
+    keys_of: an earlier layer whose keys and values this layer reads instead of its own.
+    bidirectional: whether tokens see all keys of their text, or those with |t - s| <= window; the
+        cache then keeps nothing.
+    latent: latent attention, whose cache has one "head" of head_dim elements for each token, and no
+        values.
+    gated: whether the output is multiplied by the sigmoid of a projection of the layer's input.
+    softplus_gates: elements for each head, 1 or head_dim, of a projection whose softplus multiplies
+        the output; 0 = none.
+    attended_scale: the factor of the output.
+    mixer: the recurrent part, which keeps a state of each request.
+    attends: whether the layer has attention; otherwise the fields above have no meaning. A layer
+        with a mixer and attention adds both up. A layer with neither is an MLP alone.
     """
 
     num_heads: int
@@ -103,29 +111,28 @@ class LayerAttention:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors that the cache has of each token: keys and values, or latents
-        alone."""
+        """The number of tensors cached for each token: 2 for keys and values, 1 for latents."""
         return 1 if self.latent is not None else 2
 
     @property
     def latent_rank(self) -> int:
-        """The width of the latents that the cache has; 0 = it has keys and values."""
+        """The width of cached latents; 0 = the cache has keys and values."""
         return 0 if self.latent is None else self.latent.rank
 
     @property
     def kept(self) -> tuple[int, int]:
-        """The heads, and the elements of each, that the cache has room for.
+        """The number of heads, and the elements of each, that the cache has room for.
 
-        A bidirectional layer keeps nothing; the cache's blocks count its tokens all the same.
+        A bidirectional layer keeps nothing, but the cache's blocks still count its tokens.
         """
         if self.keys_of is not None or not self.attends:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
     def of_rank(self, ranks: int, rank: int) -> "LayerAttention":
-        """Return this layer's attention with the heads of one rank alone.
+        """Return this layer's attention with only the heads of one rank.
 
-        ranks: the number of ranks that the heads are divided among.
+        ranks: the number of ranks that divide the heads.
         """
         if ranks == 1:
             return self
@@ -139,26 +146,34 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The network's sizes (in elements) and switches; nothing here depends on the device.
+    """The network's sizes (in elements) and switches, independent of the device.
 
-    architecture: the name of its record. wrapper: of what the checkpoint wraps it in, "" = nothing.
-    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of a plain one.
-    embedding_size: of the embedding and the head; others are projected to hidden_size and back.
-    embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a block adds to the
-        residual, of logits.
+    architecture: the name of its record.
+    wrapper: the name of the multimodal model around it; "" = none.
+    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of a plain layer.
+    embedding_size: width of embedding and head, which is projected to hidden_size and back.
+    embedding_scale: factor of embeddings.
+    residual_scale: factor of what attention or MLP adds to the residual.
+    logit_scale: factor of logits.
     logit_cap: logits become cap * tanh(logit / cap).
-    head_bias: the head's. unit_head: its rows are divided by their length.
-    norm: "rms" or "layer"; norm_bias: layer norms have one; norm_offset: is added to all weights.
-    post_norm: norms stand behind the sum of block and residual.
-    parallel: "" = the MLP reads what attention has added to; "shared" = both read one norm, "own" =
-        each its own, of the same residual.
-    qk_norm: "" = none, "head" = one weight for all heads, "heads" = one a head (layer norms),
-        "flat" = over all heads together. qk_norm_after: behind the rotation.
-    qkv_clip: queries, keys and values are cut to [-clip, clip].
-    mlp_factors: of what an MLP's gate is before the activation, and of what the MLP makes.
-    position_offset, position_rows: of learned positions: rows before the first, and all.
-    token_types: learned kinds of tokens. separator: the id of which the first in a text ends the
-        tokens of the first kind; -1: all are of it, as to an embedder.
+    head_bias: whether the head has a bias.
+    unit_head: whether the head's rows are divided by their length.
+    norm: "rms" or "layer".
+    norm_bias: whether layer norms have biases.
+    norm_offset: added to the weights of all norms.
+    post_norm: whether norms follow the sum of block and residual.
+    parallel: "" = the MLP reads the residual after attention; "shared" = attention and MLP read one
+        norm of the same residual; "own" = each reads its own norm of the same residual.
+    qk_norm: "" = none; "head" = one weight for all heads; "heads" = one for each head (layer
+        norms); "flat" = a norm over all heads together.
+    qk_norm_after: whether this norm follows the rotary embedding.
+    qkv_clip: queries, keys and values are clipped to [-clip, clip].
+    mlp_factors: factors of an MLP's gate before the activation, and of the MLP's output.
+    position_offset: the row of the first position in the learned positions.
+    position_rows: rows of the learned positions; 0 = no learned positions.
+    token_types: the number of learned token types.
+    separator: the first token of this id in a text ends the tokens of the first type; -1 = all
+        tokens have the first type, as in an embedder.
     """
 
     architecture: str
@@ -199,15 +214,17 @@ class ModelConfig:
     hidden_act: str
     eos_token_ids: tuple[int, ...]
     max_positions: int
-    dtype: str  # of the checkpoint
+    dtype: str  # dtype of the checkpoint
     quantized: Quantized | None = None  # how the checkpoint stores quantised weights
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
-    mlp_sizes: tuple[int, ...] = ()  # of each layer, 0 = no MLP; () = intermediate_size
-    layer_input_size: int = 0  # of what each token has for each layer beside its embedding
-    layer_input_rows: int = 0  # tokens that have it
+    # MLP width of each layer, 0 = no MLP; () = intermediate_size in all
+    mlp_sizes: tuple[int, ...] = ()
+    layer_input_size: int = 0  # elements of each token's extra input to each layer; 0 = none
+    layer_input_rows: int = 0  # the number of tokens in the table of these inputs
     generates: bool = True  # False: an embedding model, whose checkpoint has no head
-    classifies: bool = False  # the head gives a number for each label of a text: engine/pooling.py
+    # whether the head gives a number for each label of a text: engine/pooling.py
+    classifies: bool = False
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -230,7 +247,7 @@ class ModelConfig:
         return replace(self, max_positions=max_model_len, attention=layers)
 
     def with_pending_updates(self, count: int) -> "ModelConfig":
-        """Return this configuration with delta-rule layers that keep so many pending updates.
+        """Return this configuration with delta-rule layers that keep this many pending updates.
 
         Such a layer writes its state once in count + 1 decodes.
         """
@@ -244,7 +261,7 @@ class ModelConfig:
 
     @property
     def plain_attention(self) -> LayerAttention:
-        """The attention of a layer that sees the whole context and has nothing special."""
+        """The attention of a layer that sees the whole context, without special features."""
         return LayerAttention(
             self.num_heads, self.num_kv_heads, self.head_dim, self.rope, self.head_dim**-0.5
         )
@@ -260,7 +277,10 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: Path, rope_scaling: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Read a config.json of any name, and the files beside it. Raises as `from_folder` does."""
+        """Read a config.json of any file name, and the files in its folder.
+
+        Raises as `from_folder`.
+        """
         folder = path.parent
         generation = folder / "generation_config.json"
         config = Reader.from_file(path)
@@ -274,7 +294,7 @@ class ModelConfig:
         )
         if model.tie_embeddings or not (folder / MODULES).is_file():
             return model
-        # Models that make vectors are saved without their head, whatever config.json says.
+        # Embedding models are saved without their head, whatever config.json says.
         return replace(model, tie_embeddings=True, generates=False)
 
     @classmethod
@@ -312,20 +332,19 @@ class ModelConfig:
         experts = None
         if architecture.experts is not None:
             experts = architecture.experts(config, model)
-        if classifies:  # has no head over the vocabulary, whatever config.json says
+        if classifies:  # there is no head over the vocabulary, whatever config.json says
             model = replace(model, tie_embeddings=True, classifies=True)
         generates = not architecture.encoder and not classifies
         return replace(model, attention=tuple(layers), experts=experts, generates=generates)
 
     @property
     def whole_texts(self) -> bool:
-        """Whether a text must be computed at once, and not in chunks."""
+        """Whether a text must be computed at once and not in chunks."""
         return any(layer.bidirectional for layer in self.attention)
 
     @property
     def recurrent(self) -> bool:
-        """Whether the model is recurrent or hybrid, so that a prefix is reused only where a
-        snapshot was taken."""
+        """Whether the model is recurrent or hybrid. It then reuses a prefix only at a snapshot."""
         return any(layer.mixer is not None for layer in self.attention)
 
     @property
@@ -333,7 +352,10 @@ class ModelConfig:
         return ARCHITECTURES[self.architecture]
 
     def mlp_size(self, layer: int | None) -> int:
-        """The inner width of a layer's MLP."""
+        """Return the inner width of a layer's MLP.
+
+        layer: its number; None = the width that most layers have.
+        """
         if self.mlp_sizes and layer is not None:
             return self.mlp_sizes[layer]
         return self.intermediate_size
@@ -344,7 +366,7 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
-        """Return the record's name of a tensor of the checkpoint, or of a module of an adapter."""
+        """Return the record's name for a checkpoint's tensor or an adapter's module."""
         if self.wrapper:
             stored = renamed(stored, WRAPPERS[self.wrapper].renames)
         return self.record.stored_name(stored)
@@ -354,13 +376,14 @@ class ModelConfig:
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
         name = self.tensor_name(stored)
-        if self.classifies and name == "score.weight":  # read with the head: engine/pooling.py
+        # read with the classifier's head: engine/pooling.py
+        if self.classifies and name == "score.weight":
             return True
         return self.record.ignores(name, self.num_layers) or name in self._unread()
 
     def _unread(self) -> set[str]:
-        """The names of key and value tensors of layers that take keys and values from another
-        layer."""
+        """Return the names of unused key and value tensors, in layers that read another layer's
+        keys."""
         tensors = self.record.tensors
         pieces = [*tensors["qkv"].names[1:]] if "qkv" in tensors else []
         pieces += tensors["k_norm"].names if "k_norm" in tensors else ()
@@ -368,9 +391,9 @@ class ModelConfig:
         return {f"{piece.replace('{i}', str(i))}.weight" for i in layers for piece in pieces}
 
     def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1, rank: int = 0) -> int:
-        """Return the bytes of one token's keys and values over all layers, while all keep them.
+        """Return the bytes of one token's keys and values over all layers, on one rank.
 
-        ranks: the number of ranks that share them; the bytes are those of one rank.
+        ranks: the number of ranks that divide the heads.
         """
         elements = 0
         for layer in self.attention:
@@ -379,11 +402,12 @@ class ModelConfig:
         return elements * dtype_bytes
 
 
-MODELOPT = "hf_quant_config.json"  # ModelOpt's quantization_config, where config.json has none
+# the file with ModelOpt's quantization_config, where config.json has none
+MODELOPT = "hf_quant_config.json"
 
 
 def no_folder(folder: Path) -> ConfigError:
-    """The error for a model that is no folder: the engine reads folders only."""
+    """Return the error for a model path that is no folder."""
     return ConfigError(
         f"{folder}: there is no such folder; deployments.checkpoints.resolve.resolve_model(...) "
         "makes one of 'default', a .gguf file or a hub name like org/name",
@@ -392,7 +416,7 @@ def no_folder(folder: Path) -> ConfigError:
 
 
 def _refuse_others(config: Reader, architecture: Architecture) -> None:
-    """Raise ConfigError for a value that would change the result and is not computed."""
+    """Raise ConfigError for a value that would change the result and is not supported."""
     for key, allowed in architecture.only.items():
         if config.raw(key, allowed[0]) not in allowed:
             raise config.error(
@@ -430,7 +454,7 @@ def _dtype(config: Reader) -> str:
     return config.one_of(key, DTYPES, "float32")
 
 
-# Field of ModelConfig -> how config.json says it, unless the architecture's record has another way.
+# Field of ModelConfig -> its reader of config.json, unless the record has another one.
 _SWITCHES: Mapping[str, Read] = {
     "hidden_size": lambda config: config.size("hidden_size"),
     "intermediate_size": lambda config: config.size("intermediate_size"),

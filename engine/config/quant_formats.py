@@ -1,4 +1,4 @@
-"""The formats that 16-bit weights are quantised to while they are loaded: one record each.
+"""The formats to which 16-bit weights are quantised while they are loaded.
 
 Configuration, methods, `manta convert`, `manta plan` and the documentation read these records.
 """
@@ -12,7 +12,7 @@ HEAD = "head"  # the layer that computes logits
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """One value of `quantization`: what weights and activations become.
+    """A format of `quantization`: how weights and activations are quantised.
 
     name: the value in the configuration.
     bits: bits of a weight.
@@ -22,14 +22,14 @@ class QuantFormat:
         32 where the group does not divide a row.
     scale: dtype of scales and offsets.
     head: the name of the format that the head gets on CUDA; "" = this one.
-    activations: bits of activations in steps of many tokens; 16 leaves them as they come on CUDA,
-        and gives them 16-bit integers on the CPU.
+    activations: bits of activations in steps of many tokens. With 16, CUDA does not quantise them
+        and the CPU uses 16-bit integers.
     devices: types of devices that have matmuls for this format.
     min_capability: the least compute capability of CUDA; None = all that Manta runs on.
     needs: what a device below min_capability lacks, as a verb phrase for the error.
-    instead: what to take there, as a value of `quantization` with its reason.
+    instead: the value of `quantization` to use on such a device, with its reason.
     checkpoint: the layout that `manta convert` writes; "" = it writes none.
-    describe: what configuration.md says of this format.
+    describe: the text on this format in configuration.md.
     """
 
     name: str
@@ -125,7 +125,7 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
     )
 }
 
-# What `manta convert` writes, for every device.
+# Formats that `manta convert` writes, for every device.
 CHECKPOINT_FORMATS = tuple(name for name, form in QUANT_FORMATS.items() if form.checkpoint)
 
 if TYPE_CHECKING:  # a type checker reads no values

@@ -1,4 +1,4 @@
-"""Quantized: the quantisation that a checkpoint's config.json describes. No torch here.
+"""Quantized: the quantisation of a checkpoint, as config.json describes it. No torch here.
 
 `engine.config.quantized_config` reads it.
 """
@@ -12,7 +12,7 @@ from math import lcm
 from typing import Literal
 
 KEY = "quantization_config"
-# Types of GGUF blocks that are kept as they are: weights and bytes of a block. Other types are
+# Types of GGUF blocks that are kept quantised -> (weights, bytes) of a block. Other types are
 # dequantised to 16 bits.
 GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
@@ -37,15 +37,15 @@ class Scheme:
 
     kind: which tensors there are, and the order of their fields.
     bits: bits of a code.
-    group, rows: inputs and outputs that share a scale; 0: all of them.
+    group: inputs that share a scale; 0 = all.
+    rows: outputs that share a scale; 0 = all.
     symmetric: whether there are no zero points.
-    zeros_less_one: "gptq": zero points are stored less one.
-    ordered: whether a tensor has the group of each input.
-    weight, scale, total: names of the tensors behind the matrix's, where a kind has several.
-    divides: "nvfp4": the scale of the matrix divides.
-    nested: "nf4": scales are in 8 bits themselves.
-    activations: bits of the inputs of matmuls, as the file says; other than 8 are taken as they
-        come.
+    zeros_less_one: whether zero points are stored less one (kind "gptq").
+    ordered: whether a tensor gives the group of each input.
+    weight, scale, total: suffixes of the tensors' names, where a kind has several.
+    divides: whether the scale of the whole matrix divides (kind "nvfp4").
+    nested: whether scales are quantised to 8 bits themselves (kind "nf4").
+    activations: bits of matmul inputs, as the file says; inputs are quantised only with 8.
     """
 
     kind: Kind
@@ -73,13 +73,13 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The quantisation of a checkpoint: how each of its matrices is kept.
+    """The quantisation of a checkpoint: the format of each of its matrices.
 
     method: the name in config.json.
-    rules: (patterns, how matrices of these names are kept, or None as usual), of names without
-        ".weight". The first rule counts that has a pattern for a matrix; a matrix without a rule is
-        kept as usual. Patterns are as `modules` and `expression` make them.
-    types: "gguf": matrix -> its type, of the matrices in blocks.
+    rules: (patterns, format or None for an unquantised matrix), by names without ".weight". The
+        first rule with a pattern for a matrix holds; a matrix without a rule is unquantised.
+        Patterns are made by `modules` and `expression`.
+    types: quantised matrix -> its type of GGUF blocks (method "gguf").
     """
 
     method: str
@@ -96,8 +96,7 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """The number of neighbouring inputs that any matrix keeps together; a part of them cannot
-        be read."""
+        """The number of consecutive inputs that must stay together, whichever matrix is split."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
         sizes = [32]
@@ -109,17 +108,17 @@ class Quantized:
         return lcm(*filter(None, sizes))
 
     def scheme(self, name: str) -> Scheme | None:
-        """Return how the matrix of this name is kept, None as usual. Not for "gguf"."""
+        """Return the format of the matrix of this name; None = unquantised. Not for "gguf"."""
         for patterns, scheme in self.rules:
             if _any_of(patterns).fullmatch(name):
                 return scheme
         return None
 
     def of(self, names: Iterable[str]) -> "Quantized":
-        """Return this quantisation without what none of these matrices uses.
+        """Return this quantisation without formats that none of these matrices uses.
 
-        A file may say how a head is kept that the model has not, because the head is the embedding.
-        What `scheme` and `keeps` say of these matrices stays the same.
+        A file may give a format for a head that the model lacks, because the head is the embedding.
+        `scheme` and `keeps` return the same for these matrices.
         """
         if self.method == "gguf":
             wanted = set(names)
@@ -132,13 +131,13 @@ class Quantized:
         )
 
     def keeps(self, name: str) -> bool:
-        """Whether this matrix is kept as usual."""
+        """Whether this matrix is stored unquantised."""
         if self.method == "gguf":
             return name not in self.types
         return self.scheme(name) is None
 
     def canonical(self, name: str) -> str:
-        """Return the one name of a tensor that files of one method call differently."""
+        """Return one common name for a tensor that files of the same method name differently."""
         if self.method == "fp8" and name.endswith(".weight_scale"):
             return f"{name}_inv"
         return name
@@ -163,9 +162,9 @@ class Quantized:
 
 
 def modules(*names: str) -> tuple[str, ...]:
-    """Return patterns that match these modules, with all that is inside.
+    """Return patterns that match these modules and all that is inside them.
 
-    names: modules, which may have the path of a text model in another one before them, and stars.
+    names: names of modules, with wildcards, and possibly with the path of a text model before them.
     """
     patterns = []
     for name in names:
@@ -177,8 +176,10 @@ def modules(*names: str) -> tuple[str, ...]:
 
 
 def expression(text: str) -> str:
-    """Return the pattern of a regular expression that matches from the beginning of a name on.
-    Raises re.error."""
+    """Return a pattern that matches names whose beginning the regular expression `text` matches.
+
+    Raises re.error.
+    """
     prefix = r"^\^?(?:model\\?\.language_model|language_model\\?\.model)\\?\."
     pattern = f"(?:{re.sub(prefix, 'model.', text)}).*"
     re.compile(pattern)

@@ -1,4 +1,4 @@
-"""Reading quantization_config: each method's keys -> Quantized. No torch here."""
+"""Reads quantization_config: the keys of each method -> Quantized. No torch here."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,13 +9,15 @@ from engine.config.quantized import KEY, Kind, Quantized, Scheme, expression, mo
 from engine.config_reader import Reader
 
 _ALL = (".*",)
-_HEAD = "lm_head"  # of most methods, in 16 bits where config.json does not name it
+_HEAD = "lm_head"  # most methods leave the head in 16 bits unless config.json names it
 Rules = tuple[tuple[tuple[str, ...], Scheme | None], ...]
 
 
 def read_quantized(config: Reader) -> Quantized | None:
-    """Read quantization_config; None where config.json has none. Raises ConfigError naming what is
-    not supported."""
+    """Read quantization_config; return None where config.json has none.
+
+    Raises ConfigError naming what is not supported.
+    """
     values = config.get(KEY)
     if values is None:
         return None
@@ -95,7 +97,7 @@ def _auto_round(read: Reader) -> Rules:
             kind,
             _bits(each, "bits", each.size("bits"), (4,) if kind == "awq" else (4, 8)),
             _group(each, "group_size", each.get("group_size", 128)),
-            # In files for GPTQ and AWQ alike zero points are there in any case.
+            # Files that serve GPTQ and AWQ have zero points in any case.
             symmetric=bool(each.get("sym", True)) and kind == "gptq",
             zeros_less_one=kind == "gptq",
         )
@@ -154,7 +156,10 @@ def _compressed(read: Reader) -> Rules:
 
 
 def _no_transforms(read: Reader) -> None:
-    """Rotations of weights are in the weights already; what activations go through is not."""
+    """Raise ConfigError for transforms of activations, which are not computed here.
+
+    Rotations of weights are in the stored weights already.
+    """
     for name, scheme in read.inner("transform_config").inner("config_groups").values.items():
         for transform in scheme.get("apply", ()):
             if transform.get("location") not in ("weight_input", "weight_output"):
@@ -205,7 +210,7 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
 
 
 def _activations(group: Reader, kind: str) -> Literal[8, 16]:
-    """Whether inputs are quantised to 8 bits as weights of this type are."""
+    """Return 8 if inputs are quantised to 8 bits of the weights' type, else 16."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict):
         return 16
@@ -239,7 +244,7 @@ def _fp8(read: Reader) -> Rules:
 
 
 def _fbgemm(read: Reader) -> Rules:
-    """Meta's own FP8 files of Llama 3.1: a scale an output; activations a scale a token."""
+    """Read Meta's own FP8 files of Llama 3.1: a scale for each output, and for each token."""
     plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
     return (plain, None), (_ALL, Scheme("fp8", 8, 0, 1, activations=8))
 
@@ -279,7 +284,7 @@ def _modelopt(read: Reader) -> Rules:
 
 
 def _mxfp4(read: Reader) -> Rules:
-    """gpt-oss: all experts of a layer in one tensor."""
+    """Read gpt-oss files, where one tensor has all experts of a layer."""
     scheme = Scheme("mxfp4", 4, 32, weight="_blocks", scale="_scales")
     plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
     return (plain, None), ((r".*\.experts\.(?:gate_up|down)_proj",), scheme)
@@ -324,7 +329,7 @@ def _names(read: Reader, key: str, default: Iterable[str] = ()) -> list[str]:
 
 
 def _patterns(read: Reader, key: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns of these names; a name after "re:" is a regular expression."""
+    """Return patterns that match the names; a name after "re:" is a regular expression."""
     patterns: list[str] = []
     for name in names:
         if name.startswith("re:"):
@@ -342,7 +347,7 @@ def _expression(read: Reader, key: str, text: str) -> str:
 
 
 def _version(read: Reader, key: str, known: tuple[str, ...]) -> str:
-    """Read the format's version, in capitals or not; transformers 5 calls the key "format"."""
+    """Read the format's version in lower case; transformers 5 calls the key "format"."""
     key = next((name for name in (key, "format") if read.get(name) is not None), key)
     version = str(read.get(key, known[0])).lower()
     return Reader({key: version}, read.path).one_of(key, known, known[0])

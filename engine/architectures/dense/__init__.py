@@ -1,1 +1,1 @@
-"""Decoders with an MLP in each layer, a module a family."""
+"""Decoders with an MLP in each layer; each module holds one family."""

@@ -1,10 +1,10 @@
-"""Slopes of ALiBi (Press et al. 2022): the penalty of a score for each token of distance."""
+"""Slopes of ALiBi (Press et al. 2022): the penalty on a score for each token of distance."""
 
 import math
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """Return the ALiBi slopes of BLOOM: 2^(-8 h / n) for the first n heads, a power of two.
+    """Return the ALiBi slopes of BLOOM: 2^(-8 h / n) for head h of the first n, a power of two.
 
     The other heads have slopes between these.
     """
@@ -15,8 +15,11 @@ def slopes(heads: int) -> tuple[float, ...]:
 
 
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
-    """Return the ALiBi slopes of MPT: the slopes of the next power of two, every second one
-    first."""
+    """Return the ALiBi slopes of MPT.
+
+    They are the slopes of the next power of two of heads, with every second slope moved to the
+    front.
+    """
     whole = 1 << math.ceil(math.log2(heads))
     all_slopes = [2 ** (-largest * (h + 1) / whole) for h in range(whole)]
     if whole == heads:

@@ -1,4 +1,4 @@
-"""Cohere: both blocks read one layer norm without bias; rotary pairs are adjacent."""
+"""Cohere: attention and MLP read one layer norm without bias; rotary pairs are adjacent."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _SWITCHES = {
 
 
 def _cohere2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: full layers have no rotary embedding, the others may have a window."""
+    """Return the layers: full layers have no rotary embedding, others may have a window."""
     full, local = replace(plain, rope=None), plain
     if config.get("sliding_window") is not None:
         local = replace(plain, window=config.size("sliding_window"))

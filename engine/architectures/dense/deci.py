@@ -1,7 +1,7 @@
-"""DeciLM (Nemotron Super and Ultra): a Llama with its own key heads and inner width in each layer.
+"""DeciLM (Nemotron Super and Ultra): a Llama whose key heads and MLP width differ by layer.
 
-A search has chosen these, and left out some attention and some MLPs. The code is only in the
-models' repositories.
+An architecture search has chosen them, and dropped attention or the MLP in some layers. The models'
+code is only in their repositories.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from engine.config_reader import Reader
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
-# What a search may have put in a layer and we do not compute.
+# Kinds of layers that an architecture search may choose and that are not supported here.
 _OTHER = ("replace_with_linear", "sparsify", "is_mamba", "mamba", "moe", "llama4", "window_length")
 
 
@@ -49,9 +49,9 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Return each layer's inner width: the file's, or made of ffn_mult.
+    """Return each layer's MLP width: intermediate_size, or else computed from ffn_mult.
 
-    A width of ffn_mult is 2/3 * ffn_mult * hidden_size, up to a multiple of 256.
+    The width is then 2/3 * ffn_mult * hidden_size, rounded up to a multiple of 256.
     """
     hidden, sizes = config.size("hidden_size"), []
     for own in _layers(config, "ffn"):

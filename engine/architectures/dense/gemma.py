@@ -1,6 +1,6 @@
-"""Gemma: norms that multiply by one plus their weight, and a scaled embedding that is the head too.
+"""Gemma: norms multiply by one plus their weight; the embedding is scaled, and is the head too.
 
-From Gemma 2 on there are norms before and behind both blocks.
+From Gemma 2 on, attention and MLP each have a norm before and after them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 
 
 def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: windowed layers have a rope of their own base, without scaling."""
+    """Return the layers: windowed layers have their own rotary base, without scaling."""
     plain = _scaled(config, plain)
     rope = rope_of(config, WINDOW, plain, config.number("rope_local_base_freq", 10000.0))
     local = replace(plain, rope=rope, window=config.size("sliding_window"))
@@ -57,7 +57,7 @@ ARCHITECTURES = (
         LLAMA,
         models="Gemma 1, CodeGemma",
         model_type="gemma",
-        # Files say hidden_act "gelu" and were trained with the tanh form.
+        # Files say hidden_act "gelu", but the models were trained with its tanh form.
         switches={**_SWITCHES, "hidden_act": always("gelu_pytorch_tanh")},
     ),
     Architecture(
@@ -83,7 +83,7 @@ ARCHITECTURES = (
             "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
         },
         keys={"hidden_act": "hidden_activation"},
-        # The wrappers' files on the hub leave most of this out.
+        # The multimodal models' files on the hub leave most of these keys out.
         attention=_gemma3,
         only={"use_bidirectional_attention": (False, None)},
     ),

@@ -1,8 +1,7 @@
-"""Gemma 4: sliding windows, full layers with other heads, norms of values, a factor behind each
-layer.
+"""Gemma 4: sliding windows, full layers with other heads, normed values, a factor for each layer.
 
-The E models add an input that each token has for each layer, and their last layers read the keys of
-earlier ones. The 26B has a mixture of experts beside each MLP.
+The E models give each token one more input for each layer, and their last layers read the keys of
+earlier layers. The 26B has a mixture of experts next to each MLP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
 
 
 def _kinds(config: Reader, layers: int) -> list[str]:
-    """Return the kind of each layer; the last layer always is a full one."""
+    """Return the kind of each layer; the last layer always is FULL."""
     kinds = layer_types(config, layers, lambda i: WINDOW if (i + 1) % 6 else FULL)
     return [*kinds[:-1], FULL]
 
@@ -57,7 +56,7 @@ _PROPORTIONAL: Mapping[str, Any] = {
 
 
 def _ropes(kind: str, default: Mapping[str, Any]) -> Read:
-    """Return the reader of the rope_parameters of one kind of layers."""
+    """Return a reader of the rope_parameters of one kind of layers."""
     return lambda config: {**(config.inner("rope_parameters").inner(kind).values or default)}
 
 
@@ -71,7 +70,7 @@ def _full_rope(config: Reader, plain: "LayerAttention") -> "Rope":
 
 
 def _full(config: Reader, kinds: Sequence[str]) -> Reader:
-    """Return the config values that are of full layers alone.
+    """Return the config values that only full layers have.
 
     transformers 5 writes these values layer by layer.
     """
@@ -118,7 +117,7 @@ def _without_keys(config: Reader, layers: int) -> int:
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Return each layer's inner width, doubled in layers without keys where the file says so."""
+    """Return each layer's MLP width; config.json may double it in layers that share keys."""
     size, layers = config.size("intermediate_size"), config.size("num_hidden_layers")
     shared = _without_keys(config, layers)
     wide = 2 if config.flag("use_double_wide_mlp") else 1
@@ -146,11 +145,11 @@ ARCHITECTURES = (
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-        computed={  # in this order
+        computed={  # computed in this order, as the second replaces what the first reads
             "full_rope_parameters": _ropes(FULL, _PROPORTIONAL),
             "rope_parameters": _ropes(WINDOW, {"rope_theta": 10000.0}),
         },
-        # "vision": of pictures alone.
+        # "vision" makes only attention between image tokens bidirectional.
         only={"use_bidirectional_attention": (None, "vision")},
         attention=_attention,
         experts=_experts,

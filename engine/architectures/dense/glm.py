@@ -1,4 +1,4 @@
-"""GLM: half of each head is rotary, in adjacent pairs; gate and up are one matrix. And ChatGLM."""
+"""GLM and ChatGLM: half of each head is rotary, in adjacent pairs; gate and up are one matrix."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def _kv_heads(config: Reader) -> int:
 
 
 def _stretched(config: Reader) -> dict[str, object]:
-    """Return rope_parameters of rope_ratio, which stretches the base.
+    """Return the rope_parameters that rope_ratio stands for: a larger base.
 
     ChatGLM2's long model divides positions by the ratio instead.
     """

@@ -1,6 +1,6 @@
-"""The models before Llama: layer norms with biases and plain MLPs.
+"""Models before Llama, such as GPT-2, Falcon and BLOOM: layer norms with biases and plain MLPs.
 
-Their positions are learned, partly rotary, or slopes on the scores.
+Their positions are learned, partly rotary, or ALiBi slopes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention, ModelConfig
 
 _H = "transformer.h.{i}."
-# Files of GPT-2 and BLOOM on the hub leave the first part of the names out.
+# Files of GPT-2 and BLOOM on the hub leave out the beginning of the names.
 _BARE = tuple((f"{part}.", f"transformer.{part}.") for part in ("h", "wte", "wpe", "ln_f"))
 _BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.causal_mask", "*.rotary_emb.inv_freq")
 _SIZES = {
@@ -96,7 +96,7 @@ _MPT = "transformer.blocks.{i}."
 
 
 def _conv(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """Return the tensors with matrices that checkpoints keep as [in, out]."""
+    """Return the tensors, with their matrices marked as stored transposed, [in, out]."""
     turned = {
         ours: replace(tensors[ours], transposed=True) for ours in ("qkv", "out", "up", "down")
     }
@@ -108,7 +108,7 @@ def _one_key_head(config: Reader) -> int:
 
 
 def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of qkv: grouped by head, unless all heads share one key."""
+    """Return the stored rows of qkv: grouped by key head, unless there is only one key head."""
     import numpy as np
 
     rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -116,8 +116,8 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return alternating global and local layers, unless the file says otherwise. Scores are not
-    scaled."""
+    """Return the layers: global and local in turn, unless the file says otherwise; unscaled
+    scores."""
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
     kinds = config.listed("attention_layers", str)
@@ -141,7 +141,8 @@ def _falcon_kv_heads(config: Reader) -> int:
 
 
 def _falcon_norms(config: Reader) -> str:
-    """Return the name of the record by whether each block has a norm of its own, in parallel."""
+    """Return the name of the record: whether parallel attention and MLP each have their own
+    norm."""
     own = config.flag("new_decoder_architecture") and config.get("num_ln_in_parallel_attn", 2) == 2
     return "FalconForCausalLM, two norms" if own else "FalconForCausalLM"
 
@@ -153,7 +154,7 @@ def _falcon_parallel(config: Reader) -> str:
 
 
 def _falcon(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; ALiBi's slopes are rounded to 16 bits and scaled as the scores are."""
+    """Return the layers; ALiBi's slopes are rounded to bfloat16 and scaled like the scores."""
     if config.flag("alibi"):
         rounded = tuple(_bfloat16(slope) * plain.scale for slope in slopes(plain.num_heads))
         plain = replace(plain, rope=None, slopes=rounded)
@@ -384,7 +385,7 @@ ARCHITECTURES = (
             **_ALL_HEADS,
             **_FOUR_TIMES,
             "hidden_act": always("gelu_pytorch_tanh"),
-            # ALiBi has no end; this is what the model was trained with.
+            # ALiBi has no longest context; this is the length that the model was trained with.
             "max_positions": lambda config: config.size("seq_length", 2048),
         },
         keys={

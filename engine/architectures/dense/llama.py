@@ -1,6 +1,6 @@
-"""Llama and its relatives, and the tensor names of their checkpoints, which most others use too.
+"""Llama and its relatives, and the tensor names of their checkpoints, which most models share.
 
-They have rotary positions, RMS norms before attention and MLP, and a gated MLP.
+They have rotary embeddings, RMS norms before attention and MLP, and a gated MLP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ QK_NORM: Mapping[str, CheckpointTensor] = {
     "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_norm",)),
     "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_norm",)),
 }
-# Rows of q and k whose rotary pairs are adjacent.
+# In these checkpoints the rotary pairs of q and k are adjacent rows.
 NEIGHBOURS: Mapping[str, CheckpointTensor] = {"qkv": CheckpointTensor(QKV, neighbours)}
 
 
@@ -51,7 +51,7 @@ def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, Ch
 def ungated(
     tensors: Mapping[str, CheckpointTensor], up: str = "mlp.up_proj"
 ) -> dict[str, CheckpointTensor]:
-    """Return the tensors with a plain MLP in the place of the gated one.
+    """Return the tensors with a plain MLP instead of a gated one.
 
     up: the name of the plain MLP's first matrix.
     """
@@ -65,7 +65,7 @@ def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return the layers, each with a rotary base of its own; base 0 means no rotary embedding."""
+    """Return the layers, each with its own rotary base; base 0 means no rotary embedding."""
     plain = granite(config, plain, 1)[0]
     bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
@@ -99,9 +99,9 @@ def _ministral(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers. Windows are off unless use_sliding_window is set.
+    """Return the layers: with use_sliding_window, layers from max_window_layers on have the window.
 
-    The windows then begin at layer max_window_layers.
+    Without it no layer has a window.
     """
     if not config.flag("use_sliding_window"):
         return [plain] * layers
@@ -111,9 +111,9 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers, whose queries grow with the position beyond the trained context.
+    """Return the layers, whose queries are scaled up at positions beyond the trained context.
 
-    The factor grows with the logarithm of how often the trained context fits before the query.
+    The factor grows with the logarithm of the position divided by the trained context.
     """
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta"):

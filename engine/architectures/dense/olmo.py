@@ -1,4 +1,4 @@
-"""OLMo and EXAONE 4. From OLMo 2 on norms stand behind the blocks and not before them."""
+"""OLMo and EXAONE 4. From OLMo 2 on, norms come after attention and MLP instead of before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,8 +21,7 @@ OUT_NORMS: Mapping[str, CheckpointTensor] = {
 
 
 def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: windowed layers have the unscaled rope, whatever scales that of full
-    ones."""
+    """Return the layers: windowed layers have the unscaled rope, full layers may scale theirs."""
     rope = rope_of(config, WINDOW, plain)
     local = replace(plain, rope=rope, window=config.size("sliding_window", 4096))
     kinds = layer_types(config, layers, three_to_one)
@@ -30,7 +29,7 @@ def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; in models with windows, full layers have no rotary embedding."""
+    """Return the layers; in a model with windows, full layers have no rotary embedding."""
     window = config.size_or_none("sliding_window")
     if window is None:
         return [plain] * layers

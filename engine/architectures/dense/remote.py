@@ -1,4 +1,4 @@
-"""Models whose code is only in their repositories: names and layouts of their files."""
+"""Models whose code is only in their own repositories, such as Baichuan and InternLM."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ _NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length
 
 
 def _baichuan(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; the 13B, which has forty heads, has ALiBi."""
+    """Return the layers; the 13B, recognised by its forty heads, has ALiBi."""
     if plain.num_heads == 40:
         plain = replace(plain, rope=None, slopes=slopes(plain.num_heads))
     return [plain] * layers
@@ -69,8 +69,8 @@ ARCHITECTURES = (
             "qkv_bias": always(True),
             "hidden_act": always("silu"),
         },
-        # Beyond seq_length its code changes the rotation with the text's length, and with it
-        # keys that are in the cache already.
+        # Beyond seq_length the model's own code changes the rotation with the text's length, also
+        # of keys that are cached already. So seq_length is the limit here.
         keys={
             "head_dim": "kv_channels",
             "max_position_embeddings": "seq_length",

@@ -1,1 +1,1 @@
-"""Decoders of which layers have experts in the place of an MLP, a module a family."""
+"""Decoders in which layers have experts instead of an MLP; each module holds one family."""

@@ -21,9 +21,9 @@ _GROUPED = "group_limited_greedy"
 
 
 def _v2(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Return the experts, chosen by softmax; only group_limited_greedy chooses by groups.
+    """Read the experts, chosen by softmax, and by groups only with group_limited_greedy.
 
-    A group counts as its best expert.
+    The score of a group is that of its best expert.
     """
     experts = _softmax(config, model)
     if experts is None:
@@ -49,7 +49,7 @@ def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers with latent attention, whose queries grow with their position as Llama 4's."""
+    """Return layers with latent attention, whose queries grow with position as in Llama 4."""
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta") is not None:
         trained = rope.size(

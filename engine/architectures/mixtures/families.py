@@ -1,4 +1,4 @@
-"""Decoders whose MLPs are mixtures of experts."""
+"""Decoders whose MLPs are mixtures of experts, such as Mixtral, Qwen MoE and gpt-oss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ _BLOCK = f"{LAYER}block_sparse_moe."
 def experts_at(
     router: str, gate: str, up: str, down: str, **others: str
 ) -> dict[str, CheckpointTensor]:
-    """Return the names of experts that have one tensor for each matrix.
+    """Return the tensor names of experts that have a tensor for each matrix.
 
-    others: our names -> theirs.
+    others: our names -> the checkpoint's.
     """
     names = {
         "router": CheckpointTensor((f"{LAYER}{router}",)),
@@ -86,7 +86,7 @@ def _mixtral(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in every decoder_sparse_step-th layer, less the layers in mlp_only_layers."""
+    """Read experts in every decoder_sparse_step-th layer, except the layers in mlp_only_layers."""
     step, dense = config.size("decoder_sparse_step", 1), config.listed("mlp_only_layers", int) or ()
     layers = (i for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense)
     return read_experts(config, model, layers, renormalise=config.flag("norm_topk_prob"))
@@ -101,9 +101,9 @@ def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts behind some dense layers, chosen by sigmoids and a correction.
+    """Read experts after first_k_dense_replace dense layers, chosen by sigmoids and a correction.
 
-    An MLP of n_shared_experts experts' size stands beside the experts.
+    A shared expert is as wide as n_shared_experts experts together.
     """
     dense = config.count("first_k_dense_replace")
     experts = read_experts(
@@ -190,7 +190,7 @@ def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of gate and up, which checkpoints interleave."""
+    """Return the stored rows of gate and up, which checkpoints interleave row by row."""
     import numpy as np
 
     assert model.experts is not None
@@ -200,7 +200,7 @@ def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
 def _sinks_and_windows(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Return layers with sinks, of which every other one has a window, the first one too."""
+    """Return layers with attention sinks; from the first on, every other layer has a window."""
     plain = replace(plain, sinks=True)
     local = windowed(config, plain, 1)[0]
     kinds = layer_types(config, layers, lambda i: "full_attention" if i % 2 else WINDOW)
@@ -251,7 +251,7 @@ ARCHITECTURES = (
         only=_ONE_STREAM,
         experts=qwen,
     ),
-    # In its wrapper alone: all experts of a layer in one tensor, inputs first.
+    # Only inside Qwen3-VL: one tensor has all experts of a layer, stored as [in, out].
     Architecture(
         "Qwen3MoeForCausalLM, in Qwen3-VL",
         {
@@ -368,7 +368,8 @@ ARCHITECTURES = (
         models="OLMoE",
         model_type="olmoe",
         switches={"qk_norm": always("flat")},
-        only={"clip_qkv": (None,)},  # it would stand behind the norms
+        # clipping would have to follow the norms, which is not computed here
+        only={"clip_qkv": (None,)},
         experts=_olmoe,
     ),
     Architecture(

@@ -1,7 +1,7 @@
 """Laguna: softplus gates on attention, by head or by element, and mixtures of experts.
 
-Layers differ in their number of query heads; windowed layers have a rope of their own. The first
-layer is dense.
+Layers differ in their number of query heads. Windowed layers have their own rope. The first layer
+is dense.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Llama 4: of four layers three see a rotary chunk of the context, one sees all without positions.
+"""Llama 4: three of four layers see a rotary chunk of the context, the fourth sees all of it.
 
-Experts weigh their input instead of their output.
+The fourth has no rotary embedding. Experts' weights multiply their input instead of their output.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +21,10 @@ _SHARED = f"{_MLP}shared_expert."
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: those with a rotary embedding may have a chunk and a norm of q and k.
+    """Return the layers: rotary layers may have a chunk, and a norm of queries and keys.
 
-    The norm has no weight and is over all of a head. So it is the same before and behind the rotary
-    embedding.
+    The norm has no weight and covers a whole head. So its result is the same before and after the
+    rotary embedding.
     """
     rotary = rotary_layers(config, layers)
     kinds = layer_types(config, layers, lambda i: CHUNK if rotary[i] else FULL)
@@ -41,8 +41,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in each interleave_moe_layer_step-th layer, unless moe_layers lists the
-    layers."""
+    """Read experts in each interleave_moe_layer_step-th layer, or in the layers of moe_layers."""
     step = config.size("interleave_moe_layer_step", 1)
     layers: Iterable[int] | None = config.listed("moe_layers", int)
     if layers is None:
@@ -77,7 +76,7 @@ ARCHITECTURES = (
             "moe_intermediate_size": "intermediate_size",
             "num_experts": "num_local_experts",
         },
-        # The wrappers' files on the hub leave some of this out.
+        # The multimodal models' files on the hub leave some of these keys out.
         attention=_attention,
         experts=_experts,
     ),

@@ -1,6 +1,7 @@
-"""LongCat-Flash: latent attention with factors, and experts of which some return their input.
+"""LongCat-Flash: scaled latent attention, and experts of which some return their input.
 
-A layer of the file is two of ours, with one mixture of experts around the second one.
+A layer of the file is two of ours; its mixture of experts reads the first and is added after the
+second.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return layers with latent attention, whose latents are scaled to the hidden state's size."""
-    config.size("q_lora_rank")  # there is one
+    """Return layers with latent attention, whose latents are scaled by sqrt(hidden size / rank)."""
+    config.size("q_lora_rank")  # raises ConfigError if it is missing
     layer = latent_layer(config, plain)
     assert layer.latent is not None
     hidden, latent = config.size("hidden_size"), layer.latent
@@ -34,10 +35,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Read experts in every other layer, chosen among all by softmax and a correction.
-
-    The router chooses among zero experts too.
-    """
+    """Read experts in every other layer, with zero experts, softmax and a correction."""
     return read_experts(
         config,
         model,
@@ -50,7 +48,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _of_pair(stored: CheckpointTensor) -> CheckpointTensor:
-    """Return a tensor of Llama's or DeepSeek's by its name where layers go two by two."""
+    """Return a tensor of Llama or DeepSeek with its name in files that count two layers as one."""
     names = []
     for name in stored.names:
         for theirs, ours in (("{i}", "{pair}"), *_HALVES):

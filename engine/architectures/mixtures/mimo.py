@@ -1,6 +1,6 @@
 """MiMo-V2: windows with sinks, full layers with fewer key heads, values narrower than keys.
 
-Mixtures of experts stand behind a dense layer.
+The first layer is dense, the others have mixtures of experts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers; the first and every sixth see all, unless the file says otherwise.
+    """Return the layers: by default the first and every sixth see all, the others have a window.
 
     transformers' files have layer_types. The hub's files have hybrid_layer_pattern (1 = a window),
     and their window does not count the token itself.
@@ -59,7 +59,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     """Read experts in all layers but the first, unless the file says otherwise.
 
-    transformers' files have mlp_layer_types, the hub's moe_layer_freq (1 = experts).
+    transformers' files have mlp_layer_types; the hub's files have moe_layer_freq (1 = experts).
     """
     count = model.num_layers
     named = of_layers(config, "mlp_layer_types", count, str)

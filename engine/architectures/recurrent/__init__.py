@@ -1,2 +1,4 @@
-"""Recurrent and hybrid models: decoders with layers that have a state for each request. A module a
-family."""
+"""Recurrent and hybrid models: decoders with layers that keep a state for each request.
+
+Each module holds one family.
+"""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in records: its sizes, names, layouts and readers. No torch here."""
+"""Gated DeltaNet in records: its sizes, tensor names, row orders and readers. No torch here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A recurrent layer of Gated DeltaNet, with a state in place of keys and values.
+    """A recurrent layer of Gated DeltaNet, which keeps a state instead of keys and values.
 
-    The state of a request is a matrix [key_size, value_size] for each value head. It also has the
-    last taps - 1 inputs of the layer's convolution.
+    The state of a request is a matrix [key_size, value_size] for each value head, and the last taps
+    - 1 inputs of the layer's convolution.
 
     negative: whether a correction may be up to twice the error, so that states may change their
         sign.
-    norm_eps: the epsilon of the norm of the heads' outputs; None = as of the model's norms.
-    pending_updates: decodes whose update of the state is kept beside it, in entries
-        (`kernels.recurrent.delta_rule_cuda`).
+    norm_eps: the epsilon of the norm of the heads' outputs; None = that of the model's norms.
+    pending_updates: the number of decodes whose updates are stored next to the state before they
+        are applied to it (`kernels.recurrent.delta_rule_cuda`).
     """
 
     key_heads: int
@@ -57,7 +57,8 @@ class DeltaNet:
         """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
         A pending update is not yet in the matrices. For each head and decode it has a key, a
-        correction, and a sum in the first of four elements. So the next entry lies at 16 bytes.
+        correction, and a sum in the first of four further elements, which align the next entry to
+        16 bytes.
         """
         matrices = (self.value_heads, self.key_size, self.value_size)
         entry = self.key_size + self.value_size + 4
@@ -66,11 +67,11 @@ class DeltaNet:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and float32 elements of a chunk.
+        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs as buffers.
 
-        `kernels.recurrent.delta_chunks_cuda` allocates them. In 16 bits there are queries and keys
-        by key head, and weights, values and pairs of tokens by value head. In float32 there are
-        sums of decays by value head.
+        `kernels.recurrent.delta_chunks_cuda` allocates them. The 16-bit elements are queries and
+        keys of each key head, and weights, values and token pairs of each value head. The float32
+        elements are sums of decays of each value head.
         """
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
         per_head = CHUNK * (keys + values + CHUNK)
@@ -81,10 +82,7 @@ class DeltaNet:
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers: every fourth has attention with a gated output, the others are of LINEAR.
-
-    config.json may say otherwise.
-    """
+    """Return the layers: every fourth has gated attention, the others are LINEAR, by default."""
     every = config.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
@@ -113,7 +111,7 @@ def read_delta(config: Reader) -> DeltaNet:
 def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
     """Return the stored rows of the input matrices, which checkpoints group by key head.
 
-    Of each key head one tensor has the query, the key, the values that share it, and their gates.
+    For each key head one tensor has the query, the key, the values that share it, and their gates.
     Another tensor has beta and decay of these values.
     """
     import numpy as np
@@ -137,7 +135,7 @@ _REST: Mapping[str, CheckpointTensor] = {
     "delta_norm": CheckpointTensor((f"{_LINEAR}norm.weight",)),
     "delta_out": CheckpointTensor((f"{_LINEAR}out_proj",)),
 }
-# What goes in, in our order: queries, keys, values; what gates these; beta; decay.
+# The input projection in our order: queries, keys, values; the values' gates; beta; decay.
 DELTA_BY_KEY_HEAD: Mapping[str, CheckpointTensor] = {
     "delta_in": CheckpointTensor((f"{_LINEAR}in_proj_qkvz", f"{_LINEAR}in_proj_ba"), _by_key_head),
     **_REST,

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in each layer, with multipliers all over."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with multipliers throughout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Return the layers, with the multipliers of the file.
 
-    The multiplier of the layer's input multiplies queries, keys and values. So scores have it
-    twice, and attended values once.
+    The multiplier of the layer's input multiplies queries, keys and values. So it applies to scores
+    twice and to attended values once.
     """
     into = config.number("attention_in_multiplier", 1.0)
     mixer = mamba2_mixer(config)
@@ -39,7 +39,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _factors(config: Reader, key: str, count: int) -> tuple[float, ...]:
-    """Read a list of `count` positive numbers; ones where the file says nothing."""
+    """Read a list of `count` positive numbers; all ones where the file has no such key."""
     factors = config.get(key, [1.0] * count)
     if not isinstance(factors, list | tuple) or len(factors) != count:
         raise config.error(key, f"must be a list of {count} numbers, got {factors!r}")
@@ -70,7 +70,7 @@ ARCHITECTURES = (
             "logit_scale": lambda config: config.number("lm_head_multiplier", 1.0),
             "mlp_factors": _mlp_factors,
         },
-        # What a layer multiplies would leave its biases as they are.
+        # The multipliers are folded into scales, which would miss the biases.
         only=dict.fromkeys(
             ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), (False, None)
         ),

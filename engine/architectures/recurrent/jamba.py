@@ -1,4 +1,4 @@
-"""Jamba: Mamba-1 with some layers of attention without positions; MLPs alternate with experts."""
+"""Jamba: Mamba-1 with some attention layers without positions; MLPs alternate with experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Mamba1:
     The state of a request is the last taps - 1 inputs of the layer's convolution, and state_size
     numbers for each channel.
 
-    rank: the rank of the matmul that makes the steps.
+    rank: the rank of the matmul that computes the time steps.
     conv_bias: whether the convolution has a bias.
     bias: whether the first and the last matmul have biases.
     """
@@ -65,7 +65,10 @@ def _mixer(config: Reader) -> Mamba1:
 
 
 def _every(config: Reader, what: str, layers: int, period: int, offset: int) -> list[bool]:
-    """Whether each layer is one of those that come every `period` layers, from `offset` on."""
+    """Return for each layer whether it is one of every `period`, from layer `offset` on.
+
+    what: the beginning of the config.json keys that override period and offset.
+    """
     period = config.size(f"{what}_layer_period", period)
     offset = config.get(f"{what}_layer_offset", offset)
     if not isinstance(offset, int) or not 0 <= offset < period:

@@ -1,6 +1,7 @@
 """Kimi Linear: three layers of Kimi Delta Attention for each layer of latent attention.
 
-Latent attention has no rotary embedding here. Mixtures of experts stand behind a dense layer.
+Latent attention has no rotary embedding here. The first layer is dense, the others have mixtures of
+experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,10 @@ class Kimi:
     The state of a request is a matrix [size, size] for each head, and the last taps - 1 inputs of
     the layer's convolution.
 
-    rank: elements of the latents that decays and gates are made of; every rank has all of them.
-    pending_updates: decodes whose update of the state is kept beside it, in entries
-        (`kernels.recurrent.delta_rule_cuda`).
+    rank: elements of the latents that decays and gates are computed from; every tensor-parallel
+        rank has all of them.
+    pending_updates: the number of decodes whose updates are stored next to the state before they
+        are applied to it (`kernels.recurrent.delta_rule_cuda`).
     """
 
     heads: int
@@ -58,17 +60,18 @@ class Kimi:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and float32 elements of a chunk, all by head.
+        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs, for all
+        heads.
 
-        `kernels.recurrent.kimi_chunks_cuda` allocates them. In 16 bits there are queries, keys,
-        weights, values, and pairs of tokens. In float32 there are sums of decays, and pairs.
+        `kernels.recurrent.kimi_chunks_cuda` allocates them. The 16-bit elements are queries, keys,
+        weights, values and token pairs. The float32 elements are sums of decays, and token pairs.
         """
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
         return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return the layers of latent attention, without rotary embeddings, and of delta attention.
+    """Return the layers: latent attention without rotary embedding, or delta attention.
 
     transformers' files have layer_types. The hub's files have the numbers of layers, from 1 on, in
     linear_attn_config.
@@ -119,7 +122,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
     "shared_gate_up": CheckpointTensor(
         (f"{_BLOCK}shared_experts.gate_proj", f"{_BLOCK}shared_experts.up_proj")
     ),
-    # Queries, keys, values, corrections; and what decays and gates are projected from.
+    # Queries, keys, values, corrections, and the latents of decays and of gates.
     "kimi_in": CheckpointTensor(
         tuple(f"{_OWN}{name}_proj" for name in ("q", "k", "v", "b", "f_a", "g_a"))
     ),
@@ -152,7 +155,7 @@ ARCHITECTURES = (
             "moe_router_activation_func": ("sigmoid",),
             "moe_layer_freq": (1,),
         },
-        # transformers 5 writes the dense layer's matrices under the experts' name.
+        # transformers 5 stores the dense layer's matrices under the experts' name.
         renames=tuple(
             (f"model.layers.0.block_sparse_moe.{name}", f"model.layers.0.mlp.{name}")
             for name in ("gate_proj", "up_proj", "down_proj")

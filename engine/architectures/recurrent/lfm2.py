@@ -1,5 +1,4 @@
-"""LFM2: layers of a short convolution, gated before and behind, and of attention; dense or mixtures
-of experts."""
+"""LFM2: layers of gated short convolutions and of attention; dense or mixtures of experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ _CONV = "conv"
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A layer of a short convolution: out(c * conv(b * x)); b, c, x are matmuls of its input.
+    """A layer of a short convolution: out(c * conv(b * x)), where b, c, x are matmuls of its input.
 
     bias: whether the convolution and both matmuls have biases.
     """
@@ -58,13 +57,13 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _full_layers(config: Reader) -> list[int]:
-    """Return the layers that have attention: all layers, where the file does not list them."""
+    """Return the numbers of the attention layers; all layers where the file does not list them."""
     full = config.listed("full_attn_idxs", int)
     return [*range(config.size("num_hidden_layers"))] if full is None else full
 
 
 def _inner(config: Reader) -> int:
-    """Return the MLP's width, computed from the numbers that the file has."""
+    """Return the MLP's width, which the file gives by a size, a multiplier and a multiple."""
     size = config.size("intermediate_size")
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size

@@ -24,11 +24,12 @@ class Mamba2:
 
     conv_bias: whether the convolution has a bias.
     bias: whether both matmuls have biases.
-    limits: the bounds between which steps are clipped.
-    factors: factors of the gate, x, B, C and the steps as the first matmul makes them; () = none.
+    limits: the least and the largest time step; others are clipped.
+    factors: factors of the gate, x, B, C and the time steps that the first matmul computes; () =
+        none.
     out_factor: the factor of the mixer's output.
     normed: whether the heads' output is normed before the last matmul.
-    gate_last: whether the gate stands behind the norm.
+    gate_last: whether the gate is applied after the norm.
     """
 
     heads: int
@@ -45,9 +46,9 @@ class Mamba2:
     gate_last: bool = False
 
     def undivided(self, ranks: int) -> str:
-        """Return why ranks cannot divide the layer; "" = they can.
+        """Return why this number of ranks cannot divide the layer; "" = it can.
 
-        B and C of a single group are on every rank. A norm over all heads would be on none.
+        Every rank has B and C of a single group. A norm over all heads cannot be divided.
         """
         if self.groups > 1:
             return f"{self.groups} groups of Mamba-2's heads" if self.groups % ranks else ""
@@ -76,10 +77,11 @@ class Mamba2:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and float32 elements of a chunk.
+        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs as buffers.
 
-        `kernels.recurrent.mamba2_chunks_cuda` allocates them. In 16 bits there are x and states by
-        head, and B and C by group. In float32 there are steps and sums of decays.
+        `kernels.recurrent.mamba2_chunks_cuda` allocates them. The 16-bit elements are x and states
+        of each head, and B and C of each group. The float32 elements are time steps and sums of
+        decays.
         """
         size, states = padded(self.head_size), padded(self.state_size)
         per_head = CHUNK * size + size * states
@@ -88,7 +90,7 @@ class Mamba2:
 
 
 def mamba2_mixer(config: Reader) -> Mamba2:
-    """Read a layer of Mamba-2 from the keys mamba_..., of which records rename others."""
+    """Read a layer of Mamba-2 from the keys mamba_..., to which records map other names."""
     heads = config.size("mamba_n_heads", 128)
     inner = config.size_or_none("mamba_d_ssm")
     if inner is None:
@@ -119,7 +121,7 @@ def mamba2_mixer(config: Reader) -> Mamba2:
 
 
 def _limits(config: Reader) -> tuple[float, float]:
-    """Read time_step_limit. JSON has no infinity, which writers spell otherwise."""
+    """Read time_step_limit, where files spell infinity as text or an object, as JSON has none."""
     limits = config.get("time_step_limit", [0.0, "inf"])
     try:
         least, most = (
@@ -131,9 +133,9 @@ def _limits(config: Reader) -> tuple[float, float]:
 
 
 def mamba2_tensors(prefix: str) -> Mapping[str, CheckpointTensor]:
-    """Return the tensors of a mixer that the checkpoint names `prefix`.
+    """Return the tensors of a mixer whose names in the checkpoint begin with `prefix`.
 
-    The rows are in our order and in theirs: the gate, x, B and C, the steps.
+    Rows are stored in our order: the gate, x, B and C, the time steps.
     """
     return {
         "mamba_in": CheckpointTensor((f"{prefix}in_proj",)),
@@ -147,7 +149,7 @@ def mamba2_tensors(prefix: str) -> Mapping[str, CheckpointTensor]:
     }
 
 
-# What layer_types calls them, in transformers' files of before and behind version 5.
+# The values of layer_types in files of transformers before and from version 5 on.
 KINDS = {FULL: FULL, "attention": FULL, LINEAR: LINEAR, "mamba": LINEAR}
 
 

@@ -1,4 +1,4 @@
-"""Mixer: the description of a recurrent layer in a record. No torch here."""
+"""Mixer: the description of a recurrent layer. No torch here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,61 +11,60 @@ if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
 LINEAR = "linear_attention"
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens of a prompt that the kernels compute together
 
 
 def padded(size: int) -> int:
-    """Return the size that a kernel makes of an axis: a power of 2 that the matrix unit takes."""
+    """Return the size to which a kernel pads an axis: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class Mixer(Protocol):
-    """The record of a recurrent layer: frozen, and equal where the layers are alike.
+    """The description of a recurrent layer: frozen, and equal for layers that are alike.
 
-    `engine.layers.recurrent.block` has the layer of each record.
+    `engine.layers.recurrent.block` has the layer of each description.
     """
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a request's one to three float32 tensors.
+        """The shapes of a request's one to three float32 state tensors.
 
-        The tensors are the last inputs of a convolution, the layer's sums over all tokens, and what
-        is not yet in these sums.
+        They are the last inputs of a convolution, the layer's sums over all tokens, and updates
+        that are not yet in these sums.
         """
         ...
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of elements that the launches of a prompt on CUDA hand on for each CHUNK
-        tokens.
+        """The numbers of elements that a prompt's kernels on CUDA pass on for each CHUNK tokens.
 
-        The first number is of elements of the activations' type, the second of float32 ones. (0,
-        0): tokens are walked.
+        The first number counts elements of the activations' dtype, the second float32 elements. (0,
+        0) means that the layer computes token by token.
         """
         ...
 
     def undivided(self, ranks: int) -> str:
-        """Return why so many ranks cannot divide the layer; "" = they can."""
+        """Return why this number of ranks cannot divide the layer; "" = it can."""
         ...
 
     def of_rank(self, ranks: int) -> "Mixer":
-        """Return one rank's part of the layer, which is like that of every other rank."""
+        """Return one rank's part of the layer; all ranks have equal parts."""
         ...
 
 
 def mixing(plain: "LayerAttention", mixer: Mixer) -> "LayerAttention":
-    """Return a layer that has the mixer in the place of attention."""
+    """Return a layer that has the mixer instead of attention."""
     return replace(plain, mixer=mixer, attends=False)
 
 
 def mixed_kinds(
     config: Reader, layers: int, names: Mapping[str, str], default: Sequence[str] | None = None
 ) -> list[str]:
-    """Return one of the values of `names` for each layer, as layer_types says.
+    """Return one of the values of `names` for each layer, as layer_types gives it.
 
     names: the file's names -> ours, FULL among ours.
-    default: the file's names where layer_types is missing; None = an error.
-    Raises ConfigError for a file that names others, or no layer with keys and values.
+    default: the file's names where layer_types is missing; None = missing is an error.
+    Raises ConfigError for other names, or if no layer has keys and values.
     """
     kinds = config.get("layer_types")
     if kinds is None and default is not None:

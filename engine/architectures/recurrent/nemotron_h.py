@@ -1,5 +1,7 @@
-"""Nemotron-H: each layer is Mamba-2, attention without positions, an MLP or a mixture of experts
-without gates, alone behind its norm."""
+"""Nemotron-H: each layer is one block behind one norm.
+
+The block is Mamba-2, attention without positions, or an MLP or mixture of experts without gates.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +23,7 @@ _PATTERN = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
 
 
 def _layer_types(config: Reader) -> list[str]:
-    """Return the kind of each layer; files before transformers 5 have a letter for each."""
+    """Return the kind of each layer; files before transformers 5 give one letter for each layer."""
     kinds = config.listed("layers_block_type", str)
     if kinds is not None:
         return kinds

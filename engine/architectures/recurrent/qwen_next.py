@@ -1,5 +1,7 @@
-"""Qwen3-Next and Qwen 3.5: three layers of Gated DeltaNet for each layer of attention, whose output
-is gated; dense or mixtures of experts with a shared one."""
+"""Qwen3-Next and Qwen 3.5: three layers of Gated DeltaNet for each layer of gated attention.
+
+The models are dense, or mixtures of experts with a shared expert.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
