@@ -31,7 +31,7 @@ class Block(Protocol):
 
     @property
     def activations(self) -> int:
-        """Elements a token that are alive at once inside, without the residual and its norm."""
+        """The most elements for each token inside the block at once, without residual and norm."""
         ...
 
     def forward(
@@ -43,6 +43,8 @@ class Block(Protocol):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         ...

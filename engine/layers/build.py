@@ -21,9 +21,11 @@ from kernels.experts.routing import up_rows
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """The settings that all parts of a model share. Sizes passed in are those of the whole model.
+    """A maker of a model's layers, with the settings that they share.
 
-    ours: in methods, a name of the record's tensors.
+    Methods take sizes of the whole model, whatever part this rank has. Their parameter `ours` is a
+    name in the record's tensors.
+
     layer: the number of a decoder layer; None outside of the layers.
     """
 
@@ -31,23 +33,24 @@ class Builder:
     kernels: Kernels
     method: LinearMethod
     group: TensorParallelGroup
-    dtype: torch.dtype  # of matrices
-    activation_dtype: torch.dtype  # of norms too
+    dtype: torch.dtype  # dtype of matrices
+    activation_dtype: torch.dtype  # dtype of activations and norms
     device: torch.device
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
-    spread_experts: bool = False  # each rank has some whole, and not a part of each
+    spread_experts: bool = False  # each rank has some experts whole, instead of a part of each
     data_parallel_attention: bool = False  # each rank has all heads, for some requests
-    runs_on: str = "cuda"  # the type of the device that it is meant for
-    # Tensors, and modules with all that they have, that other ranks hold alone.
+    runs_on: str = "cuda"  # type of the device that will run the model
+    # Names of tensors, and of modules with all their tensors, that only other ranks hold.
     elsewhere: set[str] = field(default_factory=set)
-    ahead: list[torch.Tensor] = field(default_factory=list)  # of experts, for the next layer
+    # outputs of experts, passed to the next layer
+    ahead: list[torch.Tensor] = field(default_factory=list)
 
     def at(self, layer: int) -> "Builder":
         return replace(self, layer=layer)
 
     def outline(self) -> "Builder":
-        """Return a builder of parts that another rank has; these parts take no memory."""
+        """Return a builder for another rank's parts, which take no memory here."""
         return replace(self, device=torch.device("meta"))
 
     def undivided(self) -> "Builder":
@@ -83,8 +86,8 @@ class Builder:
 
         sizes: output features of each piece, one below the other.
         ranges: the range of each piece that this rank has; None = equal parts.
-        stored: the number of pieces of each of the checkpoint's tensors; () = all in one, or one
-            each.
+        stored: the number of pieces in each of the checkpoint's tensors; () = all in one tensor, or
+            one piece in each.
         """
         own_ranges = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
         parts = self._parts(ours, sizes, own_ranges, in_features, (0, in_features), stored)
@@ -105,7 +108,7 @@ class Builder:
         """
         columns = columns or self.group.part(in_features, f"{ours} columns")
         parts = self._parts(ours, (out_features,), [(0, out_features)], in_features, columns)
-        if bias and self.group.rank:  # the first adds it
+        if bias and self.group.rank:  # rank 0 adds it
             self.elsewhere.update(f"{part.name}.bias" for part in parts)
             bias = False
         spec = self._spec(ours, parts, bias)
@@ -114,8 +117,9 @@ class Builder:
     def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
         """Make a norm of the kind that the config names.
 
-        of_residual: whether the norm reads the residual. The residual is divided by residual_scale,
-            so that blocks add to it as they are; the norm needs another eps for that.
+        of_residual: whether the norm reads the residual. The residual is stored divided by
+            residual_scale, so that blocks add to it unscaled. The norm's eps has to be scaled
+            likewise.
         scale: the factor of the output.
         """
         config = self.config
@@ -153,9 +157,11 @@ class Builder:
         return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
     def head_norm(self, ours: str, heads: int, size: int, kept: tuple[int, int]) -> Parameter:
-        """Make this rank's norm weights [kept heads * size] for all elements of all its heads.
+        """Make this rank's norm weights, one for each element of its heads: [kept heads * size].
 
-        The checkpoint stores one tensor, or one a head.
+        The checkpoint stores one tensor for all heads, or one for each.
+
+        kept: the range of heads that this rank has.
         """
         (name,) = self.stored(ours).names
         begin, end = kept
@@ -175,14 +181,17 @@ class Builder:
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
     def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:
-        """Make this rank's part of the attention sinks, a float32 vector over all heads."""
+        """Make this rank's attention sinks, a float32 vector with one for each of its heads.
+
+        kept: the range of heads that this rank has.
+        """
         (name,) = self.stored("sinks").names
         begin, end = kept
         tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
         return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
 
     def kept(self, ours: str, out_features: int, in_features: int) -> Parameter:
-        """Make a small matrix that every rank has whole, in the dtype of activations."""
+        """Make a small matrix that every rank has whole, in the activations' dtype."""
         (name,) = self.stored(ours).names
         shape = (out_features, in_features)
         tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
@@ -205,8 +214,7 @@ class Builder:
     ) -> Parameter:
         """Make a float32 vector of pieces of these sizes.
 
-        The checkpoint stores each piece under a name, or all of them under the record's whole name,
-        in any shape.
+        The checkpoint stores each piece under its own name, or all under one, in any shape.
 
         ranges: the range of each piece that this rank has; None = all.
         std, scale: see `Parameter`.
@@ -230,13 +238,13 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
-        """Return the spec of this layer's experts: a part of each expert, or whole experts of this
-        rank."""
+        """Return the spec of this layer's experts: a part of each expert, or this rank's whole
+        ones."""
         experts = self.config.experts
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
         here = self.experts_here()
-        # That each expert is divided among.
+        # The ranks that divide each expert.
         group = TensorParallelGroup() if self.spread_experts else self.group
         begin, end = group.part(size, "expert columns")
         rows, own_rows = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
@@ -248,7 +256,7 @@ class Builder:
         if experts.bias:
             gate_up_bias = self._of_experts("experts_gate_up_bias", here, (rows,), both[1], None)
             down_bias = self._of_experts("experts_down_bias", here, (hidden,), down[1], None)
-            if group.rank:  # the first adds it
+            if group.rank:  # rank 0 adds it
                 self.elsewhere.update(source.name for source in down_bias)
                 down_bias = ()
         return ExpertsSpec(
@@ -278,13 +286,13 @@ class Builder:
         self,
         ours: str,
         here: range,
-        shape: tuple[int, ...],  # of an expert's matrix or vector
-        kept: Sequence[tuple[int, int]],  # of its rows
+        shape: tuple[int, ...],  # shape of an expert's matrix or vector
+        kept: Sequence[tuple[int, int]],  # ranges of its rows
         columns: tuple[int, int] | None,
     ) -> tuple[Source, ...]:
-        """Return the sources of all experts here, one expert after the other.
+        """Return the sources of all experts on this rank, one expert after the other.
 
-        The checkpoint stores a matrix whole, or its pieces apart.
+        The checkpoint stores a matrix whole, or its pieces as separate tensors.
         """
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)
@@ -324,7 +332,7 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=0.0)
 
     def table(self, ours: str, rows: int, begin: int, end: int, width: int) -> Parameter:
-        """Make rows begin to end of a table of so many rows, which are looked up by index."""
+        """Make rows [begin, end) of a lookup table with `rows` rows of `width` elements."""
         (name,) = self.stored(ours).names
         tensor = torch.empty(end - begin, width, dtype=self.dtype, device=self.device)
         source = Source(f"{name}.weight", (rows, width), (begin, end))
@@ -341,7 +349,7 @@ class Builder:
     ) -> Parameter:
         """Make the weight or bias of a norm.
 
-        A vector that loading changes is float32, the precision that the change takes.
+        A vector with an offset or scale is float32, so that loading can apply it without loss.
         """
         dtype = self.activation_dtype if (offset, scale) == (0.0, 1.0) else torch.float32
         tensor = torch.empty(size, dtype=dtype, device=self.device)
@@ -360,12 +368,12 @@ class Builder:
         self,
         ours: str,
         sizes: Sequence[int],
-        kept: Sequence[tuple[int, int]],  # of each piece's rows
+        kept: Sequence[tuple[int, int]],  # range of each piece's rows
         in_features: int,
         columns: tuple[int, int],
-        counts: Sequence[int] = (),  # of the pieces of each tensor
+        counts: Sequence[int] = (),  # number of pieces in each tensor
     ) -> tuple[Part, ...]:
-        """Return a part for each tensor of the checkpoint."""
+        """Return a part for each of the checkpoint's tensors."""
         stored = self.stored(ours)
         order = np.arange(sum(sizes)) if stored.rows is None else stored.rows(self.config)
         starts = list(accumulate(sizes, initial=0))

@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer: a router, the experts, and a shared MLP if there is one."""
+"""The mixture of experts of a layer: a router, the experts, and perhaps a shared expert."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,10 @@ from kernels.metadata import AttentionMeta
 
 
 class Stack:
-    """The experts of one layer in the form of a LinearMethod: a part of each expert, or some whole
-    ones."""
+    """The weights of one layer's experts, as a LinearMethod keeps them.
+
+    A rank has a part of each expert, or some whole ones.
+    """
 
     def __init__(self, build: Builder) -> None:
         self.method = build.method
@@ -31,7 +33,8 @@ class Stack:
         if self.transient:
             for parameter in self.parameters:
                 parameter.release()
-        self.places: Tensor | None = None  # [experts] int32: see `apply`; None: all are here
+        # [experts] int32: each expert's index on this rank; None = all are on this rank
+        self.places: Tensor | None = None
         if build.spread_experts:
             here = build.experts_here()
             places = [
@@ -41,10 +44,12 @@ class Stack:
             self.places = torch.tensor(places, dtype=torch.int32, device=build.device)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
-        """Compute this rank's part of `Kernels.experts`. ids: of the whole layer.
+        """Compute this rank's part of `Kernels.experts`.
 
-        Every rank has all tokens and routes alike, so nothing is sent. The all-reduce adds what
-        other ranks' experts compute.
+        Every rank has all tokens and routes alike, so that no tokens are sent. An all-reduce adds
+        what other ranks' experts compute.
+
+        ids: expert ids in the whole layer.
         """
         if self.places is not None:
             ids = self.places.index_select(0, ids.flatten()).view_as(ids)
@@ -56,18 +61,18 @@ class Stack:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the experts once finished."""
+        """The bytes of the experts after `finish`."""
         packed = self.method.packed_experts_bytes(self.spec)
         return self.loading_bytes if packed is None else packed
 
     def finish(self) -> None:
-        """Pack the experts; call once all parameters are filled."""
+        """Pack the experts; called once all parameters are filled."""
         self.state = self.method.finish_experts(self.state)
         self.parameters = ()
 
 
 class Experts:
-    """The sum over chosen experts of weight * down(act(gate(x)) * up(x)), and the shared MLP."""
+    """The sum over chosen experts of weight * down(act(gate(x)) * up(x)), and the shared expert."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -114,8 +119,10 @@ class Experts:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
         add_to = out if self.group.size == 1 else None
@@ -129,8 +136,10 @@ class Experts:
     def _routed(
         self, x: Tensor, norm: Norm | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route norm(x). Returns norm(x), not in the residual's memory, its experts' weights and
-        their ids."""
+        """Route norm(x); return norm(x), the weights of each token's experts, and their ids.
+
+        The returned norm(x) does not share the residual's memory.
+        """
         router, routing = (self.router.tensor, self.router_bias), self.config.routing
         if isinstance(norm, RMSNorm):
             return self.kernels.norm_route(
@@ -144,11 +153,10 @@ class Experts:
         return x, *self.kernels.route(logits, routing, self.correction)
 
     def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace the experts without weights, which return their input, by a chosen one with
-        weight 0.
+        """Replace zero experts, which return their input, by a chosen expert with weight 0.
 
-        Returns the weights and ids of the other experts, and the sum [n, 1] of the weights of those
-        without. The token's heaviest expert stands in, so no further expert is read.
+        Returns the weights and ids of the experts, and the sum [n, 1] of the zero experts' weights.
+        The token's heaviest expert stands in, so that no further expert's weights are read.
         """
         same = ids >= self.config.count
         own_weights = weights.masked_fill(same, 0.0)
@@ -179,7 +187,7 @@ class Experts:
 class ExpertsBeside(Experts):
     """The sum norm(mlp(norm(x))) + norm(experts(norm(x))), with four different norms.
 
-    The router has a norm of its own too, and each expert a factor of its weight.
+    The router has a norm of its own too, and each expert's weight has a factor.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -209,7 +217,10 @@ class ExpertsBeside(Experts):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Experts. norm: the MLP's."""
+        """Compute self(norm(x)) like `Experts.forward`.
+
+        norm: the norm before the MLP.
+        """
         logits = self.kernels.router_logits(self.router_norm(x), self.router.tensor, None)
         weights, ids = self.kernels.route(logits, self.config.routing, None)
         weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
@@ -220,8 +231,10 @@ class ExpertsBeside(Experts):
 
 
 class ExpertsAhead(Experts):
-    """The MLP mlp(norm(x)), and experts(norm(x)) for `MlpBehindExperts` (LongCat, arXiv
-    2509.01322)."""
+    """An MLP, and experts whose output `MlpBehindExperts` adds in the next layer.
+
+    LongCat, arXiv 2509.01322, calls this a shortcut connection.
+    """
 
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
@@ -242,17 +255,18 @@ class ExpertsAhead(Experts):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Experts."""
+        """Compute mlp(norm(x)) like `Experts.forward`, and keep the experts' output for the next
+        layer."""
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
         routed = self.stack.apply(x, weights, ids, None)
-        # In the place of what a step that failed between two layers has left.
+        # This overwrites an output that a step left when it failed between two layers.
         self.ahead[:] = [self.group.all_reduce(routed).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)
 
 
 class MlpBehindExperts(Mlp):
-    """The sum of mlp(norm(x)) and the output of the experts of the layer before."""
+    """The sum of mlp(norm(x)) and the output of the previous layer's experts."""
 
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
@@ -267,12 +281,12 @@ class MlpBehindExperts(Mlp):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Mlp."""
+        """Compute self(norm(x)) like `Mlp.forward`."""
         return super().forward(x, kv, meta, norm=norm, residual=residual).add_(self.ahead.pop())
 
 
 def mlp_block(build: Builder) -> Experts | Mlp:
-    """Make the MLP or the mixture of experts that a layer's record asks for."""
+    """Make the MLP or the mixture of experts that the layer's record describes."""
     experts, layer = build.config.experts, build.layer
     assert layer is not None
     if experts is None:

@@ -1,4 +1,5 @@
-"""Inputs that each token has for each layer beside its embedding (Gemma 4's E models)."""
+"""Further inputs of each layer for each token, in addition to its embedding (Gemma 4's E
+models)."""
 
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerInputs:
-    """The inputs that each token has for each layer beside its embedding.
+    """Further inputs of each layer for each token, in addition to its embedding.
 
     An input is (norm(projected embedding) + row of a table) / sqrt(2).
     """
@@ -38,9 +39,9 @@ class LayerInputs:
         self.scale = config.hidden_size**-0.5
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Compute token_ids [n], embedded [n, hidden] -> [n, layers, size].
+        """Return the inputs [n, layers, size] of token_ids [n] with embeddings [n, hidden].
 
-        Ids behind the table, which are adapters' own tokens, have the first row's input.
+        Ids beyond the table, which are adapters' virtual tokens, get the first row.
         """
         projected = self.project.forward(embedded).mul_(self.scale)
         normed = self.norm(projected.view(-1, self.size)).view(-1, self.layers, self.size)
@@ -66,9 +67,9 @@ class LayerInput:
         self.linears: tuple[Linear, ...] = (self.gate, self.out)
 
     def add(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
-        """Add the layer's input to residual [n, hidden], which is written over.
+        """Add the layer's input to residual [n, hidden] in place.
 
-        mine: the input [n, size].
+        mine: this layer's inputs [n, size].
         """
         gate = self.kernels.activation(self.gate.forward(residual, meta.lora), self.act)
         return self.norm.added(self.out.forward(gate.mul_(mine), meta.lora), residual)

@@ -1,11 +1,10 @@
 """Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns.
 
-A caller names what comes before and behind the matmul (norm, gate, residual, adapters). Linear
-decides what is fused with it; the rest is launched apart, with the same result.
-
-The method is `forward` and not `__call__`, here and in the blocks: for `__call__` Python makes a
-tuple and a dict of the arguments each time, which with nine calls a layer was half of what an eager
-layer cost beside its kernels.
+A caller names what comes before and after the matmul (norm, gate, residual, adapters). Linear
+decides which of these are fused with it. The others are separate launches with the same result. The
+method is `forward` and not `__call__`, here and in the blocks. For `__call__` Python makes a tuple
+and a dict of the arguments each time. With nine calls a layer this was half of an eager layer's
+cost outside its kernels.
 """
 
 from collections.abc import Sequence
@@ -27,12 +26,12 @@ class Linear:
     transient: whether parameters have memory only while weights load.
     """
 
-    adaptable = True  # adapters may change it
+    adaptable = True  # whether adapters may change it
 
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.spec = spec
         self.method = method
-        self.lora: LoraLinear | None = None  # its place in the adapters' tables
+        self.lora: LoraLinear | None = None  # the layer's place in the adapters' tables
         self.state: Any
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
@@ -48,7 +47,7 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the layer once finished."""
+        """The bytes of the layer after `finish`."""
         packed = self.method.packed_bytes(self.spec)
         return self.loading_bytes if packed is None else packed
 
@@ -60,12 +59,15 @@ class Linear:
         norm: Norm | None = None,
         gate: str | None = None,
     ) -> Tensor:
-        """Compute gate(self(norm(x))). With a gate, [n, out / 2]: the gate's rows come before the
-        up's."""
+        """Compute gate(self(norm(x))).
+
+        gate: the activation of a gated MLP. The output is then [n, out / 2]; the gate's rows come
+            first, then the up projection's.
+        """
         method, state = self.method, self.state
         if norm is not None:
-            # A token without an adapter shall have the same numbers in a step with adapters, where
-            # the norm cannot ride along, and in one without.
+            # In deterministic mode a token without an adapter must get the same numbers in steps
+            # with and without adapters. A step with adapters cannot fuse the norm.
             apart = self.lora is not None and method.kernels.DETERMINISTIC
             if lora is None and not apart and isinstance(norm, RMSNorm) and not norm.is_ahead(x):
                 if gate is None:
@@ -82,12 +84,12 @@ class Linear:
         return y if gate is None else kernels.GATES[gate](y)
 
     def _adapted(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
-        """Add each token's adapter to y = self(x), written over y."""
+        """Add each token's adapter to y = self(x), in place."""
         assert self.lora is not None
         return self.method.kernels.lora_add(y, x, self.lora, lora)
 
     def finish(self) -> None:
-        """Pack the layer; call once all parameters are filled."""
+        """Pack the layer; called once all parameters are filled."""
         self.state = self.method.finish(self.state)
         self.parameters = ()
 
@@ -95,7 +97,7 @@ class Linear:
 class RowParallelLinear(Linear):
     """A linear layer of which each rank holds columns; rank 0 adds the bias.
 
-    The outputs of all ranks are added by an all-reduce.
+    An all-reduce adds the outputs of all ranks.
     """
 
     def __init__(self, spec: LinearSpec, method: LinearMethod, group: TensorParallelGroup) -> None:
@@ -104,14 +106,17 @@ class RowParallelLinear(Linear):
         self.then: RMSNorm | None = None  # see `add_reduced`
 
     def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
-        """Whether the gate before this layer is better left to `inner`, for as many rows as x has.
+        """Whether the gate before this layer should be fused into it with `inner`, for x's rows.
 
-        Adapters read the gate's output.
+        It cannot be with adapters, which read the gate's output.
         """
         return lora is None and self.method.takes_gate(self.state, x)
 
     def inner(self, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """Compute self(gate(both)) of both [n, 2 * in]; with a residual, add it in place."""
+        """Compute self(gate(both)) of both [n, 2 * in].
+
+        residual: if given, the result is added to it in place.
+        """
         if residual is not None and self.group.size == 1:
             return self.method.apply_inner(self.state, both, gate, residual)
         return self._summed(self.method.apply_inner(self.state, both, gate, None), residual)
@@ -119,17 +124,24 @@ class RowParallelLinear(Linear):
     def forward(  # type: ignore[override]  # nothing stands before it that could ride along
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
-        """Compute self(x); with a residual, add that to it in place."""
-        if residual is not None and self.group.size == 1:  # else its place is behind the sum
+        """Compute self(x).
+
+        residual: if given, the result is added to it in place.
+        """
+        # with several ranks the residual is added after the all-reduce
+        if residual is not None and self.group.size == 1:
             y = self.method.apply_add(self.state, x, residual)
             return y if lora is None else self._adapted(y, x, lora)
         y = self.method.apply(self.state, x)
-        if lora is not None:  # of a sharded layer both are partial sums
+        if lora is not None:  # in a sharded layer both are partial sums
             y = self._adapted(y, x, lora)
         return self._summed(y, residual)
 
     def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """All-reduce y, this rank's part; with a residual, add the sum to it in place."""
+        """All-reduce y, this rank's part.
+
+        residual: if given, the sum is added to it in place.
+        """
         if residual is None:
             return self.group.all_reduce(y)
         return add_reduced(self.group, y, residual, self.then)
@@ -138,9 +150,9 @@ class RowParallelLinear(Linear):
 def add_reduced(
     group: TensorParallelGroup, x: Tensor, residual: Tensor, then: RMSNorm | None
 ) -> Tensor:
-    """Return residual + the all-reduce of x, written over residual.
+    """Add the all-reduce of x to residual in place, and return residual.
 
-    then: the norm that reads the residual next, with nothing added in between.
+    then: the norm that reads the residual next, which may be computed in the same kernel.
     """
     if then is not None:
         normed = group.norm_reduced(x, residual, then.weight, then.eps)
@@ -151,18 +163,18 @@ def add_reduced(
 
 
 class LatentProjection(Linear):
-    """The layer that projects a latent to keys and values (MLA), kept as dense numbers.
+    """The layer that projects a latent to keys and values (MLA), kept as a dense matrix.
 
     Decodes multiply queries by one part of the matrix, and the attended latents by the other, so
-    that no key or value is made. Adapters cannot change the layer, as every token of a step would
-    need a matrix of its own.
+    that keys and values are never computed. Adapters cannot change the layer, as every token of a
+    step would need its own matrix.
     """
 
     adaptable = False
 
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         super().__init__(spec, method)
-        self.weight: Tensor  # [out, rank] of the model's dtype, from `finish` on
+        self.weight: Tensor  # [out, rank] in the model's dtype, set by `finish`
 
     @property
     def num_bytes(self) -> int:
@@ -170,8 +182,7 @@ class LatentProjection(Linear):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Compute `weight` from the method's state: a matmul with the identity, or the dense weight
-        itself."""
+        """Compute the dense `weight`, if quantised by a matmul with the identity."""
         super().finish()
         spec = self.spec
         if isinstance(self.state, DenseState):

@@ -14,7 +14,7 @@ from kernels.metadata import AttentionMeta
 
 
 class Xielu:
-    """An activation with numbers of its own in each layer; see `Kernels.xielu`."""
+    """The xIELU activation, with learnt parameters in each layer; see `Kernels.xielu`."""
 
     def __init__(self, build: Builder) -> None:
         self.kernels = build.kernels
@@ -32,7 +32,7 @@ class Mlp:
     def __init__(self, build: Builder, prefix: str = "", size: int = 0) -> None:
         """Make the MLP.
 
-        prefix: the beginning of the record's names of its tensors.
+        prefix: the beginning of its names in the record's tensors.
         size: the inner width; 0 = the layer's.
         """
         config = build.config
@@ -47,7 +47,7 @@ class Mlp:
         self.norms = ()
         self.stacks = ()
         self.others: tuple[Parameter, ...] = ()
-        self.factors: Tensor | None = None  # of the rows of gate and up
+        self.factors: Tensor | None = None  # factor of each row of gate and up
         if self.gated and config.mlp_factors != (1.0, 1.0):
             factors = torch.tensor(config.mlp_factors, dtype=torch.float32, device=build.device)
             self.gate = build.kernels.GATES[self.act]
@@ -72,8 +72,10 @@ class Mlp:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         if self.factors is not None:
             both = self.up.forward(x, meta.lora, norm=norm)
             inner = self.gate(self.kernels.scale_columns(both, self.factors))

@@ -1,4 +1,4 @@
-"""Norms. An RMSNorm can be fused with the matmul behind it; other norms are launched before."""
+"""Norms. An RMSNorm can be fused with the matmul after it; other norms are separate launches."""
 
 from typing import Protocol
 
@@ -12,19 +12,19 @@ class Norm(Protocol):
     parameters: tuple[Parameter, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [n, size] into other memory."""
+        """Return the norm of x [n, size] in new memory."""
         ...
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the norm of x to residual [n, size], which is written over."""
+        """Add the norm of x to residual [n, size] in place."""
         return residual.add_(self(x))
 
 
 class RMSNorm(Norm):
-    """The RMS norm x / rms(x) * weight. weight: ones where the checkpoint has none.
+    """The RMS norm x / rms(x) * weight.
 
-    ahead: the residual that is normed next, and its norm, where the all-reduce before computed both
-        in one kernel.
+    weight: ones where the checkpoint has none.
+    ahead: (residual, its norm), where the preceding all-reduce computed both in one kernel.
     """
 
     def __init__(self, kernels: Kernels, weight: Parameter | Tensor, eps: float) -> None:
@@ -37,7 +37,7 @@ class RMSNorm(Norm):
         self.ahead: tuple[Tensor, Tensor] | None = None
 
     def is_ahead(self, x: Tensor) -> bool:
-        """Whether x was normed already, with the all-reduce before it."""
+        """Whether the preceding all-reduce has computed the norm of x already."""
         return self.ahead is not None and self.ahead[0] is x
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """The layer norm (x - mean) / deviation * weight + bias; either of weight and bias may be
+    """The layer norm (x - mean) / deviation * weight + bias, where weight or bias may be
     missing."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tables of cosines and sines for rotary position embeddings."""
+"""Tables of cosines and sines for rotary embeddings."""
 
 import math
 
@@ -9,7 +9,7 @@ from engine.rope import Rope
 
 
 class Tables:
-    """The rotary tables of a model's layers, each made once."""
+    """A cache of the rotary tables of a model's layers; layers that are alike share a table."""
 
     def __init__(self, max_positions: int, device: torch.device) -> None:
         self.max_positions, self.device = max_positions, device
@@ -20,9 +20,9 @@ class Tables:
         return sum(table.nbytes for table in self._tables.values())
 
     def __call__(self, rope: Rope | None, head_dim: int) -> Tensor:
-        """Return the rotary table of a layer, made once; see `cos_sin_table`.
+        """Return the rotary table of a layer; see `cos_sin_table`.
 
-        rope: None = a rotation by nothing.
+        rope: None = a table that rotates nothing.
         """
         key = (rope, head_dim)
         if key not in self._tables:
@@ -34,7 +34,10 @@ class Tables:
         return self._tables[key]
 
     def temperatures(self, beta: float, trained: int, shift: int) -> Tensor:
-        """Return the factors of queries, [max_positions] float32; see `LayerAttention`."""
+        """Return the factor of queries at each position, [max_positions] float32.
+
+        beta, trained, shift: see `LayerAttention.temperature`.
+        """
         key = (beta, trained, shift)
         if key not in self._tables:
             times = torch.arange(self.max_positions, dtype=torch.float32, device=self.device)
@@ -49,9 +52,10 @@ def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Ten
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """Return [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form).
+    """Return the table of rotary embeddings, [max_positions, rotary_dim] float32.
 
-    rotary_dim: rope.dim, or head_dim where all of a head is rotated.
+    A row has cosines, then sines (rotate-half form). rotary_dim is rope.dim, or head_dim where all
+    of a head is rotated.
     """
     rotary_dim = rope.dim or head_dim
     if device.type == "meta":
@@ -63,7 +67,7 @@ def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.d
 
 
 def _default(rope: Rope, dim: int, positions: int = 0) -> Tensor:
-    """Return the frequencies [dim / 2] in radians a position."""
+    """Return the frequencies [dim / 2], in radians per position."""
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -72,17 +76,20 @@ def _linear(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _llama3(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Divide slow frequencies by the factor, keep fast ones, and blend those between."""
+    """Return Llama 3's frequencies: slow ones divided, fast ones kept, others blended."""
     frequencies = _default(rope, dim)
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # in the trained context
+    # rotations within the trained context
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / rope.factor
 
 
 def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Interpolate frequencies below beta_slow rotations, keep those above beta_fast, and ramp
-    between."""
+    """Return yarn's frequencies: interpolated below beta_slow rotations, kept above beta_fast.
+
+    Frequencies in between are blended linearly.
+    """
     frequencies = _default(rope, dim)
 
     def dimension(turns: float) -> float:
@@ -99,8 +106,10 @@ def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _longrope(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Divide each frequency by its own factor, of one set for short texts and another for longer
-    ones."""
+    """Return longrope's frequencies, each divided by its own factor.
+
+    There is one set of factors for short contexts and another for longer ones.
+    """
     longer = positions > rope.original_max_positions
     return _default(rope, dim) / torch.tensor(rope.long_factors if longer else rope.short_factors)
 
@@ -122,7 +131,10 @@ _FREQUENCIES = {
 
 
 def rotate(x: Tensor, rows: Tensor) -> None:
-    """Rotate x [n, heads, head_dim] in place. rows [n, 1, rotary_dim]: cosines, then sines."""
+    """Apply rotary embeddings to x [n, heads, head_dim] in place.
+
+    rows: [n, 1, rotary_dim], cosines, then sines.
+    """
     cos, sin = rows.chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()

@@ -1,4 +1,4 @@
-"""Decoder: embedding, layers, norm and head of a model, built from its record."""
+"""Decoder: a model's embedding, layers, final norm and head, built from its record."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +33,10 @@ from kernels.metadata import AttentionMeta
 
 
 class Sublayer:
-    """The residual plus after(block(before(residual))); either norm may be missing.
+    """A block in its residual branch: residual + after(block(before(residual))).
 
-    The block decides whether a norm or the residual is fused into one of its GEMMs.
+    Either norm may be missing. The block decides whether a norm or the residual is fused into one
+    of its GEMMs.
     """
 
     def __init__(self, block: Block, before: Norm | None, after: Norm | None) -> None:
@@ -44,7 +45,7 @@ class Sublayer:
         self.after = after
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """Add the block's output to the residual [n, hidden], which is overwritten."""
+        """Add the block's output to the residual [n, hidden] in place."""
         if self.after is None:
             return self.block.forward(residual, kv, meta, norm=self.before, residual=residual)
         return self.after.added(self.block.forward(residual, kv, meta, norm=self.before), residual)
@@ -56,7 +57,7 @@ class Sublayer:
 
 
 class PostNormSublayer(Sublayer):
-    """A sublayer that normalises the sum: after(residual + block(residual))."""
+    """A sublayer that norms the sum: after(residual + block(residual))."""
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         assert self.after is not None
@@ -64,8 +65,7 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """A layer of attention (or its replacement) and an MLP or experts; some models have layers of
-    one."""
+    """A layer of attention (or a mixer) and an MLP or experts; some models have only one part."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -92,7 +92,7 @@ class DecoderLayer:
         self.mlp: Sublayer | None = None
         if mixed or size:
             self.mlp = sublayer(mlp_block(build), "mlp")
-        # Layers of one kind launch the same kernels.
+        # Layers of equal kind launch the same kernels.
         self.kind = (attention, mixed, size)
         self.sublayers = tuple(part for part in (self.attention, self.mlp) if part is not None)
         self.input = LayerInput(build) if config.layer_input_size else None
@@ -102,7 +102,7 @@ class DecoderLayer:
 
     @property
     def ends_with_block(self) -> bool:
-        """Whether the residual is left alone behind the last block."""
+        """Whether nothing changes the residual after the last block."""
         return self.input is None and self.scale is None
 
     @property
@@ -147,7 +147,7 @@ class DecoderLayer:
     ) -> Tensor:
         """Return the residual [n, hidden] with attention and MLP added; its memory is reused.
 
-        inputs: of all layers, see LayerInputs.
+        inputs: inputs of all layers, see LayerInputs.
         """
         for sublayer in self.sublayers:
             residual = sublayer.forward(residual, kv, meta)
@@ -157,7 +157,7 @@ class DecoderLayer:
 
 
 class PostNormLayer(DecoderLayer):
-    """A layer that norms after each block; one launch may compute all that follows attention."""
+    """A layer with a norm after each block; one launch may compute all that follows attention."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -194,7 +194,7 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """A layer whose attention and MLP read the same residual and are both added to it."""
+    """A layer whose attention and MLP both read the same residual and add to it."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -214,12 +214,12 @@ class ParallelLayer(DecoderLayer):
 
 
 def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
-    """Set, for each layer with an all-reduce at its end, the norm that reads the residual next.
+    """Set, for each block that ends in an all-reduce, the norm that reads the residual next.
 
-    last: the norm behind all layers.
+    last: the norm after all layers.
     """
     row = [(layer, sublayer) for layer in layers for sublayer in layer.sublayers]
-    # These fuse their norm with a matmul; experts fuse it with their router.
+    # Attention and Mlp fuse their norm with a matmul. Experts fuse it with their router.
     norms = [
         sublayer.before if type(sublayer.block) in (Attention, Mlp) else None
         for _, sublayer in row[1:]
@@ -240,17 +240,20 @@ def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
 
 
 def _finish_left(each: Linear | Stack) -> None:
-    """Finish a linear layer or a stack of experts, unless the loader has done so."""
+    """Finish a linear layer or a stack of experts, unless the loader has done so already."""
     if each.parameters:
         each.finish()
 
 
 class Decoder:
-    """A network built from a model's record; it fulfils registry.Model."""
+    """A model built from its record; implements registry.Model."""
 
     def __init__(self, build: Builder, tied: LinearMethod, virtual_tokens: int) -> None:
-        """Build the layers of this stage. tied: the linear method of a head that is the
-        embedding."""
+        """Build the layers of this pipeline stage.
+
+        tied: the linear method of a head that shares the embedding's weights.
+        virtual_tokens: rows after the vocabulary in the embedding table.
+        """
         self.build = build
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
@@ -266,7 +269,7 @@ class Decoder:
         self.table = build.method.table(spec, virtual_tokens, tied_rows)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
         self.entrance = Entrance.of(ends)
-        self.norm: Norm | None = None  # of a model whose layers end with one
+        self.norm: Norm | None = None  # None for a model whose layers end with a norm
         if not config.post_norm:
             self.norm = ends.norm(
                 "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
@@ -301,7 +304,7 @@ class Decoder:
         heads = build.head_group
         groups = kv_groups(config, heads.size, heads.rank)
         self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
-        self._view_of = dict.fromkeys(own, 0)  # of layers without keys any will do
+        self._view_of = dict.fromkeys(own, 0)  # layers without keys can use any view
         self._view_of |= {
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
@@ -324,7 +327,8 @@ class Decoder:
         self.open_bytes = self._most_open(transient)
         self.loading_bytes += sum(layer.num_bytes - layer.loading_bytes for layer in transient)
         self.loading_bytes += self.open_bytes
-        # Those in blocks or words have another number of elements.
+        # Quantised parameters have fewer elements than their matrices, so these are counted by
+        # spec.
         stacks = self._stacks()
         elsewhere = in_table | {
             parameter.name for linear in linears for parameter in linear.parameters
@@ -345,10 +349,12 @@ class Decoder:
             self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def _divide(self, outlines: "list[DecoderLayer]") -> range:
-        """Return this stage's layers, and note the tensors that only other stages have.
+        """Return this stage's layers, and record the tensors that only other stages have.
 
-        A layer costs the parameters that it reads, and so do embedding and head. An embedding that
-        is not the head costs nothing, as a step reads few of its rows.
+        The cost of a layer is the number of parameters that it reads; embedding and head count
+        likewise. An embedding that is not the head costs nothing, because a step reads few of its
+        rows.
+
         outlines: all layers of the model.
         """
         ends = sum(linear.spec.num_parameters for linear in self._ends())
@@ -395,7 +401,7 @@ class Decoder:
         return [stack.spec for stack in self._stacks()]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
-        """Return the bytes of the packed head that is made of a tied embedding, beside it."""
+        """Return the bytes of a packed head that is copied from a tied embedding."""
         if self.head is not None or not self.config.generates or self.table.head() is not None:
             return 0
         return self._tied.packed_bytes(spec) or 0
@@ -416,7 +422,7 @@ class Decoder:
         return self.leave(self.through(residual, metas, kv, inputs))
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute the first layer's input from the token ids, [num_tokens, hidden_size].
+        """Return the first layer's input [num_tokens, hidden_size] for these token ids.
 
         A later stage gets zeros of that shape, for `receive` to fill.
         """
@@ -440,9 +446,9 @@ class Decoder:
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:
-        """Apply the final norm to the output of the model's last layer.
+        """Apply the final norm to the output of the last layer.
 
-        Only the first stage has the norm; the other stages return the residual as it is.
+        Only the first stage has the norm; other stages return the residual unchanged.
         """
         return residual if self.norm is None or not self.stage.first else self.norm(residual)
 
@@ -507,12 +513,16 @@ class Decoder:
 
     def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
-            if linear is not self.head or not self.config.unit_head:  # that one is divided first
+            # such a head is divided by its rows' lengths first
+            if linear is not self.head or not self.config.unit_head:
                 yield linear
         yield from self._stacks()
 
     def _most_open(self, transient: Sequence[Linear | Stack]) -> int:
-        """Return `open_bytes` (see Model). transient: the parameters' owners that are packed."""
+        """Return `open_bytes` (see Model).
+
+        transient: layers and experts whose parameters are packed after loading.
+        """
         sizes = [owner.loading_bytes for owner in transient]
         layers = [
             sum(owner.loading_bytes for owner in layer.packed if owner.transient)
@@ -534,7 +544,7 @@ class Decoder:
     def ignores(self, stored: str) -> bool:
         """Whether the model does not use the checkpoint's tensor of this name.
 
-        The head of a tied model is ignored: it is the embedding.
+        A head that shares the embedding's weights is ignored.
         """
         name = self.config.tensor_name(stored)
         tied = False
@@ -548,7 +558,7 @@ class Decoder:
         return tied or self.config.ignores(stored)
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether only another stage has the tensor, or a module that the tensor is part of."""
+        """Whether only other ranks or stages have this tensor, or the module that it belongs to."""
         while name:
             if name in self.build.elsewhere:
                 return True

@@ -1,4 +1,7 @@
-"""Entrance: factors, projection, positions and norm between the embedding and the first layer."""
+"""Entrance: the computation between the embedding and the first layer.
+
+It has factors, a projection, learned positions, token types and a norm.
+"""
 
 from collections.abc import Iterator
 
@@ -16,7 +19,7 @@ class Entrance:
 
     def __init__(self, build: Builder) -> None:
         config = build.config
-        # As such models were trained, the factor is rounded to the embedding's type.
+        # The factor is rounded to the embedding's dtype, as in training.
         factor = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
         self.factor = factor / config.residual_scale
         self.project: Linear | None = None
@@ -53,10 +56,11 @@ class Entrance:
         return None if entrance.factor == 1 and plain else entrance
 
     def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute the first layer's input from x [n, embedding_size], which may be overwritten.
+        """Return the first layer's input for embeddings x [n, embedding_size], which may be
+        overwritten.
 
-        token_ids, positions: [n]. With types of tokens that differ, texts are whole: a text begins
-            at position 0.
+        token_ids, positions: [n]. If token types differ, every text must be whole and begin at
+            position 0.
         """
         if self.factor != 1:
             x = x.mul_(self.factor)
@@ -70,9 +74,10 @@ class Entrance:
         return x if self.norm is None else self.norm(x)
 
     def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the type of each token [n]: 0 up to the first separator of a text, 1 behind it."""
+        """Return the type of each token [n]: 0 up to a text's first separator, 1 after it."""
         is_separator = (token_ids == self.separator).long()
-        before = is_separator.cumsum(0) - is_separator  # separators in front, of all texts
+        # separators before each token, over all texts
+        before = is_separator.cumsum(0) - is_separator
         first = torch.arange(len(token_ids), device=positions.device) - positions
         return (before > before[first]).long()
 

@@ -1,5 +1,7 @@
-"""Model: the interface of a network to the engine, and the classes that fulfil it. How to add one:
-docs/adding-a-model.md."""
+"""Model: the interface of a network to the engine, and the classes that implement it.
+
+docs/adding-a-model.md says how to add a class.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -26,21 +28,23 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    group: TensorParallelGroup  # its rank's part is what this model holds
-    head_group: TensorParallelGroup  # of these, those that the heads of attention are divided among
-    stage: Stage  # whose layers it holds; num_parameters and bytes are of these
+    group: TensorParallelGroup  # this model holds the part of the group's rank
+    head_group: TensorParallelGroup  # the ranks that divide attention heads
+    # the pipeline stage; layers, num_parameters and bytes below are those of the stage
+    stage: Stage
     layer_numbers: range
-    kv: KVGroups  # what these keep
-    modules_elsewhere: set[str]  # that adapters may change, of layers that other stages have
-    num_parameters: int  # of this rank
-    num_active_parameters: int  # of these, those that a token meets
-    # Of weights and tables at most while they are loaded: what is not packed, all that is, and
+    kv: KVGroups  # what these layers keep in the KV cache
+    modules_elsewhere: set[str]  # modules that adapters may change, in layers of other stages
+    num_parameters: int  # number on this rank
+    num_active_parameters: int  # number that one token uses
+    # The most bytes of weights and tables while loading: unpacked parameters, all packed ones, and
     # open_bytes.
     loading_bytes: int
-    open_bytes: int  # of what is packed, at most at once before it is: of two layers, or more
-    num_bytes: int  # of weights and tables once finished
-    # [vocab_size + virtual_tokens, hidden_size]: what token ids are looked up in. The rows behind
-    # the vocabulary are the adapters'.
+    # the most bytes of parameters that wait to be packed, at once: two layers or more
+    open_bytes: int
+    num_bytes: int  # bytes of weights and tables after `finish`
+    # [vocab_size + virtual_tokens, hidden_size]: the table of embeddings. The rows after the
+    # vocabulary belong to adapters.
     lookup: Tensor
 
     def forward(
@@ -49,17 +53,18 @@ class Model(Protocol):
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
     ) -> Tensor:
-        """Compute a step: token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size]
-        after the final norm.
+        """Compute a step; return hidden states [num_tokens, hidden_size] after the final norm.
 
-        metas: of each view, in the order of `KVGroups.views`, planned. kv: of each layer that
-        keeps something (see `KVCache.layers`), as AttentionMeta describes; written in place.
+        token_ids: [num_tokens], int32 or int64.
+        metas: the planned AttentionMeta of each view, in the order of `KVGroups.views`.
+        kv: layer -> its caches, for layers that keep something (see `KVCache.layers`); written in
+            place.
         """
         ...
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute the first layer's input, the first part of `forward`: [num_tokens,
-        hidden_size]."""
+        """Compute the first layer's input [num_tokens, hidden_size]; the first part of
+        `forward`."""
         ...
 
     def through(
@@ -68,31 +73,34 @@ class Model(Protocol):
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
     ) -> Tensor:
-        """Run this stage's layers, the middle part of `forward`. residual may be overwritten."""
+        """Run this stage's layers, the middle part of `forward`; residual may be overwritten."""
         ...
 
     def leave(self, residual: Tensor) -> Tensor:
-        """Apply the final norm to the output of the last layer of all, the last part of
-        `forward`."""
+        """Apply the final norm to the last layer's output, the last part of `forward`."""
         ...
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
-        """Compute logits: hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in
-        the model's dtype.
+        """Compute logits [n, vocab_size] of hidden [n, hidden_size].
 
-        Every rank has to call it; only the first rank's result has a meaning.
-        whole: False for [n, share], of this rank's share of the vocabulary
-            (`TensorParallelGroup.share`).
+        They are float32 on the CPU, else in the model's dtype. Every rank has to call this; only
+        the first rank's result is valid.
+
+        whole: False returns [n, share], this rank's share of the vocabulary
+          (`TensorParallelGroup.share`).
         """
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Look for the fastest GEMMs for steps of these numbers of tokens, and of tokens that
-        sample (CUDA; a no-op elsewhere)."""
+        """Search the fastest GEMMs for steps of these sizes; does nothing except on CUDA.
+
+        tokens: numbers of tokens of a step.
+        samples: numbers of sampling tokens, for the head.
+        """
         ...
 
     def matrices(self) -> list[LinearSpec]:
-        """Return the specs of all linear layers; the head is left out where it is the embedding."""
+        """Return the specs of all linear layers, without a head that is the embedding."""
         ...
 
     def expert_specs(self) -> list[ExpertsSpec]: ...
@@ -103,19 +111,18 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[Parameter]:
-        """Return every tensor that loading fills, with the checkpoint tensors it comes from."""
+        """Return every tensor that loading fills, with its checkpoint tensors."""
         ...
 
     def units(self) -> Iterator[Unit]:
         """Return the units of parameters that any thread may finish, before `finish`.
 
-        Parameters of no unit wait for `finish`, and are allocated before any is filled.
+        Parameters outside of units wait for `finish`, and are allocated before any is filled.
         """
         ...
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name that parameters' sources have for the checkpoint's tensor of this
-        name."""
+        """Return the name of a checkpoint's tensor as the sources of parameters have it."""
         ...
 
     def ignores(self, stored: str) -> bool:
@@ -123,25 +130,24 @@ class Model(Protocol):
         ...
 
     def linears(self) -> Iterator[Linear]:
-        """Return the linear layers that adapters may change, in a fixed order; the head is not
-        one."""
+        """Return the linear layers that adapters may change, in a fixed order, without the head."""
         ...
 
     def step_bytes(self, tokens: int, samples: int) -> int:
-        """Estimate the most bytes alive at once in a step. tokens: of the step. samples: of these,
-        those that sample."""
-        ...
+        """Estimate the most bytes of activations at once in a step.
 
-    def finish(self) -> None:
-        """Let the layers repack what is not yet repacked, after all parameters are filled.
-
-        The loader calls it once.
+        tokens: tokens of the step.
+        samples: tokens of these that sample.
         """
         ...
 
+    def finish(self) -> None:
+        """Pack the layers that are not packed yet, after all parameters are filled."""
+        ...
 
-# Architecture.network -> the class. Arguments: what its parts are made with; the method for a head
-# that is the embedding; rows behind the vocabulary.
+
+# Architecture.network -> the class. Its arguments are the builder, the method of a head that is the
+# embedding, and the number of rows after the vocabulary.
 MODELS: dict[str, Callable[[Builder, LinearMethod, int], Model]] = {"decoder": Decoder}
 
 
@@ -161,13 +167,14 @@ def build_model(
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
-    spread_experts: the ranks of the group have whole experts each, and not a part of each expert.
-    data_parallel_attention: each rank has all heads, for its own requests.
-    runs_on: the type of the device that it is meant for, if that is another: on torch's "meta"
-        device a model takes no memory, and its parts say what they would take.
+    spread_experts: whether ranks of the group have whole experts instead of a part of each.
+    data_parallel_attention: whether each rank has all heads, for its own requests.
+    virtual_tokens: rows after the vocabulary in the embedding table.
+    runs_on: the type of the device that will run the model, if it differs. On torch's "meta" device
+        a model takes no memory, but reports the memory that it would take.
     """
     device = torch.device(device)
-    if str(device) == "cuda":  # streams and threads want to know which
+    if str(device) == "cuda":  # streams and threads need the device's index
         device = torch.device("cuda", torch.cuda.current_device())
     runs_on = runs_on or device.type
     method = linear_method(quantization, kernels, runs_on, model_config.quantized)
@@ -177,7 +184,7 @@ def build_model(
         method,
         group or TensorParallelGroup(),
         dtype,
-        # The CPU computes in float32 and keeps 16 bits only where memory is read: weights and KV.
+        # The CPU computes in float32, and uses 16 bits only for weights and KV.
         torch.float32 if runs_on == "cpu" else dtype,
         device,
         stage,
@@ -185,6 +192,6 @@ def build_model(
         data_parallel_attention=data_parallel_attention,
         runs_on=runs_on,
     )
-    # A head that is the embedding is loaded with it, as the checkpoint has it.
+    # A head that is the embedding is loaded with it, dense if the method needs that.
     tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)
     return MODELS[model_config.record.network](build, tied, virtual_tokens)

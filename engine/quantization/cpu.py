@@ -1,4 +1,4 @@
-"""The methods for the CPU: dense weights, packed where that is faster, and 8-bit weights."""
+"""Linear methods for the CPU: dense weights, packed where that is faster, and 8-bit weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,14 +31,13 @@ class PackedState:
 
 
 class DenseCpu(Dense):
-    """The dense method on the CPU: activations are float32, and weights are packed where that is
-    faster."""
+    """The dense method on the CPU: float32 activations, and weights packed where that is faster."""
 
     def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)
         if packed is None or (
             self.kernels.DETERMINISTIC and not isinstance(packed, PackedLinear)
-        ):  # others promise nothing
+        ):  # other packed forms are not bit-exact
             return state
         return PackedState(packed)
 
@@ -108,7 +107,7 @@ class DenseCpu(Dense):
     ) -> Tensor | None:
         matmuls = [state.multiply for state in states if isinstance(state, PackedState)]
         packed = [matmul for matmul in matmuls if isinstance(matmul, PackedLinear)]
-        # Deterministic, an activation is torch's, row by row.
+        # In deterministic mode torch computes activations row by row.
         if len(packed) < len(states) or self.kernels.DETERMINISTIC:
             return None
         out, up, down = packed
@@ -116,10 +115,10 @@ class DenseCpu(Dense):
 
 
 class Int8Cpu(DenseCpu):
-    """The method for 8-bit weights with a scale an output, and 16-bit activations with a scale a
-    row.
+    """The method for 8-bit weights with a scale for each output, and 16-bit activations with a
+    scale for each row.
 
-    Weights are loaded as the checkpoint has them and then quantised. Matrices of odd sizes stay
+    Weights are loaded as stored in the checkpoint, then quantised. Matrices of odd sizes stay
     dense.
     """
 

@@ -1,6 +1,6 @@
-"""Experts as separate linear layers: one matmul an expert, by any method for linear layers.
+"""Experts as separate linear layers: one matmul for each expert, by any linear method.
 
-On the CPU a Python call for each matmul costs little beside reading its weights.
+On the CPU a Python call for each matmul costs little compared with reading its weights.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertsApart:
-    """The method's states of each expert of a layer; other fields are those of `ExpertWeights`."""
+    """The linear method's state of each expert of a layer; other fields are as in
+    `ExpertWeights`."""
 
     gate_up: list[Any]
     down: list[Any]
@@ -37,14 +38,14 @@ def apply_apart(
 ) -> Tensor:
     """Apply each expert's own layers; see `Kernels.experts`.
 
-    Experts come in their order, so a token's sum does not depend on other tokens.
+    Experts are added in their order, so that a token's sum does not depend on other tokens.
     """
     out = torch.zeros_like(x) if residual is None else residual
     chosen = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(state.down)).tolist()
     begin = 0
-    for expert, count in enumerate(counts[: len(state.down)]):  # those behind are another rank's
+    for expert, count in enumerate(counts[: len(state.down)]):  # further ids belong to another rank
         if not count:
             continue
         pairs = order[begin : begin + count]
@@ -65,7 +66,8 @@ def _activated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> 
         return method.kernels.activation(gate_up, state.act)
     if state.act != CLAMPED:
         return method.kernels.GATES[state.act](gate_up)
-    # Vector loops end differently where a row does: in deterministic mode each is alone.
+    # Vectorised loops treat the end of a row differently. So in deterministic mode each row is
+    # computed separately.
     rows = []
     for row in gate_up.split(1 if method.kernels.DETERMINISTIC else len(gate_up)):
         rows.append(activated(row, state.act, state.limit))

@@ -1,8 +1,8 @@
-"""LinearMethod: how a linear layer keeps its weight and multiplies by it.
+"""LinearMethod: the way in which a linear layer stores its weight and multiplies by it.
 
-Each way to quantise weights is a subclass, which `registry` chooses. ``create`` allocates the
-weights and says which checkpoint tensors fill them; ``finish`` packs them once they are loaded;
-``apply`` is the hot path.
+Each kind of quantisation is a subclass, which `registry` chooses. ``create`` allocates the weights
+and names the checkpoint tensors that fill them. ``finish`` packs them after loading. ``apply`` is
+the hot path.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ LayerNormParts = tuple[Tensor | None, Tensor | None, float]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix [out, in] of a (merged) layer, of which this rank holds rows x columns.
+    """A checkpoint matrix [out, in] in a (merged) layer, of which this rank holds rows x columns.
 
     rows: the rows of this rank, in the order of the layer.
     """
@@ -36,8 +36,8 @@ class Part:
     in_features: int
     rows: Rows
     columns: tuple[int, int]
-    transposed: bool = False  # the checkpoint has [in, out]
-    # (its number, how many): the checkpoint keeps so many in one tensor
+    transposed: bool = False  # whether the checkpoint stores [in, out]
+    # (index, count) of this matrix in a tensor that stacks several; None: its own tensor
     stack: tuple[int, int] | None = None
 
 
@@ -56,12 +56,12 @@ class LinearSpec:
 
     @property
     def out_features(self) -> int:
-        """Rows on this rank."""
+        """The number of rows on this rank."""
         return sum(num_rows(part.rows) for part in self.parts)
 
     @property
     def in_features(self) -> int:
-        """Columns on this rank."""
+        """The number of columns on this rank."""
         columns = self.parts[0].columns
         return columns[1] - columns[0]
 
@@ -75,8 +75,9 @@ class ExpertsSpec:
     """The shapes and sources of this rank's experts of a layer, before they have weights.
 
     size: the inner width.
-    sources: one expert after the other; for gate_up the rows of the gate, if there is one, come
-        before those of up. Biases have no sources where the model has no biases.
+    gate_up: sources, one expert after the other; rows of a gate come before those of up.
+    down: sources, one expert after the other.
+    gate_up_bias, down_bias: likewise; () without biases.
     act, limit, weigh_input, total: see `ExpertWeights`.
     """
 
@@ -101,7 +102,7 @@ class ExpertsSpec:
 
     @property
     def one_gate_up(self) -> LinearSpec:
-        """The layer of one expert's gate and up; without a gate, of the up alone."""
+        """The spec of one expert's gate and up, or of up alone."""
         rows = up_rows(self.size, self.act)
         return self._one(rows, self.hidden, bool(self.gate_up_bias))
 
@@ -115,46 +116,43 @@ class ExpertsSpec:
 
 
 class LinearMethod(ABC):
-    """The way in which linear layers keep and apply their weights.
+    """A way in which linear layers store and apply their weights.
 
     Subclasses define `create` and `apply`, and override what they can fuse with the GEMM.
     """
 
-    FROM_DENSE = False  # made of weights as an unquantized checkpoint has them
+    FROM_DENSE = False  # whether `create` takes weights as an unquantised checkpoint stores them
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
     @abstractmethod
     def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
-        """Allocate a layer. Returns the state that `apply` takes, and the parameters that loading
-        fills."""
+        """Allocate a layer; return (state for `apply`, parameters that loading fills)."""
 
     def finish(self, state: Any) -> Any:
-        """Pack the state, once after loading; returns the state to apply from then on."""
+        """Pack the state, once after loading; return the state for `apply` from then on."""
         return state
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
-        """The bytes that the result of `finish` takes on the device; None where `create` allocated
-        them."""
+        """Return the bytes of the state after `finish`; None = as `create` allocated them."""
         return None
 
     def replaces(self, packed_bytes: int | None) -> bool:
-        """Whether `finish` replaces the tensors of `create`, which then need memory only while
-        weights load.
+        """Whether `finish` replaces the tensors of `create`, which then exist only while loading.
 
-        packed_bytes: what `packed_bytes` or `packed_experts_bytes` returned.
+        packed_bytes: the result of `packed_bytes` or `packed_experts_bytes`.
         """
         return self.FROM_DENSE and packed_bytes is not None
 
     @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
-        """Compute x [n, in] -> [n, out]. On CUDA this must be capturable in a CUDA graph."""
+        """Multiply x [n, in]; return [n, out]. On CUDA this must be capturable in a CUDA graph."""
 
     def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
         """Allocate the experts of a layer, as `create` does for a linear layer.
 
-        Raises ConfigError where a method has no way to keep experts.
+        Raises ConfigError if the method cannot store experts.
         """
         raise ConfigError(
             f"{spec.name}: this kind of quantized weights has no kernels for mixtures of experts; "
@@ -167,7 +165,8 @@ class LinearMethod(ABC):
         return state
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
-        """The bytes that `finish_experts` makes, None where `create_experts` allocated them."""
+        """Return the bytes of the state after `finish_experts`; None = as `create_experts`
+        allocated."""
         return None
 
     def apply_experts(
@@ -177,21 +176,20 @@ class LinearMethod(ABC):
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
-        """Look for a faster `apply` for states of one shape, before CUDA graphs with them are
-        captured.
+        """Search a faster `apply` for states of one shape, before CUDA graphs are captured.
 
         sizes: numbers of rows of x.
         add: whether to tune `apply_add`.
-        A method without a choice leaves this empty.
+        A method without alternatives leaves this empty.
         """
 
     def table(
         self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
     ) -> "EmbeddingTable":
-        """Make the table of the embedding.
+        """Make the embedding table.
 
-        virtual: the number of rows behind the vocabulary.
-        head: the range of rows that this rank multiplies by, where the head is the embedding.
+        virtual: the number of rows after the vocabulary.
+        head: the rows that this rank multiplies by, if the head is the embedding.
         """
         return EmbeddingTable(spec, virtual)
 
@@ -202,11 +200,14 @@ class LinearMethod(ABC):
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        """Compute gate(apply(rms_norm(x))) -> [n, out / 2]. gate: a key of kernels.*.GATES."""
+        """Compute gate(apply(rms_norm(x))), [n, out / 2].
+
+        gate: a key of kernels.*.GATES.
+        """
         return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
-        """Compute residual + apply(x), written over residual."""
+        """Add apply(x) to residual in place."""
         return residual.add_(self.apply(state, x))
 
     def apply_post_norms(
@@ -217,33 +218,35 @@ class LinearMethod(ABC):
         norms: tuple[LayerNormParts, LayerNormParts],
         act: str,
     ) -> Tensor | None:
-        """Compute the rest of a post-norm layer behind attention, written over residual [n,
-        hidden].
+        """Compute the rest of a post-norm layer after attention, over residual [n, hidden] in
+        place.
 
-        Returns None, with nothing written, where the steps have to be computed one by one. The
-        numbers are the same.
+        Returns None, with nothing written, if the steps have to be computed one by one. The numbers
+        are the same in both cases.
+
         states: the states of out, up and down.
         act: a key of `Kernels.activation`.
         """
         return None
 
     def takes_gate(self, state: Any, x: Tensor) -> bool:
-        """Whether `apply_inner` costs less than a gate and `apply`, for as many rows as x has."""
+        """Whether `apply_inner` is faster than a gate and `apply`, for x's number of rows."""
         return False
 
     def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """Compute apply(gate(both)) of both [n, 2 * in], added to residual if there is one.
+        """Compute apply(gate(both)) of both [n, 2 * in].
 
         gate: a key of kernels.*.GATES.
+        residual: if given, the result is added to it in place.
         """
         x = self.kernels.GATES[gate](both)
         return self.apply(state, x) if residual is None else self.apply_add(state, x, residual)
 
 
 class EmbeddingTable:
-    """The table of embeddings that token ids look up, in the model's dtype.
+    """The embedding table, in the model's dtype.
 
-    lookup: [vocab + virtual, hidden]; the rows behind the vocabulary belong to adapters.
+    lookup: [vocab + virtual, hidden]; the rows after the vocabulary belong to adapters.
     embedding: its first rows, [vocab, hidden].
     """
 
@@ -260,13 +263,13 @@ class EmbeddingTable:
         """Pack the table, once its parameters are filled."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up the rows of ids [n] -> [n, hidden], in any dtype."""
+        """Return the embeddings [n, hidden] of ids [n], which may have any integer dtype."""
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
-        """Return a method and a state that multiply by the head's rows of the finished table.
+        """Return (method, state) that multiply by the head's rows of the finished table.
 
-        None: the method for dense weights multiplies by them.
+        None = the method for dense weights multiplies by them.
         """
         return None
 
@@ -275,11 +278,11 @@ class EmbeddingTable:
 class DenseState:
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
-    name: str = ""  # of the layer
+    name: str = ""  # name of the layer
 
 
 class Dense(LinearMethod):
-    """The method for dense weights, as the checkpoint has them, in the model's dtype."""
+    """The method for dense weights, stored as in the checkpoint and in the model's dtype."""
 
     FROM_DENSE = True
 

@@ -1,4 +1,4 @@
-"""Says how a device multiplies quantised weights, for `manta plan` and `manta doctor`."""
+"""products: describes how a device multiplies quantised weights, for `manta plan` and `doctor`."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +14,7 @@ from kernels.experts.candidates import FIXED_PACKED_EXPERTS, PACKED_EXPERTS
 from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
 from kernels.packed import BLOCK, Format
 
-# Compute capabilities among which a format's needs are looked for: T4, A100, L40, H100, B200.
+# Compute capabilities that are tried to find the one a format needs: T4, A100, L40, H100, B200.
 _CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
 _ROUNDED = ("8-bit floats", "8-bit integers")  # operands of kernels that quantise activations too
 _WORDS = {"single": "one stream", "uniform": "256 requests", "prefill": "prompts"}
@@ -30,11 +30,12 @@ def products(
     experts: Collection[str],
     deterministic: bool = False,
 ) -> Iterator[str]:
-    """A line for each format that the model's matrices have; on CUDA another one for experts.
+    """Yield a line for each format of the model's matrices; on CUDA another line for experts.
 
-    quantization: the configuration's; quantized: of the checkpoint, if it is in fewer bits;
-    capability: compute capability of CUDA, if that is known. linears, experts: names of matrices,
-    without ".weight".
+    quantization: the value in the configuration.
+    quantized: the checkpoint's quantisation, if any.
+    capability: compute capability of CUDA; None = unknown.
+    linears, experts: names of matrices, without ".weight".
     """
     line = partial(_line, capability=capability, cuda=cuda, deterministic=deterministic)
     groups = {False: linears, True: experts if cuda else ()}
@@ -63,8 +64,10 @@ def products(
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
-    """The format of a matrix whose sizes divide as usual, where there are products that round
-    activations for any like it; and the key of `measured_speeds`."""
+    """Return (format of a matrix of usual sizes, key of `measured_speeds` or "").
+
+    The format is None where no matmul quantises activations for this scheme.
+    """
     if scheme.kind in _INTEGERS:
         return None, "int4" if scheme.bits == 4 and not scheme.ordered else ""
     if scheme.kind not in ("fp8", "int8", "llm-int8"):
@@ -81,7 +84,7 @@ def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
 def _line(
     name: str,
     form: Format | None,
-    measured: str,  # a key of `measured_speeds`, or ""
+    measured: str,  # key of `measured_speeds`, or ""
     *,
     capability: tuple[int, int] | None,
     cuda: bool,
@@ -96,7 +99,7 @@ def _line(
         if name == "int8":
             return f"{text}: multiplied in 8 bits, activations in 16"
         return f"{text}: multiplied in its bits, activations in 8"
-    if form is None:  # one whose activations are never quantised
+    if form is None:  # a format whose activations are never quantised
         form = Format(4, 128)
     tables = {False: (PACKED_LINEAR, PACKED_EXPERTS), True: (FIXED_LINEAR, FIXED_PACKED_EXPERTS)}
     text += f": {_kernels(tables[deterministic][experts], form, capability)}"
@@ -112,7 +115,7 @@ def _line(
 
 
 def _kernels(table: Sequence[Candidate], form: Format, capability: tuple[int, int] | None) -> str:
-    """Say how the kernels of a table multiply a format, and what would multiply it in 8 bits."""
+    """Describe how a table's kernels multiply a format, and the GPU that its 8-bit GEMMs need."""
     able = [each for each in _CAPABILITIES if _rounding(table, form, each)]
     kernel = _rounding(table, form, capability) if capability else None
     if kernel is not None:
@@ -150,8 +153,8 @@ def _rounding(
 def measured_speeds() -> dict[str, dict[str, float]]:
     """Return the speed of llama-8b on one H200 against 16-bit weights: format -> workload -> ratio.
 
-    The workloads are "single" (one stream), "uniform" (256 requests) and "prefill" (prompts), of
-    the files bench/results/versus-quantised-*.json.
+    The workloads are "single" (one stream), "uniform" (256 requests) and "prefill" (prompts). The
+    numbers are those of bench/results/versus-quantised-*.json.
     """
     file = files("engine.quantization").joinpath("measured_speeds.json")
     speeds: dict[str, dict[str, float]] = json.loads(file.read_text())

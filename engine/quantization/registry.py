@@ -1,4 +1,4 @@
-"""The choice of the LinearMethod that a configuration and a checkpoint ask for."""
+"""Chooses the LinearMethod for a configuration and a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +14,12 @@ from engine.quantization.stored.cpu import StoredCpu
 from engine.quantization.stored.cuda import StoredCuda
 from kernels.dispatch import Kernels
 
-AS_STORED = "gguf"  # weights in the blocks of a .gguf file
-_AS_THEY_ARE = ("auto", "none")  # the caller of the engine has made the folder that it wanted
+AS_STORED = "gguf"  # keeps the blocks of a .gguf file
+_AS_THEY_ARE = ("auto", "none")  # weights stay as the folder has them
 
 
 def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]:
-    """Return the method of a format for each type of device that has one."""
+    """Return type of device -> the method of this format."""
     makers: dict[str, Callable[[Kernels], LinearMethod]] = {
         "cpu": partial(RoundedCpu, quant=quant) if quant.activations == 8 else Int8Cpu,
         "cuda": partial(RoundedCuda, quant=quant),
@@ -27,7 +27,7 @@ def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]
     return {device: makers[device] for device in quant.devices}
 
 
-# What `quantization` can be for a checkpoint with 16- or 32-bit weights, by type of device.
+# Values of `quantization` for a checkpoint with 16- or 32-bit weights -> methods by type of device.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
     **{name: _methods(quant) for name, quant in QUANT_FORMATS.items()},
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
 
 
 def check_quantization(name: str, device: str, quantized: Quantized | None) -> None:
-    """Raise ConfigError where the method does not exist, or is not for this device or checkpoint.
+    """Raise ConfigError if the method is unknown, or does not fit this device or checkpoint.
 
     device: the type of the device.
     quantized: the checkpoint's quantisation.

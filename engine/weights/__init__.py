@@ -1,4 +1,4 @@
-"""Reading checkpoints into a model's parameters."""
+"""Loading: reads checkpoints into a model's parameters."""
 
 from engine.weights.load import check_headers, load_weights
 

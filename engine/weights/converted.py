@@ -1,10 +1,10 @@
-"""Converted folders: parameters as the engine holds them, so that loading is reading alone.
+"""Converted folders: parameters in the engine's own layout, so that loading only reads.
 
 A folder has these files:
 
-    config.json, tokenizer, templates   as the model's; the dtype is the one of the conversion
-    manta-00001.safetensors, ...        a tensor for each parameter, under its name
-    manta.json                          the device, dtype and format, and each tensor's digest
+  config.json, tokenizer, templates   as the model's; the dtype is the one of the conversion
+  manta-00001.safetensors, ...        a tensor for each parameter, under its name
+  manta.json                          the device, dtype and format, and each tensor's digest
 """
 
 import hashlib
@@ -36,8 +36,8 @@ SHARD_BYTES = 4 << 30
 class Manifest:
     """The description of a converted folder.
 
-    device: the type of the devices that the folder is for: norms on the CPU are float32.
-    quantization: the quantisation of the weights, "none" if they have the dtype's bits.
+    device: the type of device that the folder is for, as norms on the CPU are float32.
+    quantization: the quantisation of the weights; "none" if they keep the bits of the dtype.
     """
 
     version: int
@@ -73,7 +73,7 @@ class Manifest:
             raise ConfigError(f"{file}: {error}", param="model") from None
 
     def check(self, folder: Path, device: str, dtype: str) -> None:
-        """Raise ConfigError where the engine would hold the parameters otherwise."""
+        """Raise ConfigError where the engine would hold the parameters in another form."""
         for what, converted, asked in (
             ("device", self.device, device),
             ("dtype", self.dtype, dtype),
@@ -100,7 +100,7 @@ def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor
     shape = tuple(parameter.tensor.shape)
     rows = None
     there = stored.get(name)
-    # A table of positions is cut to the texts that there may be.
+    # A table of positions is cut to the longest possible text.
     if there is not None and there.shape[0] > shape[0] and there.shape[1:] == shape[1:]:
         rows, shape = (0, shape[0]), there.shape
     source = Source(name, shape, rows)
@@ -160,7 +160,7 @@ class Writer:
             self._digests[name] = digest
 
     def close(self) -> dict[str, str]:
-        """Close the files; returns the digests of all written parameters."""
+        """Close the files and return the digests of all written parameters."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()
@@ -180,7 +180,10 @@ def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Pa
 
 
 def copy_others(source: Path, target: Path, dtype: str | None) -> None:
-    """Copy all files of the model but its weights. dtype: the new type; None = the same."""
+    """Copy all files of the model except its weights.
+
+    dtype: the new type; None keeps the old one.
+    """
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or "LICENSE" in file.name
         if wanted and file.is_file() and not file.name.endswith(".index.json"):
@@ -199,7 +202,7 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
 
 
 def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> list[str]:
-    """Return the tensors whose bytes differ from those that were written.
+    """Return the tensors whose bytes differ from the written ones.
 
     Raises ConfigError for a folder that is not converted, or that lacks a tensor.
     """

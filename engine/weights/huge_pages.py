@@ -1,8 +1,8 @@
-"""collapse: move this process's large, resident memory to 2 MiB pages.
+"""collapse: moves this process's large, resident memory to 2 MiB pages.
 
 A decode step of one token reads every weight once, and with 4 KiB pages a sixth of that time goes
 into page tables. Linux gives large pages to programs that ask for them (transparent_hugepage =
-madvise, the default of Debian and Ubuntu); torch does not ask.
+madvise, the default of Debian and Ubuntu), but torch does not ask.
 """
 
 import ctypes
@@ -15,20 +15,21 @@ from torch import Tensor
 
 MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
-MADV_COLLAPSE = 25  # Linux 6.1; an older kernel does it in its own time
+MADV_COLLAPSE = 25  # since Linux 6.1; older kernels collapse pages later
 SMALL = 4 << 10
 HUGE = 2 << 20
-MIN_BYTES = 8 << 20  # of a region worth asking for
-MIN_RESIDENT = 0.9  # of a large page: collapsing fills in the rest
+MIN_BYTES = 8 << 20  # smaller regions are not worth a call
+MIN_RESIDENT = 0.9  # the share of a large page that must be resident, as collapsing fills the rest
 _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*(?:\[heap\])?$")
 
 
 def collapse() -> int:
-    """Returns the bytes asked for. Does nothing where the system is not Linux with glibc.
+    """Move large regions of memory to large pages, and return the bytes asked for.
 
-    Takes about a second a GB, and releases the interpreter lock meanwhile.
+    It does nothing where the system is not Linux with glibc. It takes about a second per GB, and
+    releases the interpreter lock meanwhile.
     """
-    trim()  # what loading freed need not be moved
+    trim()  # memory freed by loading need not be moved
     try:
         libc = ctypes.CDLL(None)
         with open("/proc/self/maps") as file:
@@ -47,7 +48,7 @@ def collapse() -> int:
 
 
 def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the runs of large pages in [begin, end) that are there already."""
+    """Yield (address, bytes) of each run of large pages in [begin, end) that is resident."""
     begin = -(-begin // HUGE) * HUGE
     count = (end - begin) // HUGE
     if count * HUGE < MIN_BYTES:
@@ -63,15 +64,22 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
 
 
 def trim() -> None:
-    """Give freed memory back to the system. malloc keeps it otherwise, and threads have heaps of
-    their own, which do not reuse what lay in another. Does nothing without glibc."""
+    """Give freed memory back to the system; does nothing without glibc.
+
+    Otherwise malloc keeps it. Each thread has its own heap, which does not reuse memory freed in
+    another.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back(tensor: Tensor) -> None:
-    """The memory of a contiguous tensor on the CPU that is not read any more, whatever still holds
-    it: whole pages become zeros that take no memory. Does nothing where the system is not Linux."""
+    """Give back the memory of a CPU tensor that is not read any more, even if it is still held.
+
+    Its whole pages become zeros that take no memory. It does nothing where the system is not Linux.
+
+    tensor: a contiguous tensor.
+    """
     begin = -(-tensor.data_ptr() // SMALL) * SMALL
     length = (tensor.data_ptr() + tensor.nbytes - begin) // SMALL * SMALL
     if length <= 0:

@@ -1,4 +1,7 @@
-"""The tensors of a model folder, read from headers alone. Damaged files are refused by name."""
+"""The index of a model folder's tensors, read only from headers.
+
+An error for a damaged file names it.
+"""
 
 import math
 from pathlib import Path
@@ -20,7 +23,7 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,  # scales: powers of two
-    # of tensors that are never read
+    # types of tensors that are never read
     "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
     "I16": torch.int16,
@@ -30,7 +33,10 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of the checkpoint by name. Raises ConfigError as `find_shards` does."""
+    """Return all tensors of the checkpoint by name.
+
+    Raises ConfigError as `find_shards` does.
+    """
     shards = find_shards(folder)
     if shards is None:
         raise ConfigError(
@@ -41,8 +47,10 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_safetensors(file: Path) -> list[StoredTensor]:
-    """Return the tensors of one file, in file order. Raises ConfigError if header and size
-    disagree."""
+    """Return the tensors of one file, in file order.
+
+    Raises ConfigError if header and size disagree.
+    """
     return [_stored(entry) for entry in read_header(file)]
 
 

@@ -1,4 +1,7 @@
-"""load_weights: fills a model from a checkpoint or with random weights. Errors name the tensor."""
+"""load_weights: fills a model from a checkpoint or with random weights.
+
+Its errors name the tensor.
+"""
 
 import logging
 from collections import Counter, deque
@@ -26,10 +29,11 @@ from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 
 logger = logging.getLogger("manta.engine")
 
-# A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
+# A model of at least this size on the CPU moves to large pages after the start, in the background.
+# That costs one core a second per GB.
 HUGE_PAGES_FROM = 64 << 20
 
-# Bytes read on the CPU from one return of freed memory to the next: what was packed.
+# On the CPU freed memory is returned to the system each time this many bytes are packed.
 TRIM_EVERY = 32 << 20
 
 
@@ -61,9 +65,10 @@ def load_weights(
 ) -> None:
     """Fill every parameter from the folder's files, or with random weights if folder is None.
 
-    ranks: the ranks that have parts of this model. Random weights are then the same on all of them,
-        so that whole copies are equal; they are not those of a model on one rank.
-    progress: called from this thread some ten times a second.
+    ranks: the number of ranks that have parts of this model. If there are several, random weights
+        are the same on all of them, so that whole copies are equal. They differ from those on one
+        rank.
+    progress: a function called from this thread some ten times a second.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
@@ -81,13 +86,13 @@ def load_weights(
         jobs = _jobs(model, units, stored, folder)
         run_jobs(jobs, model.device, progress, model.open_bytes)
         if model.device.type == "cuda":
-            # Of those that were packed meanwhile nothing is left here.
+            # Parameters that were packed during loading are no longer in these lists.
             _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
             for job in jobs:
                 job.then()
         del jobs, units
     model.finish()
-    if model.device.type == "cuda":  # what was packed leaves gaps that the KV cache does not fit in
+    if model.device.type == "cuda":  # packing leaves gaps too small for the KV cache
         torch.cuda.empty_cache()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
@@ -101,7 +106,9 @@ def each_parameter(
 ) -> None:
     """Fill each parameter of a model on the CPU, hand it to `take`, and free its memory.
 
-    take: called from any thread. The model is of no use afterwards. Raises as load_weights.
+    The model is of no use afterwards. Raises as load_weights does.
+
+    take: a function called from any thread.
     """
     stored = _named(model, read_index(folder))
 
@@ -114,24 +121,27 @@ def each_parameter(
 
     units = [Unit([filled], handing(filled), False) for filled in model.parameters()]
     for unit in units:
-        unit.parameters[0].allocate()  # a page takes memory from where it is written to `give_back`
+        # a page takes memory only once it is written, until `give_back`
+        unit.parameters[0].allocate()
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
 
 
 def check_headers(model: Loadable, folder: Path) -> None:
-    """Raise ConfigError, as load_weights does, for what headers alone show.
+    """Raise ConfigError, as load_weights does, for errors that headers alone show.
 
-    That is a tensor or a file that is missing, too many, cut short, or of another shape or dtype.
-    model: on any device, whole.
+    Such errors are a tensor or a file that is missing, unexpected, cut short, or of another shape
+    or dtype.
+
+    model: a whole model, on any device.
     """
     if Manifest.read(folder) is None:
         _match([list(model.parameters())], _named(model, read_index(folder)), folder)
 
 
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
-    """Return the model's units, and one unit for each parameter that is in none.
+    """Return the model's units, and one unit for each parameter outside them.
 
-    The parameters of the latter have their memory.
+    Parameters outside the model's units get their memory here.
 
     converted: the tensors of a folder that has the parameters themselves.
     """
@@ -155,7 +165,7 @@ def _jobs(
     model: Loadable, units: list[Unit], stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
     transfers = _match([unit.parameters for unit in units], stored, folder)
-    freed = 0  # bytes since the last return; of several threads, about
+    freed = 0  # bytes since the last return; inexact with several threads
 
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
@@ -164,7 +174,7 @@ def _jobs(
                 _check_finite(unit.parameters, stored)
             _settle(unit.parameters)
             freed += unit.num_bytes
-            unit.parameters.clear()  # else what is packed is there twice
+            unit.parameters.clear()  # else packed weights would be in memory twice
             try:
                 unit.finish()
             except TensorError as error:
@@ -200,8 +210,7 @@ def _settle(parameters: list[Parameter]) -> None:
 
 
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the stored tensors by the names of the model's record, without the tensors that it
-    ignores."""
+    """Return the stored tensors, without ignored ones, under the names that the model uses."""
     tensors: dict[str, StoredTensor] = {}
     unread: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -222,7 +231,7 @@ def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, Stored
 
 
 def _part(name: str) -> str:
-    """Return the part of the model that a tensor belongs to; "" for a table that is computed.
+    """Return the part of the model that a tensor belongs to; "" for a computed table.
 
     Parts are vision_tower, model.visual, model.layers.61 and the like.
     """
@@ -237,7 +246,7 @@ def _match(
     stored: dict[str, StoredTensor],
     folder: Path,
 ) -> list[list[Transfer]]:
-    """Pair each source with its tensor on disk; returns the transfers of each unit."""
+    """Pair each source with its tensor on disk and return the transfers of each unit."""
     transfers: list[list[Transfer]] = []
     wanted = set()
     for parameters in units:
@@ -260,7 +269,7 @@ def _match(
                 )
             if on_disk.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
                 on_disk = replace(on_disk, dtype=torch.uint8)  # the same bytes
-            # Codes are not converted as numbers are.
+            # Codes are not converted between types, unlike numbers.
             number = target.dtype.is_floating_point and target.dtype.itemsize > 1
             fits = on_disk.dtype.is_floating_point if number else on_disk.dtype == target.dtype
             if not fits:
@@ -296,11 +305,11 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
 
 
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
-    """Raise ConfigError for a NaN or infinity in parameters on CUDA; the CPU checks them while
-    reading.
+    """Raise ConfigError for a NaN or infinity in parameters on CUDA.
 
-    A sum reads each weight once, allocates nothing, and keeps any NaN or infinity. Integers have
-    neither. 8-bit floats, and the scales among a block's bytes, are checked when they are decoded.
+    The CPU checks them while reading. A sum reads each weight once, allocates nothing, and keeps
+    any NaN or infinity. Integers have neither. 8-bit floats and the scales inside a block are
+    checked when they are decoded.
     """
     parameters = [
         parameter
@@ -317,12 +326,11 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
 
 
 def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
-    """Fill the model with random weights, made on the device, in the order of the model's
-    parameters.
+    """Fill the model with random weights, made on the device in the order of its parameters.
 
-    Norms get ones, other parameters normal numbers. Each unit is packed as soon as it is filled.
+    Norms get ones and other parameters normal numbers. Each unit is packed as soon as it is filled.
 
-    by_name: whether a parameter's numbers do not depend on which other parameters there are.
+    by_name: whether a parameter's numbers are independent of the other parameters.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     units = {}
@@ -336,7 +344,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             unit.finish()
 
     cuda = model.device.type == "cuda"
-    size = 0  # of the unit that is being filled
+    size = 0  # of the unit being filled
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for parameter in model.parameters():
             unit = units.pop(id(parameter.tensor))
@@ -348,10 +356,10 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             _draw(parameter, generator, seed, by_name=by_name)
             parameter.settle()
             if unit.parameters[-1].tensor is parameter.tensor:
-                unit.parameters.clear()  # else what is packed is there twice
+                unit.parameters.clear()  # else packed weights would be in memory twice
                 if not cuda:
                     packing.append((size if unit.transient else 0, pool.submit(pack, unit)))
-                elif unit.transient:  # on this thread, whose device it is; others wait for `finish`
+                elif unit.transient:  # on the thread that owns the device; others wait for `finish`
                     pack(unit)
             del parameter, unit
         for _, packed in packing:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 Fill = Callable[[Tensor, torch.Generator], None]
 
-# Of a matrix: a half-open range, or one number after the other.
+# The rows of a matrix: a half-open range, or a list of numbers.
 Rows = tuple[int, int] | NDArray[np.int64]
 
 
 def as_rows(numbers: NDArray[np.int64]) -> Rows:
-    """Return the numbers as a range if they are one, which is read without detours."""
+    """Return the numbers as a range if they are consecutive, because a range is read faster."""
     if len(numbers) and bool((np.diff(numbers) == 1).all()):
         return int(numbers[0]), int(numbers[-1]) + 1
     return numbers
@@ -27,19 +27,19 @@ def num_rows(rows: Rows) -> int:
 
 
 def some_rows(rows: Rows, begin: int, end: int) -> Rows:
-    """Return the rows from begin to end of these rows."""
+    """Return the rows from begin to end of the given rows."""
     if isinstance(rows, tuple):
         return rows[0] + begin, min(rows[0] + end, rows[1])
     return rows[begin:end]
 
 
 def span(rows: Rows) -> tuple[int, int]:
-    """Return the smallest range that has these rows."""
+    """Return the smallest range that contains the rows."""
     return rows if isinstance(rows, tuple) else (int(rows.min()), int(rows.max()) + 1)
 
 
 def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
-    """Take these rows of a tensor; a view where the rows are a range."""
+    """Take the given rows of a tensor; a view where the rows are a range."""
     if isinstance(rows, tuple):
         return tensor[rows[0] : rows[1]]
     return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
@@ -49,18 +49,18 @@ def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
 class Source:
     """The part of a checkpoint tensor that a parameter takes.
 
-    Several sources merge along rows; rows and columns split a fused tensor, put its rows into our
-    order or keep one rank's shard of it.
+    Several sources merge along rows. Rows and columns split a fused tensor, reorder its rows or
+    keep one rank's shard of it.
 
     shape: the shape that the checkpoint must hold under ``name``.
     rows, columns: the rows and columns taken, after ``transpose``; None takes all.
-    transpose: whether the checkpoint stores [in, out] where we store [out, in].
+    transpose: whether the checkpoint stores [in, out] where the engine stores [out, in].
     flat: whether a tensor of any shape on disk is taken as a vector of its elements, which rows
         index.
     at: the index of this matrix, where the checkpoint stacks several in one tensor along its first
-        axis. shape is the whole tensor's, whose first two axes may be one on disk, and whose last
-        one may be two.
-    shorter: whether there may be fewer bytes on disk; the others are not written.
+        axis. shape is then the whole tensor's; on disk its first two axes may be one, and its last
+        may be two.
+    shorter: whether there may be fewer bytes on disk; the remaining bytes are not written.
     """
 
     name: str
@@ -73,8 +73,10 @@ class Source:
     shorter: bool = False
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the part of the checkpoint tensor that is taken; a view unless rows change their
-        order."""
+        """Return the part of the checkpoint tensor that is taken.
+
+        It is a view unless the order of rows changes.
+        """
         if self.transpose:
             tensor = tensor.t()
         if self.rows is not None:
@@ -92,7 +94,7 @@ class Source:
         if self.at is None:
             return stored == self.shape
         joined = (math.prod(self.shape[:2]), *self.shape[2:])
-        # Rows may be cut into blocks.
+        # Rows may be split into blocks.
         blocks = (*stored[:2], math.prod(stored[2:]))
         return stored in (self.shape, joined) or (len(stored) > 3 and blocks == self.shape)
 
@@ -110,14 +112,15 @@ class Source:
 class Parameter:
     """A tensor of the model, and the checkpoint tensors that fill it.
 
-    tensor: allocated, to be filled.
-    sources: stacked along rows in this order; together the tensor's exact shape.
-    std: the deviation of the normal distribution that random weights are drawn from; 0 makes ones
+    tensor: the tensor to fill, allocated.
+    sources: the sources, stacked along rows in this order; together they have the tensor's exact
+        shape.
+    std: the deviation of the normal distribution that random weights are drawn from; 0 gives ones
         (norms).
     fill: a function that draws random weights into the tensor instead, where not every number is a
-        weight. It must not hold what holds the parameter, else what is packed is there twice until
-        garbage is collected.
-    offset, scale: what is read becomes (what is read + offset) * scale.
+        weight. It must not refer to the object that holds the parameter. Otherwise packed weights
+        are in memory twice until garbage is collected.
+    offset, scale: the numbers that change each value to (value + offset) * scale.
     changed: a function that changes the tensor in place, after offset and scale.
     """
 
@@ -133,23 +136,20 @@ class Parameter:
     def release(self) -> None:
         """Give the tensor's memory back until `allocate`; the tensor must be all of its storage.
 
-        Until then the tensor has a shape and a type, and neither it nor a view may be cut by rows.
+        Meanwhile the tensor keeps its shape and type, and neither it nor a view may be cut by rows.
         """
         storage = self.tensor.untyped_storage()
         assert storage.nbytes() == self.tensor.nbytes, self.name
         storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate memory, of any content, in place of what `release` gave back.
-
-        The tensor and all its views have it.
-        """
+        """Allocate uninitialised memory after `release`, for the tensor and all its views."""
         storage = self.tensor.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.tensor.nbytes)
 
     def settle(self) -> None:
-        """Apply offset, scale and `changed` to the tensor, once it is filled."""
+        """Apply offset, scale and `changed` to the filled tensor."""
         if self.offset:
             self.tensor.add_(self.offset)
         if self.scale != 1.0:
@@ -160,9 +160,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are packed together. The thread that packs them empties the list before.
+    """A group of parameters that are packed together.
 
-    finish: packs them, once all are filled.
+    The thread that packs them empties the list first.
+
+    finish: a function that packs them, once all are filled.
     transient: whether they have memory only between `allocate` and `finish`.
     """
 

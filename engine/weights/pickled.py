@@ -1,6 +1,7 @@
-"""Reads pickled shards (`pytorch_model*.bin`) without running their code or reading their tensors.
+"""The reader of pickled shards (`pytorch_model*.bin`).
 
-torch's unpickler for weights alone says where in the file each tensor begins.
+It runs none of their code and reads none of their tensors. torch's unpickler for weights alone says
+where in the file each tensor begins.
 """
 
 import re
@@ -17,8 +18,8 @@ from engine.weights.stored import StoredTensor
 def read_pickled(file: Path) -> list[StoredTensor]:
     """Return the tensors of one file.
 
-    Raises ConfigError for a file that is damaged, has anything but tensors in it, or is of a format
-    that cannot be read in place.
+    Raises ConfigError for a file that is damaged, holds anything but tensors, or has a format that
+    cannot be read in place.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -31,7 +32,7 @@ def read_pickled(file: Path) -> list[StoredTensor]:
         raise file_error(
             file, "truncated, or written by a torch before 1.6; save it as safetensors"
         ) from None
-    except Exception as error:  # the unpickler raises whatever a damaged file makes it
+    except Exception as error:  # the unpickler may raise anything on a damaged file
         raise file_error(file, f"cannot be read as weights alone: {_reason(error)}") from None
     if not stored:
         raise file_error(file, "is a compressed archive; save it as safetensors")
@@ -41,7 +42,7 @@ def read_pickled(file: Path) -> list[StoredTensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's reason without torch's advice to run what the file says."""
+    """Return the error's reason without torch's advice to run the file's code."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it wants {match[1]}, and nothing in a file is run; save it as safetensors"
     return str(error).split("\n")[0][:200]

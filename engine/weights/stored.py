@@ -21,9 +21,9 @@ class StoredTensor:
     num_bytes: int
 
     def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """Return one of the tensors along the first axis of this tensor.
+        """Return one of the tensors stacked along this tensor's first axis.
 
-        shape: the shape as which this tensor is seen.
+        shape: the shape to assume for this tensor.
         """
         size = self.num_bytes // shape[0]
         offset = self.offset + index * size

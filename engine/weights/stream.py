@@ -1,13 +1,13 @@
 """Parallel reading of checkpoint bytes into parameters, in the order of the files.
 
-Threads, because a positional read and a device copy both release the interpreter lock. On the CPU
-bytes go straight into the parameter where nothing has to be converted. They are checked while they
-are in the processor's cache, and parameters are packed as soon as they are complete. On CUDA each
-thread owns two pinned buffers and a stream: one buffer is read into while the other is copied to
+Threads work here, because a positional read and a device copy both release the interpreter lock. On
+the CPU bytes go straight into the parameter where nothing has to be converted. They are checked
+while they are in the processor's cache. Parameters are packed as soon as they are complete. On CUDA
+each thread owns two pinned buffers and a stream. One buffer is filled while the other is copied to
 the device.
-
 Transient parameters have memory from their first part until they are packed. Their parts are read
-together, wherever they lie, and readers wait where too much of this memory would be in use at once.
+together, wherever they are in the files. Readers wait where too much of this memory would be in use
+at once.
 """
 
 import os
@@ -28,17 +28,17 @@ from engine.errors import ConfigError
 from engine.weights.parameter import Source, some_rows, span
 from engine.weights.stored import StoredTensor
 
-# Large enough that the costs of a chunk vanish, and small: on the CPU it is to stay in the cache,
-# and of pinned ones there are two a thread.
+# Large enough that the overhead of a chunk is negligible. On the CPU a chunk must fit in the cache;
+# on CUDA each thread has two pinned chunks.
 CPU_CHUNK = 2 << 20
 CUDA_CHUNK = 8 << 20
-_GAP = 4096  # bytes between two tensors that are read with them, rather than by another call
-CUDA_THREADS = 16  # a thread copies some 3 GB/s out of the page cache, the bus takes 25 to 55 GB/s
+_GAP = 4096  # parts with at most this many bytes between them are read in one call
+CUDA_THREADS = 16  # a thread copies some 3 GB/s from the page cache; the bus takes 25 to 55 GB/s
 _LOOK = 0.1  # seconds between reports
-# Bytes of what is not packed yet that there may be at least, so that threads do not wait for each
-# other where layers are small: several times what they read at once.
+# The least limit for unpacked bytes, several times what the threads read at once. It keeps threads
+# from waiting for each other where layers are small.
 LEAST_OPEN = {"cpu": 64 << 20, "cuda": 512 << 20}
-# Of a number, the bits that are all ones in infinities and NaNs, and only there.
+# The bits of a number that are all ones only in infinities and NaNs.
 _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float32: (np.uint32, 0x7F800000),
     torch.bfloat16: (np.uint16, 0x7F80),
@@ -50,7 +50,7 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 class Transfer:
     """A transfer from a stored tensor, as the source cuts it, to rows of a parameter's tensor.
 
-    at: the first row that is filled.
+    at: the first row to fill.
     """
 
     whole: Tensor
@@ -79,7 +79,7 @@ class Transfer:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """Return (offset, length) of the bytes that hold the rows, or of the whole tensor if
+        """The offset and length of the bytes that hold the rows; of the whole tensor if
         transposed."""
         stored, source = self.stored, self.source
         if source.transpose or source.rows is None:
@@ -89,7 +89,10 @@ class Transfer:
         return stored.offset + begin * row_bytes, (end - begin) * row_bytes
 
     def take(self, raw: Tensor) -> Tensor:
-        """Convert raw, uint8 [byte_range's length], to the values, shaped like target."""
+        """Convert raw bytes to values with the shape of the target.
+
+        raw: uint8, of byte_range's length.
+        """
         source, stored = self.source, self.stored
         values = raw.view(stored.dtype)
         if source.transpose or source.rows is None:
@@ -104,7 +107,7 @@ class Transfer:
 class Loading:
     """The progress of loading.
 
-    done, total: bytes of the files.
+    done, total: the bytes read so far, and the bytes of all files.
     seconds: the time since loading began.
     """
 
@@ -128,22 +131,22 @@ class Loading:
 
 @dataclass(slots=True)
 class Job:
-    """Transfers that end together.
+    """A group of transfers that end together.
 
-    then: called when all transfers are done. On the CPU one of the threads calls it. On CUDA
-        `run_jobs` does, for a job with `allocate`; otherwise the caller calls it when all jobs are
+    then: a function called when all transfers are done. On the CPU one of the threads calls it. On
+        CUDA `run_jobs` does for a job with `allocate`; for others the caller does when all jobs are
         done.
-    allocate: allocates the num_bytes that the transfers fill, which `then` gives back; None where
-        they are allocated already.
+    allocate: a function that allocates the num_bytes that the transfers fill, and that `then`
+        frees; None where they are allocated already.
     """
 
     transfers: list[Transfer]
     then: Callable[[], None]
     allocate: Callable[[], None] | None = None
     num_bytes: int = 0
-    left: int = 0  # parts that are not read
+    left: int = 0  # parts not read yet
     begun: bool = False
-    allocated: torch.cuda.Event | None = None  # behind what used the same memory before
+    allocated: torch.cuda.Event | None = None  # recorded after the last use of the same memory
 
 
 def run_jobs(
@@ -152,13 +155,15 @@ def run_jobs(
     progress: Callable[[Loading], None] | None = None,
     open_bytes: int = 0,
 ) -> None:
-    """Run all jobs. Host memory: a chunk or two for each thread.
+    """Run all jobs, with host memory for a chunk or two per thread.
 
-    open_bytes: the most bytes that jobs may have allocated and not given back; or those of one job.
+    open_bytes: the most bytes that jobs may have allocated and not freed. A single job may have
+        more.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
-    # On the CPU parts are packed as soon as they are there, and nothing is won by waiting for more.
+    # On the CPU parts are packed as soon as they are read, and joining them into one read gains
+    # nothing.
     together = CUDA_CHUNK if cuda else 0
     queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK, together, open_bytes)
     descriptors: dict[Path, int] = {}
@@ -166,7 +171,7 @@ def run_jobs(
         for file in queue.files:
             descriptors[file] = os.open(file, os.O_RDONLY)
         if cuda:
-            torch.cuda.synchronize(device)  # what the memory was before may still be written
+            torch.cuda.synchronize(device)  # earlier work may still write to the memory
             count = min(CUDA_THREADS, max(4, len(os.sched_getaffinity(0))))
         else:
             count = max(2, torch.get_num_threads())
@@ -183,7 +188,8 @@ def run_jobs(
             return reader
 
         def finish(job: Job) -> None:
-            # The stream that its memory was allocated on, so that its next use comes behind.
+            # Memory was allocated on the default stream. That stream waits for the readers, so that
+            # the next use of the memory comes after their copies.
             with torch.cuda.stream(torch.cuda.default_stream(device)):
                 for stream in list(streams):
                     torch.cuda.current_stream(device).wait_stream(stream)
@@ -216,10 +222,10 @@ class _Reader(Protocol):
         ...
 
     def run(self, parts: Sequence[Transfer], transient: Job | None) -> int:
-        """Read parts into their targets. Returns the bytes read; on CUDA the copies to the device
-        are launched.
+        """Read parts into their targets and return the bytes read; on CUDA this launches the
+        copies.
 
-        parts: parts of one file, behind each other.
+        parts: consecutive parts of one file.
         transient: the job of these parts, if it allocates.
         """
         ...
@@ -229,13 +235,13 @@ class _Reader(Protocol):
 class _Piece:
     """The parts that one thread reads at once, and the job of each.
 
-    Otherwise a checkpoint with ten thousand small tensors would need as many reads, each with a
+    Without it a checkpoint with ten thousand small tensors would need as many reads, each with a
     wait for the interpreter's lock.
     """
 
     parts: list[Transfer]
     jobs: list[Job]
-    end: int = 0  # of their bytes in the file
+    end: int = 0  # end of the parts' bytes in the file
 
     @property
     def transient(self) -> Job | None:
@@ -259,10 +265,10 @@ class _Piece:
 
 
 class _Queue:
-    """The parts that are still to be read, in the order of files.
+    """The unread parts, in the order of files.
 
-    All parts of a job that allocates come where its first part lies. So a job that was begun ends
-    before the next one does, and memory is held for two of them at most.
+    All parts of a job that allocates come at the place of its first part. So a job that has begun
+    ends before the next one does, and at most two jobs hold memory at a time.
     """
 
     def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
@@ -270,7 +276,7 @@ class _Queue:
 
         chunk: the most bytes of a part.
         together: the most bytes of parts that are read at once.
-        open_bytes: see `run_jobs`.
+        open_bytes: as in `run_jobs`.
         """
         entries = []
         self.total = self.largest = 0
@@ -283,7 +289,7 @@ class _Queue:
                     job.left += 1
                     self.total += length
                     self.largest = max(self.largest, length)
-            job.transfers = []  # a part is held until it is read, a matrix until it is packed
+            job.transfers = []  # so that a part or a matrix is freed once it is read or packed
             first = min((place for place, _ in mine), default=None)
             for place, part in mine:
                 key = (place, 0, place) if job.allocate is None else (first, number, place)
@@ -301,24 +307,24 @@ class _Queue:
         self.pieces = len(self._waiting)
         self._changed = Condition()
         self._open_bytes = open_bytes
-        self._open = 0  # bytes
-        self._read_jobs: list[Job] = []  # that the caller's thread is to end
+        self._open = 0  # allocated bytes
+        self._read_jobs: list[Job] = []  # jobs that the caller's thread has to end
         self._done = 0
-        self._ended = 0  # threads
+        self._ended = 0  # threads that have ended
         self._error: BaseException | None = None
 
     def work(self, make_reader: Callable[[], _Reader], then: bool, inference: bool) -> None:
-        """Read pieces until there is no other; the body of a thread.
+        """Read pieces until none is left; this is the body of a thread.
 
-        then: whether the thread also runs what follows a job's last part.
-        inference: torch's inference mode of the caller, which each thread has to set.
+        then: whether the thread also runs `then` of a job after its last part.
+        inference: the caller's inference mode of torch, which each thread has to set.
         """
         try:
-            with torch.inference_mode():  # else parameters made in that mode refuse
+            with torch.inference_mode():  # else parameters made in that mode refuse writes
                 reader = make_reader()
             while (piece := self._next(reader)) is not None:
                 ended = self._read(reader, piece)
-                del piece  # what its parts hold is packed now
+                del piece  # so that memory of packed parts is freed
                 for job in ended:
                     if then:
                         with torch.inference_mode(inference):
@@ -335,7 +341,7 @@ class _Queue:
                 self._changed.notify_all()
 
     def _read(self, reader: _Reader, piece: _Piece) -> list[Job]:
-        """Read a piece; returns the jobs that end with it."""
+        """Read a piece and return the jobs that end with it."""
         if not piece.parts:
             return piece.jobs
         with torch.inference_mode():
@@ -350,10 +356,10 @@ class _Queue:
         return ended
 
     def _next(self, reader: _Reader) -> _Piece | None:
-        """Return the next piece, None if there is no other.
+        """Return the next piece, or None if there is none.
 
-        Waits while the memory that the piece needs is not to be had. All parts of the jobs that
-        hold memory are read or being read, as they stand before the piece.
+        Waits while too much memory is allocated for the piece. The jobs that hold memory can end
+        meanwhile, because all their parts come before the piece.
         """
         with self._changed:
             while self._waiting:
@@ -369,7 +375,10 @@ class _Queue:
         return None
 
     def _end(self, job: Job, then: Callable[[], None]) -> None:
-        """Do what comes after a job's last part, and count its memory as given back."""
+        """Call what follows a job's last part, and count its memory as freed.
+
+        then: the function to call.
+        """
         then()
         job.then = _nothing
         if job.allocate is not None:
@@ -393,10 +402,11 @@ class _Queue:
         progress: Callable[[Loading], None] | None,
         finish: Callable[[Job], None],
     ) -> None:
-        """Report until the threads have ended, and `finish` the jobs that they leave to the
-        caller's thread.
+        """Report until the threads have ended, and finish jobs on the caller's thread.
 
         Raises what a thread has raised.
+
+        finish: a function that finishes a job that the threads leave to the caller.
         """
         began = time.monotonic()
         last = -1
@@ -429,7 +439,7 @@ def _allocate(job: Job) -> None:
 
 def _direct(part: Transfer) -> bool:
     """Whether the target's bytes are the stored bytes, without a conversion."""
-    source, target = part.source, part.whole  # rows of which lie as all do
+    source, target = part.source, part.whole  # its rows have the same layout
     return (
         target.dtype == part.stored.dtype
         and target.is_contiguous()
@@ -481,7 +491,7 @@ def not_finite(stored: StoredTensor, dtype: torch.dtype) -> ConfigError:
 
 
 class _CudaReader:
-    """A stream, two pinned buffers and the events of their last copies."""
+    """A reader with a stream, two pinned buffers and the events of their last copies."""
 
     def __init__(self, descriptors: dict[Path, int], device: torch.device, size: int) -> None:
         self._descriptors = descriptors
@@ -493,8 +503,8 @@ class _CudaReader:
         self._turn = 0
 
     def allocate(self, job: Job) -> None:
-        """Allocate the job's memory on the stream that packs, where its former content may still be
-        read."""
+        """Allocate the job's memory on the packing stream, which may still read its former
+        content."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             _allocate(job)
             job.allocated = torch.cuda.Event()
@@ -530,7 +540,10 @@ class _CudaReader:
 
 
 def _read(descriptor: int, raw: Tensor, offset: int, parts: Sequence[Transfer]) -> None:
-    """Fill raw (uint8, on the host), which has the parts, from the file at offset."""
+    """Fill a buffer from the file at an offset.
+
+    raw: uint8 on the host, as long as the bytes of the parts.
+    """
     view = memoryview(raw.numpy().data)
     while len(view):
         count = os.preadv(descriptor, [view], offset)

@@ -1,1 +1,1 @@
-"""Attention between its two projections, a module a kind."""
+"""Attention between its two projections; each module holds one kind."""

@@ -1,5 +1,4 @@
-"""Bidirectional attention of encoders: a token sees the whole text of its step, and no cache is
-kept."""
+"""Bidirectional attention of encoders: a token sees the whole text, and nothing is cached."""
 
 from torch import Tensor
 
@@ -27,12 +26,12 @@ class BidirectionalAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention."""
+        """Compute self(norm(x)) like `Attention.forward`."""
         attended = self.attended(x, meta, norm)
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def attended(self, x: Tensor, meta: AttentionMeta, norm: Norm | None = None) -> Tensor:
-        """Return the attended values, which `out` is to multiply."""
+        """Return the attended values, the input of `out`."""
         return self.kernels.whole_texts(
             self.qkv.forward(x, meta.lora, norm=norm),
             self.cos_sin if self.rotates else None,

@@ -10,17 +10,17 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class DataParallelAttention:
-    """The attention of a rank that attends for its own requests alone.
+    """The attention of a rank that attends only for its own requests.
 
-    A rank adds nothing for the tokens of other ranks' requests to the all-reduce that ends the
-    layer. This all-reduce is as large as with divided heads, and no other message is needed.
+    For tokens of other ranks' requests, a rank contributes zeros to the all-reduce that ends the
+    layer. The all-reduce is as large as with divided heads, and no other message is needed.
     """
 
     def __init__(self, attention: Block, group: TensorParallelGroup) -> None:
         """Wrap the attention of one rank.
 
-        attention: the undivided attention.
-        group: the ranks that requests are divided among.
+        attention: attention with all heads.
+        group: the ranks that divide the requests.
         """
         self.attention, self.group = attention, group
         self.linears, self.norms = attention.linears, attention.norms
@@ -28,7 +28,7 @@ class DataParallelAttention:
 
     @property
     def activations(self) -> int:
-        # Where all tokens of a step are this rank's, their inputs and outputs are there twice.
+        # Where all tokens of a step are this rank's, their inputs and outputs exist twice.
         return self.attention.activations + 2 * self.linears[0].spec.in_features
 
     def forward(
@@ -40,7 +40,7 @@ class DataParallelAttention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention. meta: with `own`."""
+        """Compute self(norm(x)) like `Attention.forward`; meta must have `own`."""
         assert meta.own is not None
         attended = self._attend(x, kv, meta.own, norm)
         if residual is None:
@@ -48,7 +48,7 @@ class DataParallelAttention:
         return self.group.add_reduced(attended, residual)
 
     def _attend(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
-        """Attend from this rank's tokens; returns zeros for the others, in x's shape."""
+        """Attend for this rank's tokens; return zeros for the others, in x's shape."""
         if own.others is not None:
             assert own.meta is not None
             return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)

@@ -11,8 +11,7 @@ from kernels.metadata import AttentionMeta
 
 
 class GatedAttention(Attention):
-    """The attention whose query projection also makes the gates, head by head: a query, then its
-    gate."""
+    """Attention whose query projection also gives gates: each head's query, then its gate."""
 
     def forward(
         self,
@@ -23,7 +22,7 @@ class GatedAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention."""
+        """Compute self(norm(x)) like `Attention.forward`."""
         k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         q = self.kernels.rope_kv_write(
@@ -46,7 +45,7 @@ class GatedAttention(Attention):
 
 
 class SoftplusGatedAttention(Attention):
-    """The attention with a separate projection for its gates, one for each head or each element."""
+    """Attention with a separate projection for gates, one for each head or each element."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -76,7 +75,7 @@ class SoftplusGatedAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention."""
+        """Compute self(norm(x)) like `Attention.forward`."""
         k_cache, v_cache = kv
         if norm is not None:
             x = norm(x)

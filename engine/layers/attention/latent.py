@@ -13,7 +13,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LatentAttention:
-    """Causal attention over paged latents, whose norms have a weight and an eps of their own."""
+    """Causal attention over paged latents, whose norms have their own weights and epsilon."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -73,7 +73,10 @@ class LatentAttention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention. kv: the latents, twice."""
+        """Compute self(norm(x)) like `Attention.forward`.
+
+        kv: the cache of latents, twice.
+        """
         down = self.down.forward(x, meta.lora, norm=norm)
         latent_size = self.latent.rank + self.latent.rope
         q, latents = down[:, :-latent_size], down[:, -latent_size:]

@@ -17,7 +17,7 @@ from kernels.metadata import AttentionMeta
 class Attention:
     """Causal attention over the paged cache.
 
-    Rotary positions, and an RMS norm on each head of q and k, are applied if the model has them.
+    Rotary embeddings, and an RMS norm on each head of q and k, are applied if the model has them.
     """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
@@ -27,7 +27,7 @@ class Attention:
         hidden, dim = config.hidden_size, layer.head_dim
         self.value_size = value = layer.value_size or dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
-        wide = 1 + layer.gated  # of queries, for their gates
+        wide = 1 + layer.gated  # a gated layer projects queries and their gates
         (begin, end), keys = build.group.heads(layer.num_heads, layer.num_kv_heads)
         self.kernels = build.kernels
         self.num_heads = end - begin
@@ -53,7 +53,7 @@ class Attention:
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names if normed)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]
-        # What is computed of scores beside the plain layer's; nothing for most.
+        # Further arguments of the attention kernel; most layers have none.
         self.also: dict[str, Any] = {}
         self.others: tuple[Parameter, ...] = ()
         if layer.softcap:
@@ -77,8 +77,10 @@ class Attention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         k_cache, v_cache = kv
         q = self.kernels.rope_kv_write(
             self.qkv.forward(x, meta.lora, norm=norm),

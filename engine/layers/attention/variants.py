@@ -20,7 +20,7 @@ from kernels.metadata import AttentionMeta
 class HeadNorm(Norm):
     """The norm of this rank's queries or keys [n, heads, head_dim], with a weight for each element.
 
-    flat: whether an RMS norm is over all heads of all ranks together; otherwise each head has a
+    flat: whether it is an RMS norm over the heads of all ranks together; otherwise each head has a
         layer norm.
     """
 
@@ -32,36 +32,41 @@ class HeadNorm(Norm):
         """
         self.kernels, self.eps = build.kernels, build.config.norm_eps
         self.flat = build.config.qk_norm == "flat"
-        # Of heads that are fewer than ranks each is on several.
+        # With fewer heads than ranks, several ranks have each head.
         self.counted = heads * size * max(1, build.group.size // heads)
         parameter = build.head_norm(ours, heads, size, kept)
         self.weight = parameter.tensor
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [n, heads, head_dim] without a sum over ranks: with one rank, or a norm for each
-        head."""
+        """Norm x [n, heads, head_dim], where no sum over ranks is needed.
+
+        That is with one rank, or with a norm for each head.
+        """
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
         normed = self.kernels.layer_norm(x, None, None, self.eps)
         return normed.mul_(self.weight.view(x.shape[1:]))
 
     def squared(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum of squares: [n] float32."""
+        """Return this rank's part of the sum of squares, [n] float32."""
         return x.float().square().sum((1, 2))
 
     def by(self, x: Tensor, squares: Tensor) -> Tensor:
-        """Norm x by the sum of squares of all ranks [n]."""
+        """Norm x by the sum of squares over all ranks.
+
+        squares: [n] float32.
+        """
         rms = (squares / self.counted + self.eps).sqrt()[:, None]
         normed = x.flatten(1).float() / rms * self.weight.float()
         return normed.view(x.shape).to(x.dtype)
 
 
 class VariantAttention(Attention):
-    """The attention that changes queries, keys, values or outputs outside the fused kernel.
+    """Attention that changes queries, keys, values or outputs outside the fused kernel.
 
-    After norms and rotations that are computed here, the fused kernel rotates by nothing, and
-    writes the keys into the cache.
+    Where norms and rotary embeddings are computed here, the fused kernel gets a table without
+    rotation and only writes the keys into the cache.
     """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
@@ -74,10 +79,10 @@ class VariantAttention(Attention):
         self.attended_scale = layer.attended_scale
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
         queries, keys = build.group.heads(heads, kv_heads)
-        self.heads = (self.num_heads, keys[1] - keys[0])  # this rank's
+        self.heads = (self.num_heads, keys[1] - keys[0])  # (query heads, key heads) of this rank
         self.rotation: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
-        self.over_ranks: tuple[HeadNorm, ...] = ()  # these, whose sums of squares are all ranks'
+        self.over_ranks: tuple[HeadNorm, ...] = ()  # norms whose sums of squares are over all ranks
         self.group = build.group
         if config.qk_norm in ("heads", "flat"):
             self.norms = self.apart = of_heads = (
@@ -107,7 +112,7 @@ class VariantAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention."""
+        """Compute self(norm(x)) like `Attention.forward`."""
         k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         if self.value_size < self.head_dim:
@@ -145,7 +150,7 @@ class VariantAttention(Attention):
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def _norm_and_rotate(self, qkv: Tensor, meta: AttentionMeta) -> None:
-        """Apply rotary positions and norms to queries and keys, written over them."""
+        """Apply norms and rotary embeddings to queries and keys in place."""
         if not self.apart:
             return
         heads, kv_heads = self.heads
@@ -165,7 +170,7 @@ class VariantAttention(Attention):
 
 
 class BorrowingAttention(Attention):
-    """The attention of a layer that makes queries alone and reads keys and values of another."""
+    """Attention that computes only queries and reads another layer's keys and values."""
 
     def forward(
         self,
@@ -176,7 +181,10 @@ class BorrowingAttention(Attention):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See Attention. kv: the other layer's."""
+        """Compute self(norm(x)) like `Attention.forward`.
+
+        kv: keys and values of the other layer.
+        """
         k_cache, v_cache = kv
         q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
         if self.q_norm is not None:

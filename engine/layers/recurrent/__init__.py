@@ -1,1 +1,1 @@
-"""Layers that keep a state of a request in the place of keys and values, a module a kind."""
+"""Layers that keep a state for each request instead of keys and values, one kind per module."""

@@ -1,4 +1,4 @@
-"""A layer whose attention and mixer run side by side on the same norm."""
+"""A layer whose attention and mixer read the same norm in parallel."""
 
 from torch import Tensor
 
@@ -36,11 +36,13 @@ class AttentionBesideMixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         if norm is not None:
             x = norm(x)
-        elif residual is x:  # which the first of the two writes over
+        elif residual is x:  # the mixer, which runs first, writes over the residual
             x = x.clone()
         mixed = self.mixer.forward(x, kv[2:], meta, residual=residual)
         return self.attention.forward(x, kv[:2], meta, residual=mixed)

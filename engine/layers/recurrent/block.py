@@ -1,4 +1,4 @@
-"""The choice of the layer that computes a record's mixer."""
+"""Chooses the layer that computes a record's mixer."""
 
 from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.jamba import Mamba1
@@ -16,7 +16,7 @@ from engine.layers.recurrent.short_conv import GatedConvolution
 
 
 def mixer_block(build: Builder) -> Block:
-    """Make the mixer of a layer that has one."""
+    """Return the layer for the mixer of the builder's layer."""
     assert build.layer is not None
     match build.config.attention[build.layer].mixer:
         case DeltaNet():

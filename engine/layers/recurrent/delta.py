@@ -1,4 +1,4 @@
-"""DeltaLayer: the base of layers with the delta rule, Gated DeltaNet and Kimi Delta Attention."""
+"""DeltaLayer: the base class of Gated DeltaNet and Kimi Delta Attention."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from kernels.recurrent.delta_rule import DeltaHeads
 class DeltaLayer(ABC):
     """A layer of one matmul, the delta rule, and another matmul.
 
-    kv: the last inputs of the convolution, the states and, if the layer has them, the pending
-        updates, of all rows.
+    kv: for all rows the last inputs of the convolution, the states and, if the layer has them, the
+        pending updates.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -28,7 +28,7 @@ class DeltaLayer(ABC):
         self.stacks = ()
         self.into: Linear
         self.out: RowParallelLinear
-        self.sizes: Sequence[int]  # of the pieces of its output
+        self.sizes: Sequence[int]  # widths of the pieces of the first matmul's output
         self.heads: DeltaHeads
         self.linears: tuple[Linear, ...]
         self.others: tuple[Parameter, ...]
@@ -42,7 +42,11 @@ class DeltaLayer(ABC):
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
         meta: AttentionMeta, pending_updates: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Apply the rule. parts: the pieces of `into`'s output, which are views of its rows."""
+        """Apply the delta rule; return the input of `out`.
+
+        parts: the pieces of the first matmul's output, as views.
+        tail: the last inputs of the convolution.
+        """
 
     def forward(
         self,
@@ -53,8 +57,10 @@ class DeltaLayer(ABC):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         tail, state, pending_updates = kv[0], kv[1], kv[2] if len(kv) > 2 else None
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         assert pending_updates is None or isinstance(pending_updates, Tensor)

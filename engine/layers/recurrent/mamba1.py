@@ -1,4 +1,4 @@
-"""A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba: with norms of steps, B and C."""
+"""A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba: time steps, B and C have norms."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ from kernels.metadata import AttentionMeta
 class Mamba1Mixer:
     """The layer out(scan(x, step(dt), B, C) * silu(gate)).
 
-    x comes out of a convolution; dt, B and C are projections of x, each with a norm.
+    x is the output of a convolution; dt, B and C are projections of x, each with a norm.
 
-    kv: the last inputs of the convolution and the states, of all rows.
+    kv: the last inputs of the convolution, and the states, of all rows.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -63,8 +63,10 @@ class Mamba1Mixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         projected = self.into.forward(x, meta.lora, norm=norm)

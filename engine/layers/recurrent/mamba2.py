@@ -17,9 +17,9 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 class Mamba2Mixer:
     """The layer out(norm(mamba2(x, B, C, dt) * silu(gate))), with a norm for each group of heads.
 
-    The gate may also come behind the norm.
+    Some models apply the gate after the norm.
 
-    kv: the last inputs of the convolution and the states, of all rows.
+    kv: the last inputs of the convolution, and the states, of all rows.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -33,7 +33,7 @@ class Mamba2Mixer:
         heads = [build.group.part(whole.heads, "heads")]
         inner = build.group.part(whole.inner, "channels")
         shared = whole.groups * whole.state_size
-        # Of a single group every rank has all.
+        # Every rank has B and C of a single group.
         both = (0, shared) if whole.groups == 1 else build.group.part(shared, "groups")
         mixed, own_ranges = (whole.inner, shared, shared), (inner, both, both)
         sizes, ranges = (whole.inner, *mixed, whole.heads), (inner, *own_ranges, *heads)
@@ -60,12 +60,12 @@ class Mamba2Mixer:
                 "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
             )
             self.norm, self.others = norm.tensor, (*self.others, norm)
-        self.factors: Tensor | None = None  # of each row of the first matmul
+        self.factors: Tensor | None = None  # factor of each output of the first matmul
         if mixer.factors:
             counts = torch.tensor([end - begin for begin, end in ranges])
             factors = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
             self.factors = factors.to(build.device)
-        # A norm's weight has it.
+        # With a norm, its weight contains the factor.
         self.out_factors: Tensor | None = None
         if self.norm is None and mixer.out_factor != 1.0:
             factor = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)
@@ -99,8 +99,10 @@ class Mamba2Mixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         projected = self.into.forward(x, meta.lora, norm=norm)

@@ -11,7 +11,10 @@ from kernels.metadata import AttentionMeta
 
 
 class GatedConvolution:
-    """The layer out(c * conv(b * x)). kv: the last b * x, of all rows, twice."""
+    """The layer out(c * conv(b * x)).
+
+    kv: for all rows the last inputs b * x of the convolution, twice.
+    """
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -48,8 +51,10 @@ class GatedConvolution:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
-        over it."""
+        """Compute self(norm(x)) of x [n, hidden].
+
+        residual: if given, residual + self(norm(x)) is written over it.
+        """
         tail = kv[0]
         assert isinstance(tail, Tensor)
         projected, size = self.into.forward(x, meta.lora, norm=norm), self.channels

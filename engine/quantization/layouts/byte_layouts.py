@@ -1,10 +1,8 @@
-"""Layouts with codes in bytes or half bytes, row by row: 8-bit floats and integers, 4-bit floats,
-NF4.
+"""Layouts with codes in bytes or half bytes, row by row: 8-bit and 4-bit floats, integers, NF4.
 
-Formulas: W = code * scale, with a scale for each output, block or group. NVFP4's scales are 8-bit
-floats and divided, or multiplied (ModelOpt), by one float32 of the matrix. MXFP4's are powers of
-two (OCP Microscaling Formats 1.0). NF4: QLoRA (arXiv 2305.14314), with the bytes that bitsandbytes
-writes.
+W = code * scale, with a scale for each output, block or group. NVFP4's scales are 8-bit floats,
+divided or (ModelOpt) multiplied by one float32 of the matrix. MXFP4's scales are powers of two (OCP
+Microscaling Formats 1.0). NF4 is QLoRA's (arXiv 2305.14314), with bitsandbytes' bytes.
 """
 
 import json
@@ -22,7 +20,7 @@ from engine.quantization.method import Part
 from engine.weights.parameter import Parameter, Source, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
 
-# The 16 quantiles of a normal distribution, at most 1 (bitsandbytes, functional.py).
+# 16 quantiles of a normal distribution, scaled to at most 1 (bitsandbytes, functional.py).
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -30,12 +28,12 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _STATE = "weight.quant_state.bitsandbytes__nf4"
-_STATE_BYTES = 1024  # of the JSON that bitsandbytes writes beside a matrix
-_NAN = 127  # of an 8-bit float, without its sign
+_STATE_BYTES = 1024  # size of the JSON text that bitsandbytes stores with a matrix
+_NAN = 127  # NaN of an 8-bit float, without its sign bit
 
 
 def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
-    """The format of an 8-bit matrix that shares a scale among so many inputs and outputs.
+    """Return the format of an 8-bit matrix.
 
     group: inputs that share a scale.
     rows: outputs that share a scale.
@@ -48,8 +46,7 @@ def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
 
 
 class EightBitLayout(Layout):
-    """A matrix [out, in] of e4m3 or signed codes, with a scale for the matrix, each output or each
-    block."""
+    """The layout of e4m3 or int8 codes, with a scale for the matrix, each output or each block."""
 
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
         super().__init__(part)
@@ -64,9 +61,10 @@ class EightBitLayout(Layout):
                 param=KEY,
             )
         self.inputs(BLOCK)
-        # Where blocks do not divide what is kept, scales are repeated for parts that do.
+        # Where blocks do not divide this rank's part, scales are repeated for smaller blocks that
+        # do.
         group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
-        group = gcd(group, 16) if group % BLOCK else group  # no kernel has 48
+        group = gcd(group, 16) if group % BLOCK else group  # no kernel has groups of 48
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = eight_bit_form(scheme, group, band)
@@ -94,7 +92,7 @@ class EightBitLayout(Layout):
         return codes, self._scales(begin, end), None
 
     def _scales(self, begin: int, end: int) -> Tensor:
-        """Return the scales [ceil(n / form.rows), groups] of the kept rows from begin to end."""
+        """Return the scales [ceil(n / form.rows), groups] of this rank's rows [begin, end)."""
         scheme, scale = self._scheme, self._scale
         if not scheme.group:
             if scheme.rows:
@@ -114,12 +112,12 @@ class EightBitLayout(Layout):
 
 
 def _fill_codes(tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill a tensor with random bytes that are no NaN of e4m3."""
+    """Fill a tensor with random bytes that are not NaN in e4m3."""
     tensor.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(0xBF)
 
 
 class FourBitFloats(Layout):
-    """A matrix of e2m1 codes, two a byte, low half first."""
+    """The layout of e2m1 codes, two a byte, the low half first."""
 
     zero_scales = True
 
@@ -160,7 +158,7 @@ class FourBitFloats(Layout):
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
         codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)
-        # The table's numbers are twice the floats'.
+        # The numbers in the table are twice the floats'.
         return paired(codes), self._scales(self._scale[begin:end]) * 0.5, None
 
     def _scales(self, stored: Tensor) -> Tensor:
@@ -175,17 +173,17 @@ class FourBitFloats(Layout):
 
 
 def powers_of_two(stored: Tensor) -> Tensor:
-    """E8M0 bytes -> float32; 255 is NaN."""
+    """Return the float32 powers of two that E8M0 bytes stand for; 255 is NaN."""
     powers = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
     return powers.masked_fill_(stored == 255, torch.nan)
 
 
 class Nf4Layout(Layout):
-    """A matrix in runs of 64 inputs with one largest magnitude, two codes a byte, high half first.
+    """The layout of NF4: groups of 64 inputs with one scale, two codes a byte, the high half first.
 
-    nested: whether these magnitudes are bytes themselves. A table of 256 numbers, a number for each
-        256 magnitudes and an offset give their values.
-    The file has one vector, so a rank reads whole rows.
+    nested: whether scales are quantised to bytes themselves. A table of 256 numbers, a factor for
+        each 256 scales and an offset give their values.
+    The file has the matrix as one vector, so that a rank reads whole rows.
     """
 
     zero_scales = True
@@ -211,7 +209,10 @@ class Nf4Layout(Layout):
         def tensor(
             key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0, row: int = 0
         ) -> Tensor:
-            """row: elements of a row, where rows are taken."""
+            """Allocate a tensor of the layout.
+
+            row: elements of a row, if only this rank's rows are read; 0 = read all.
+            """
             rows = (first * row, last * row) if row else None
             source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
             shape = (source.num_rows,)
@@ -245,7 +246,7 @@ class Nf4Layout(Layout):
         return paired(codes), self._runs(begin, end, offset), None
 
     def _runs(self, first: int, last: int, offset: float) -> Tensor:
-        """The scales of these rows, [n, groups]."""
+        """Return the scales [n, groups] of rows [first, last)."""
         groups = self.part.in_features // self.form.group
         begin, end = first * groups, last * groups
         scale = self._scale[begin:end]
@@ -255,7 +256,10 @@ class Nf4Layout(Layout):
         return scale.view(-1, groups)[:, slice(*self._inputs)].contiguous()
 
     def _values(self) -> dict[str, Any]:
-        """Read the JSON beside the matrix. Raises TensorError where it says what is unsupported."""
+        """Read the JSON that is stored with the matrix.
+
+        Raises TensorError for unsupported values.
+        """
         key = f"{self.name}.{_STATE}"
         try:
             state = json.loads(bytes(self._state.cpu().numpy()).rstrip(b"\0 "))

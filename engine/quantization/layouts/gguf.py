@@ -1,6 +1,6 @@
-"""Blocks of GGUF files: what the bytes of each type mean, for the CPU's packed matmuls.
+"""Blocks of GGUF files: decodes the bytes of each type.
 
-Layouts as llama.cpp's ggml-common.h has them; `gguf.quants` is the oracle of the tests.
+Layouts follow llama.cpp's ggml-common.h; tests compare them with `gguf.quants`.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,11 @@ _TABLE = tuple(value + 128 for value in _IQ4)
 class BlockType:
     """A type of GGUF blocks.
 
-    width, num_bytes: the weights and the bytes of a block.
-    halves: the places of the block's float16 numbers.
-    decode: a function, bytes uint8 [n, blocks, num_bytes] -> what `PackedBlocks.fill` takes, for n
-        rows.
+    width: weights in a block.
+    num_bytes: bytes of a block.
+    halves: offsets of the block's float16 numbers.
+    decode: decodes bytes uint8 [n, blocks, num_bytes] of n rows to arguments of
+        `PackedBlocks.fill`.
     """
 
     width: int
@@ -33,29 +34,33 @@ class BlockType:
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """Return the float16 number of each block: [n, blocks]."""
+    """Return the float16 numbers [n, blocks] at this offset of each block."""
     return raw[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _shifted(values: Tensor, *shifts: int) -> Tensor:
-    """Shift bytes by several amounts: uint8 [..., k] -> [..., shifts, k]."""
+    """Shift uint8 values [..., k] right by each of the shifts; return [..., shifts, k]."""
     by = torch.tensor(shifts, dtype=torch.uint8, device=values.device).unsqueeze(-1)
     return values.unsqueeze(-2) >> by
 
 
 def _flat(values: Tensor) -> Tensor:
-    """Flatten [n, ...] -> [n, -1]."""
+    """Flatten [n, ...] to [n, -1]."""
     return values.reshape(values.shape[0], -1)
 
 
 def _paired(codes: Tensor) -> Tensor:
-    """4-bit codes [n, in] -> two a byte, as PackedBlocks wants them."""
+    """Pack 4-bit codes [n, in] two a byte, in the order of `PackedBlocks`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return _flat(both[:, :, 0] | (both[:, :, 1] << 4))
 
 
 def _nibbles(first: int, offset: bool) -> Callable[[Tensor], Decoded]:
-    """Decode the bytes of Q4_0 and its like, which are in our order already."""
+    """Return a decoder for Q4_0 and similar types, whose codes are in Manta's order already.
+
+    first: offset of the codes in a block.
+    offset: whether a block has an offset.
+    """
 
     def decode(raw: Tensor) -> Decoded:
         return _flat(raw[..., first:]), _half(raw, 0), _half(raw, 2) if offset else None
@@ -78,7 +83,7 @@ def _q8_0(raw: Tensor) -> Decoded:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minima of Q4_K and Q5_K: uint8 [..., 12] -> [..., 8] each."""
+    """Return the 8 scales and 8 minima, [..., 8] each, of Q4_K and Q5_K from uint8 [..., 12]."""
     low, middle, high = raw.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
@@ -86,7 +91,7 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(d: Tensor, by: Tensor) -> Tensor:
-    """Multiply float16 [n, blocks] by int [n, blocks, groups] -> float32 [n, blocks * groups]."""
+    """Multiply float16 [n, blocks] by integers [n, blocks, groups]; return float32, flattened."""
     return _flat(d.float().unsqueeze(-1) * by.float())
 
 
@@ -121,7 +126,7 @@ def _q2_k(raw: Tensor) -> Decoded:
 
 def _q3_k(raw: Tensor) -> Decoded:
     low = _shifted(raw[..., 32:96].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
-    high = _shifted(raw[..., :32], *range(8)) & 1  # 0: four less
+    high = _shifted(raw[..., :32], *range(8)) & 1  # where it is 0, four is subtracted
     codes = low.flatten(2) | (high.flatten(2) << 2)
     scales = _shifted(raw[..., 96:104], 0, 4).flatten(2) & 15
     scales = scales | ((_shifted(raw[..., 104:108], 0, 2, 4, 6).flatten(2) & 3) << 4)

@@ -1,4 +1,4 @@
-"""Layouts: how checkpoints store quantised matrices, read into one `kernels.packed.Format`.
+"""Layouts: decode quantised matrices as checkpoints store them, to `kernels.packed.Format`.
 
 A layout names the tensors of a matrix and decodes some of its rows. To add one: subclass Layout
 here or in `byte_layouts`, and choose it in `stored.base.layout_of`.
@@ -20,23 +20,25 @@ from engine.quantization.method import Part
 from engine.weights.parameter import Fill, Parameter, Source, num_rows
 from kernels.packed import BLOCK, Decoded, Format
 
-_AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neighbours along out
+# bit offsets of eight consecutive outputs
+_AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 
 class Layout(ABC):
-    """The stored form of one matrix [out, in], or of a rank's part of it.
+    """The way in which a checkpoint stores one matrix [out, in], or a rank's part of it.
 
-    rows, width: the size of the kept part.
-    parameters: the tensors that loading fills, by the name behind the matrix's.
+    rows, width: the size of this rank's part.
+    parameters: suffix of a tensor's name -> the tensor that loading fills.
     """
 
     form: Format
     parameters: dict[str, Parameter]
-    scale_name: str  # of the tensor that errors of scales name
-    zero_scales = False  # whether files have groups that are all zeros, and a scale of 0
-    dequantises = False  # no kernel could read it: the matrix is kept in 16 bits
-    ordered = False  # inputs of a group need not be neighbours: see grouped_order
-    order: Tensor | None = None  # [in] of the matrix, as decode gives them; None: as they are there
+    scale_name: str  # suffix of the tensor that errors about scales name
+    zero_scales = False  # whether files may have groups of zeros with a scale of 0
+    dequantises = False  # whether no kernel can read it, so that the matrix is kept in 16 bits
+    ordered = False  # whether inputs of a group may lie apart: see grouped_order
+    # [in] order of inputs in which decode returns them; None = as stored
+    order: Tensor | None = None
 
     def __init__(self, part: Part) -> None:
         begin, end = part.columns
@@ -44,17 +46,16 @@ class Layout(ABC):
         self.part = part
 
     def inputs(self, unit: int) -> tuple[int, int]:
-        """The inputs that are kept, counted in units that cannot be cut.
+        """Return the range of kept inputs, counted in units that cannot be split.
 
-        Raises ConfigError where a rank's part begins or ends inside of a unit.
+        Raises ConfigError if a rank's part begins or ends inside a unit.
         """
         return self._cut(self.part.columns, self.part.in_features, unit, "inputs")
 
     def outputs(self, unit: int) -> tuple[int, int]:
-        """The outputs that are kept, counted in units that cannot be cut.
+        """Return the range of kept outputs, counted in units that cannot be split.
 
-        Raises ConfigError where the outputs are no range, or where a rank's part begins or ends
-        inside of a unit.
+        Raises ConfigError if the outputs are not a range, or begin or end inside a unit.
         """
         rows = self.part.rows
         if not isinstance(rows, tuple):
@@ -77,21 +78,21 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, begin: int, end: int) -> Decoded:
-        """Decode the kept rows from begin to end."""
+        """Decode this rank's rows [begin, end)."""
 
     def grouped_order(self) -> Tensor | None:
-        """Return the order, int32 [in], of the matrix's inputs in which the inputs of a group are
-        neighbours.
+        """Return an order of the inputs, int32 [in], that makes the inputs of each group
+        consecutive.
 
-        None: there is no such order, as groups differ in size. Only where `ordered`, once the
-        layout is filled.
+        None if groups differ in size. Only for an `ordered` layout that is filled.
         """
         return None
 
     def decoded(self, step: int) -> Iterator[Decoded]:
         """Decode all rows, `step` at a time.
 
-        Raises TensorError for a scale that is not finite, or zero where no scale may be.
+        Raises TensorError for a scale that is not finite, or that is zero where this is not
+        allowed.
         """
         for begin in range(0, self.rows, step):
             codes, scale, offset = self.decode(begin, min(begin + step, self.rows))
@@ -115,7 +116,7 @@ class Layout(ABC):
     ) -> Tensor:
         """Allocate a parameter and return its tensor.
 
-        fill: the value of random weights there, or the function that draws them.
+        fill: the value of random weights, or the function that draws them.
         """
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
@@ -126,14 +127,14 @@ class Layout(ABC):
 
 
 def joined(name: str, key: str) -> str:
-    """Return the name of a matrix's tensor; a key that begins with _ has no point before it."""
+    """Return the name of a matrix's tensor; a key that begins with _ is appended without a dot."""
     return f"{name}{key}" if key.startswith("_") else f"{name}.{key}"
 
 
 def of_stack(source: Source, stack: tuple[int, int] | None) -> Source:
-    """Return the source of one matrix of a stack; a source without a stack is returned as it is.
+    """Return the source of one matrix of a stack; without a stack return the source unchanged.
 
-    source: the source as if the matrix had tensors of its own.
+    source: the source as if the matrix had its own tensors.
     stack: see `Part`.
     """
     if stack is None:
@@ -147,13 +148,13 @@ def _fill_with(value: float, tensor: Tensor, generator: torch.Generator) -> None
 
 
 def paired(codes: Tensor) -> Tensor:
-    """4-bit codes [n, in] -> two a byte, as `Decoded` has them."""
+    """Pack 4-bit codes [n, in] two a byte, in the order of `Decoded`."""
     both = codes.reshape(codes.shape[0], -1, 2, 16)
     return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
 
 
 class GgufLayout(Layout):
-    """A matrix of GGUF blocks, kept as in the file, row by row."""
+    """The layout of a matrix of GGUF blocks, kept as in the file, row by row."""
 
     scale_name = "weight"
     zero_scales = True
@@ -188,7 +189,7 @@ class GgufLayout(Layout):
 
 
 def _fill_blocks(block: BlockType, raw: Tensor, generator: torch.Generator) -> None:
-    """Fill blocks with random bytes, but for their float16 numbers, which are fixed."""
+    """Fill blocks with random bytes, except their float16 numbers, which are fixed."""
     raw.random_(0, 256, generator=generator)
     blocks = raw.view(raw.shape[0], -1, block.num_bytes)
     for number, at in enumerate(block.halves):
@@ -197,7 +198,7 @@ def _fill_blocks(block: BlockType, raw: Tensor, generator: torch.Generator) -> N
 
 
 class _Axis(NamedTuple):
-    """An axis of a tensor on disk: its size, and the half-open range that is kept."""
+    """An axis of a tensor on disk: its size, and the half-open range that this rank keeps."""
 
     total: int
     begin: int
@@ -213,16 +214,16 @@ class _Axis(NamedTuple):
 
 
 class IntegerLayout(Layout):
-    """A matrix of GPTQ, AWQ or the packed integers of compressed-tensors.
+    """The layout of GPTQ, AWQ and the packed integers of compressed-tensors.
 
-    Each output and group has a scale, and a zero point unless the weights are symmetric. The
-    tensors are torch.int32 words of 4- or 8-bit fields, low bits first.
+    Each output and group has a scale, and a zero point unless the weights are symmetric. Tensors
+    are int32 words of 4- or 8-bit fields, low bits first.
     """
 
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
         super().__init__(part)
         self._scheme, self.ordered = scheme, scheme.ordered
-        # A rank's inputs are of any groups.
+        # A rank's inputs may belong to any groups.
         self.dequantises = scheme.ordered and part.columns != (0, part.in_features)
         name, out, width = part.name, part.out_features, part.in_features
         bits = scheme.bits
@@ -241,14 +242,14 @@ class IntegerLayout(Layout):
             else Format(bits, group, torch.float32, offset="shift")  # type: ignore[arg-type]
         )
         fields = self._fields = 32 // bits
-        # Of a file: outputs, or words of them, times inputs, words or groups of them.
+        # Axes of tensors on disk: outputs or words of them; inputs, words of inputs, or groups.
         along = _Axis(out, *self.outputs(1))
         words_along = along
         if scheme.kind != "packed" or not scheme.symmetric:
             words_along = _Axis(out // fields, *self.outputs(fields))
         word = 1 if scheme.kind == "awq" else fields
         inputs = _Axis(width // word, *self.inputs(word))
-        if scheme.ordered:  # inputs of any group may be here
+        if scheme.ordered:  # a rank's inputs may belong to any group
             groups = _Axis(width // group, 0, width // group)
         elif scheme.group:
             groups = _Axis(width // group, *self.inputs(group))
@@ -262,7 +263,7 @@ class IntegerLayout(Layout):
         else:
             weight = (inputs, words_along if scheme.kind == "awq" else along)
             shapes = {"qweight": weight, "scales": (groups, along)}
-            # GPTQ files of symmetric weights have zero points too, which say the middle.
+            # GPTQ files of symmetric weights also have zero points, all at the middle.
             if not scheme.symmetric or scheme.kind == "gptq":
                 shapes = {**shapes, "qzeros": (groups, words_along)}
         self.parameters = {}
@@ -282,12 +283,12 @@ class IntegerLayout(Layout):
             made_up: Fill | None = None
             if key == "qzeros" and scheme.symmetric:
                 made_up = partial(_fill_words, bits, middle - scheme.zeros_less_one)
-            if scale:  # no scale is zero; this is a number of float16 too, as files have them
+            if scale:  # no scale may be zero; this value is exact in float16, which files use
                 made_up = partial(_fill_with, 2.0**-9)
             self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=made_up)
 
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
-        """Unpack the fields of words: int32 [n, m] -> uint8 [n, m * fields]."""
+        """Unpack the fields of int32 words [n, m]; return uint8 [n, m * fields]."""
         bits = self._scheme.bits
         every = shifts or list(range(0, 32, bits))
         by = torch.tensor(every, dtype=torch.int32, device=words.device)
@@ -314,16 +315,15 @@ class IntegerLayout(Layout):
         return order.int() if alike else None
 
     def _groups(self, count: int) -> Tensor:
-        """Return the group of each input, by which scales are repeated for inputs. Raises
-        TensorError for an unknown group."""
+        """Return the group of each input. Raises TensorError for an unknown group."""
         order = self.parameters["order"]
         if bool((order.tensor < 0).any()) or bool((order.tensor >= count).any()):
             raise TensorError(order.name, f"there are groups 0 to {count - 1}, and it names others")
         return order.tensor
 
     def _fields_of(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes [n, in], scales [n, groups] and zero points of the scales' shape, of the
-        rows from begin to end."""
+        """Return codes [n, in], scales [n, groups] and zero points [n, groups] of rows [begin,
+        end)."""
         tensor = {key: parameter.tensor for key, parameter in self.parameters.items()}
         fields, none = self._fields, torch.empty(0)
         if self._scheme.kind == "packed":
@@ -355,11 +355,11 @@ class IntegerLayout(Layout):
 
 
 def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill int32 words with fields of so many bits that all have one value."""
+    """Fill int32 words with fields of `bits` bits that all have one value."""
     word = sum(field << at for at in range(0, 32, bits))
     tensor.fill_(word - (1 << 32) if word >> 31 else word)
 
 
 def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Assign inputs to groups round-robin, from the first input on."""
+    """Assign consecutive inputs to groups in turn, beginning with input `first`."""
     tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

@@ -1,7 +1,7 @@
 """The method for 16-bit weights that are quantised to 8 or 4 bits on load, on the CPU.
 
 Weights are integers with a scale and an offset for each group of inputs (DashInfer's InstantQuant),
-or with a scale an output. Activations are quantised to 8 bits with a scale for each 32.
+or with a scale for each output. Activations are quantised to 8 bits with a scale for each 32.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _STEP = 4096  # rows that are quantised at once, a multiple of 64
 class RoundedCpu(DenseCpu):
     """The method that quantises weights on load on the CPU.
 
-    Matrices whose sizes the kernels do not take stay as they are.
+    Matrices of sizes without a kernel stay dense.
     """
 
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:

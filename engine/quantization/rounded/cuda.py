@@ -15,11 +15,11 @@ from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight
 
-_STEP = 16 << 20  # weights that are quantised at once, each in a few float32 numbers
+_STEP = 16 << 20  # weights that are quantised at once, with a few float32 temporaries each
 
 
 class PackedCuda(DenseCuda):
-    """The method that applies packed weights where `finish` made some, else dense weights."""
+    """The method for layers whose `finish` packed the weights; other layers are dense."""
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedWeight):
@@ -66,7 +66,7 @@ class PackedCuda(DenseCuda):
 class RoundedCuda(PackedCuda):
     """The method that quantises weights on load on CUDA.
 
-    Matrices whose rows are no multiple of 32 stay as they are.
+    Matrices whose rows are not a multiple of 32 stay dense.
     """
 
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
@@ -74,7 +74,7 @@ class RoundedCuda(PackedCuda):
         self._quant = quant
 
     def form(self, name: str, width: int) -> Format | None:
-        """Return a layer's format for rows of this width; None where the layer stays as it is."""
+        """Return a layer's format for rows of this width; None = the layer stays dense."""
         return None if width % BLOCK else cuda_format(self._quant, name, width)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:

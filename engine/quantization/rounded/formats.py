@@ -1,4 +1,4 @@
-"""The packed weights that a QuantFormat becomes on each type of device."""
+"""Computes the packed Format that a QuantFormat becomes on each type of device."""
 
 import torch
 
@@ -13,7 +13,7 @@ def cuda_format(quant: QuantFormat, layer: str, width: int) -> Format:
     """Return the format of a layer's weights on CUDA.
 
     layer: the layer's name.
-    width: its inputs, a multiple of 32.
+    width: its number of inputs, a multiple of 32.
     """
     if layer == HEAD and quant.head:
         quant = QUANT_FORMATS[quant.head]
@@ -27,7 +27,8 @@ def cuda_format(quant: QuantFormat, layer: str, width: int) -> Format:
 def cpu_format(quant: QuantFormat, width: int) -> Format:
     """Return the format of weights with this many inputs, a multiple of 32, on the CPU.
 
-    Where the format's group does not divide them, the largest multiple of 32 below that does.
+    If the format's group does not divide the inputs, it becomes the largest smaller multiple of 32
+    that does.
     """
     if not quant.group:
         return weight_format(quant, width)
@@ -36,7 +37,7 @@ def cpu_format(quant: QuantFormat, width: int) -> Format:
 
 
 def weight_format(quant: QuantFormat, group: int) -> Format:
-    """Return the format of weights in which so many inputs share a scale."""
+    """Return the format of weights in which `group` inputs share a scale."""
     scale = _SCALES[quant.scale]
     match quant.code:
         case "int":

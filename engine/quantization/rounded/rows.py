@@ -7,7 +7,7 @@ from kernels.packed import Decoded, Format
 
 
 def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """Return the index of the nearest number of an ascending table for each value, as uint8."""
+    """Return for each value the index, as uint8, of the nearest number of an ascending table."""
     ends = torch.tensor(table, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
 
@@ -16,7 +16,7 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
     """Quantise weight [n, in] to the codes, scales and offsets that PackedWeight.fill takes.
 
     Symmetric codes reach the largest magnitude of a group. Codes with an offset reach both ends of
-    its range, up to the rounding of scale and offset, which comes before the rounding of codes.
+    its range, up to the rounding of scale and offset, which are rounded before the codes.
     """
     rows, width = weight.shape
     groups = weight.float().view(rows, width // form.group, form.group)
@@ -35,7 +35,7 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
     else:
         top = (1 << form.bits) - 1
         low, high = groups.aminmax(dim=-1)
-        # The smallest number of its type stands for groups that are all the same.
+        # Groups of equal weights get the smallest positive scale of its dtype.
         least = 6e-8 if form.scale == torch.float16 else 1e-30
         scale = ((high - low) / top).clamp_(min=least).to(form.scale).float()
         offset = low.to(form.scale).float()

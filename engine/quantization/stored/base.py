@@ -1,7 +1,7 @@
-"""Methods for weights that the checkpoint stores quantised.
+"""Linear methods for weights that the checkpoint stores quantised.
 
-Weights are packed once at load. A matrix without a kernel (an odd size, a machine that cannot
-compile) is dequantised to the model's 16 bits then.
+Weights are packed once while loading. A matrix without a kernel (an odd size, a machine without a
+compiler) is dequantised to the model's 16 bits then.
 """
 
 import logging
@@ -36,12 +36,12 @@ STEP = 4096  # rows that are decoded at once, a multiple of 64
 
 
 def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
-    """Return the layout of a quantised matrix; None where its kind has no layout for such a part.
+    """Return the layout of a quantised matrix; None if its kind has no layout for such a part.
 
-    Raises ConfigError where a rank would have a part of what the format keeps together.
+    Raises ConfigError if the ranks would split what the format keeps together.
     """
     if part.stack is not None:
-        # Blocks are of inputs, even where experts in 16 bits have [in, out].
+        # Blocks run along inputs, even where 16-bit experts are stored as [in, out].
         scheme = None if quantized.method == "gguf" else quantized.scheme(part.name)
         if scheme is None or scheme.kind != "mxfp4":
             return None
@@ -64,12 +64,12 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
 
 @dataclass(slots=True)
 class LinearPiece:
-    """The parts of a layer, one below the other, that have one format or are dense (no layouts)."""
+    """Consecutive parts of a layer that have one format, or are dense (without layouts)."""
 
     spec: LinearSpec
     layouts: list[Layout]
-    state: Any = None  # dense: its method's; else what Stored.pack made, once finished
-    # int32 [in] of the layer's inputs, as state has them; None: as they are
+    state: Any = None  # a dense method's state, or the result of Stored.pack, once finished
+    # int32 [in], the order of the layer's inputs in `state`; None = unchanged
     order: Tensor | None = None
 
     @property
@@ -81,19 +81,19 @@ class LinearPiece:
         return any(layout.ordered for layout in self.layouts)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Return x [n, in] of the layer in the order of inputs that the piece's state has."""
+        """Return x [n, in] with its inputs in the order that the piece's state expects."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
 @dataclass(slots=True)
 class StoredState:
     pieces: list[LinearPiece]
-    bias: Tensor | None = None  # while loading
+    bias: Tensor | None = None  # only while loading
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The state of unquantised experts, of the method for dense weights."""
+    """The dense method's state of unquantised experts."""
 
     state: Any
 
@@ -101,13 +101,13 @@ class _Kept:
 class Stored(LinearMethod):
     """The method for weights that the checkpoint stores quantised.
 
-    A back end defines how pieces are packed and applied.
+    Subclasses for each device define how pieces are packed and applied.
 
     quantized: the checkpoint's quantisation.
     dense: the method for matrices that are not quantised.
     """
 
-    TABLES = False  # whether rows of what pack makes can be looked up: it has `rows`
+    TABLES = False  # whether packed states have `rows`, so that embeddings can be looked up
 
     def __init__(self, kernels: Kernels, quantized: Quantized, dense: LinearMethod) -> None:
         super().__init__(kernels)
@@ -115,7 +115,7 @@ class Stored(LinearMethod):
         self._dense = dense
         self._said: set[str] = set()
 
-    # ---- What back ends say
+    # ---- Defined by subclasses
 
     @abstractmethod
     def fits(self, form: Format, outputs: int, width: int) -> bool:
@@ -123,7 +123,7 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
-        """The bytes of what `pack` makes of a matrix of this size."""
+        """Return the bytes of the packed state of a matrix of this size."""
 
     @abstractmethod
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
@@ -139,9 +139,9 @@ class Stored(LinearMethod):
 
     @staticmethod
     def whole(state: StoredState) -> bool:
-        """Whether one piece is the whole layer, and takes inputs as they come.
+        """Whether one piece is the whole layer and takes inputs in their order.
 
-        Norm, gate and residual that the piece's matmul fuses are then fused for the layer.
+        Norm, gate and residual that the piece's matmul can fuse are then fused.
         """
         return len(state.pieces) == 1 and state.pieces[0].order is None
 
@@ -215,8 +215,7 @@ class Stored(LinearMethod):
         return state
 
     def dequantised(self, state: StoredState) -> Tensor:
-        """Dequantise all rows of a layer to the model's dtype, where the rows cannot be packed
-        together."""
+        """Dequantise all rows of a layer to the model's dtype, as one matrix."""
         weights = []
         for piece in state.pieces:
             if piece.layouts:
@@ -228,8 +227,7 @@ class Stored(LinearMethod):
         return torch.cat(weights)
 
     def _log_dequantised(self, piece: LinearPiece) -> None:
-        """Warn, once for each format, that weights are dequantised and take more memory than the
-        file."""
+        """Warn once for each format that weights are dequantised and need more memory."""
         name = piece.spec.parts[0].name
         scheme = None if self._quantized.method == "gguf" else self._quantized.scheme(name)
         kind = self._quantized.name if scheme is None else scheme.name
@@ -247,7 +245,8 @@ class Stored(LinearMethod):
         for piece in self._pieces(replace(spec, device=torch.device("meta"))):
             shape = (piece.spec.out_features, piece.spec.in_features)
             if self.packs(piece):
-                order = 4 * spec.in_features * piece.ordered  # of all parts, as files have it
+                # at most: files may have another order for each part
+                order = 4 * spec.in_features * piece.ordered
                 total += self.bytes_of(piece.form, *shape, spec.bias) + order
                 continue
             piece_spec = replace(piece.spec, bias=spec.bias)
@@ -260,16 +259,16 @@ class Stored(LinearMethod):
     def table(self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None) -> EmbeddingTable:
         quantized = self._quantized
         if quantized.method != "gguf" or quantized.keeps(spec.parts[0].name):
-            return super().table(spec, virtual, head)  # integers are of linear layers only
+            return super().table(spec, virtual, head)  # integer formats quantise only linear layers
         return _StoredEmbedding(self, spec, virtual, head)
 
     def packs_rows(self, piece: LinearPiece, rows: tuple[int, int]) -> bool:
-        """Whether these rows of a packed matrix are a packed matrix of their own."""
+        """Whether these rows of a packed matrix can be used as a packed matrix by themselves."""
         first, end = rows
         spec = piece.spec
         return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
 
-    # ---- Experts: back ends say how they keep quantised ones
+    # ---- Experts: subclasses define how they store quantised experts
 
     @abstractmethod
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]: ...
@@ -317,7 +316,8 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
-        """Compute x [n, in], in the order of the piece's state -> [n, out] of this piece."""
+        """Multiply x [n, in], in the order of the piece's inputs; return the piece's outputs [n,
+        out]."""
 
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces
@@ -331,16 +331,15 @@ class Stored(LinearMethod):
         return out
 
     def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
-        """Write the result of `apply_piece` into out [n, all outputs], from a column on."""
+        """Write the result of apply_piece into out [n, outputs of all pieces], from a column on."""
         out[:, column : column + piece.spec.out_features] = self.apply_piece(piece, x)
 
 
 class _StoredEmbedding(EmbeddingTable):
-    """The embedding of a quantised checkpoint, packed if possible, so that the head can multiply by
-    it.
+    """The embedding of a quantised checkpoint, packed if possible so that a tied head can use it.
 
-    It is dense where adapters have rows behind it, or where a rank's rows of the head are no whole
-    panels.
+    It is dense if adapters have rows after the vocabulary, or if a rank's rows of the head are not
+    whole panels.
     """
 
     def __init__(
@@ -393,10 +392,10 @@ class _StoredEmbedding(EmbeddingTable):
 
 
 def _grouped(piece: LinearPiece) -> list[LinearPiece]:
-    """Split a filled piece so that each piece has the inputs of a group side by side.
+    """Split a filled piece so that in each new piece the inputs of a group are consecutive.
 
-    Parts that need different orders become different pieces. A part that no order groups is marked
-    to be dequantised.
+    Parts that need different orders become different pieces. A part that no order can group is
+    marked to be dequantised.
     """
     if not all(layout.ordered for layout in piece.layouts):
         for layout in piece.layouts:

@@ -1,4 +1,4 @@
-"""Stored weights on the CPU, in panels of the format's own kernels."""
+"""StoredCpu: the method for stored weights on the CPU, in panels of each format's kernels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class StoredCpu(Stored):
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
         return _packed(piece, bias)
 
-    # ---- Experts: each has layers of its own
+    # ---- Experts: each has its own layers
 
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
         biases, filled = stored_experts.biases(spec)
@@ -113,7 +113,7 @@ def _packed(piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
                 packed.fill(at, *decoded)
                 at += len(decoded[0])
         return packed
-    # A panel has rows of two parts.
+    # Some panel has rows of two parts, so all parts are packed together.
     parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
     offset = (
         None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])

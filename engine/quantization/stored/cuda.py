@@ -1,4 +1,4 @@
-"""Stored weights on CUDA."""
+"""StoredCuda: the method for stored weights on CUDA."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from kernels.packed import BLOCK, E2M1, Decoded, Format, PackedWeight
 class StoredCuda(Stored):
     """The method for stored weights on CUDA.
 
-    The embedding is dequantised to 16 bits, as tokens look up its rows.
+    The embedding is dequantised to 16 bits, because tokens look up its rows.
     """
 
     def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
@@ -34,8 +34,7 @@ class StoredCuda(Stored):
         return PackedWeight.num_bytes(self._kept(form, width), outputs, width) + 2 * outputs * bias
 
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedWeight:
-        """Pack a piece with scales of 16 bits where these equal the file's scales, as in nearly all
-        files."""
+        """Pack a piece; scales are 16-bit if that is exact, which it is in nearly all files."""
         spec, form = piece.spec, self._kept(piece.form, piece.spec.in_features)
         shape = (spec.out_features, spec.in_features)
         try:
@@ -46,19 +45,15 @@ class StoredCuda(Stored):
             return packed.fill_all(_decoded(piece))
 
     def _kept(self, form: Format, width: int) -> Format:
-        """Return the format as it is packed: with 16-bit scales for integers by group and for
-        MXFP4.
-
-        Other formats have float32 scales.
-        """
+        """Return the packed format: 16-bit scales for grouped integers and MXFP4, else float32."""
         integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
         if integers and form.group < width:
             return replace(form, scale=torch.float16)
-        # MXFP4's are powers of two.
+        # The scales of MXFP4 are powers of two.
         powers = form.group == BLOCK and form.table == E2M1
         return replace(form, scale=torch.bfloat16) if powers else form
 
-    # ---- Experts: all of a layer in one matrix
+    # ---- Experts: one matrix has all experts of a layer
 
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
         biases, parameters = stored_experts.biases(spec)
@@ -68,9 +63,9 @@ class StoredCuda(Stored):
         return _Loading(spec, first, second, *biases), (*parameters, *filled, *more)
 
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
-        """Whether the experts can be packed; otherwise all experts are dequantised.
+        """Whether all experts can be packed; otherwise all of them are dequantised.
 
-        The kernel for experts takes one format, and inputs as they come.
+        The kernel for experts takes one format, and inputs in their order.
         """
         return all(
             len(layer_pieces) == 1 and self.packs(layer_pieces[0]) and not layer_pieces[0].ordered
@@ -148,7 +143,7 @@ class _Loading:
 
 
 class _Rounds(Exception):
-    """Raised for a scale that its 16-bit type cannot hold exactly."""
+    """The error for a scale that its 16-bit type cannot hold exactly."""
 
 
 def _decoded(piece: LinearPiece) -> Iterator[Decoded]:

@@ -1,4 +1,4 @@
-"""Experts that the checkpoint stores quantised, as linear layers: one an expert, or one a layer."""
+"""Linear layers for experts that the checkpoint stores quantised: one an expert, or one a layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,14 +12,14 @@ from engine.weights.parameter import Parameter, Source
 
 
 class TwoLinears(NamedTuple):
-    """The two layers of experts: gate and up together, and down."""
+    """The two linear layers of experts: gate and up together, and down."""
 
     gate_up: LinearSpec
     down: LinearSpec
 
 
 def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
-    """Return two linear layers with their biases for each expert."""
+    """Return the two linear layers of each expert, with their biases."""
     all_of = (
         (spec.gate_up, bool(spec.gate_up_bias), "gate_up"),
         (spec.down, bool(spec.down_bias), "down"),
@@ -50,10 +50,9 @@ def all_experts(spec: ExpertsSpec) -> TwoLinears:
 def biases(
     spec: ExpertsSpec,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Sequence[Parameter]]:
-    """Allocate the biases [experts, rows] of gate and up, and of down; None where the model has
-    none.
+    """Allocate the biases [experts, rows] of gate and up, and of down; None without biases.
 
-    Returns also the parameters that loading fills.
+    Returns (biases, parameters that loading fills).
     """
     biases: list[Tensor | None] = []
     parameters = []
@@ -75,7 +74,7 @@ def biases_bytes(spec: ExpertsSpec) -> int:
 
 
 def apart(spec: LinearSpec) -> LinearSpec:
-    """Return the layer without its bias, which is loaded apart."""
+    """Return the layer without its bias, which is loaded separately."""
     return replace(spec, bias=False)
 
 
