@@ -19,22 +19,25 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class OwnInputs:
-    """The inputs of the requests whose keys this rank has, with data-parallel attention."""
+    """The inputs of requests whose keys are on this rank, with data-parallel attention."""
 
     def __init__(self, inputs: Any, rank: int, rows: RequestRows) -> None:
-        """Set up the inputs. inputs: CpuInputs, or on CUDA CudaInputs that nothing else uses."""
+        """Set up the inputs.
+
+        inputs: CpuInputs, or CudaInputs that nothing else uses.
+        """
         self.inputs = inputs
         self.rank = rank
         self._pad_row = rows.pad_row
         self._device = rows.tokens.device
-        self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # of each row
+        self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # KV rank of each row
 
     def set_row(self, new: NewRow) -> None:
-        """Note which rank has the keys of a row's request."""
+        """Record which rank has the keys of a row's request."""
         self._kv_rank[new.row] = new.kv_rank
 
     def padded(self, batch: Batch) -> Batch:
-        """Return the layout of a step in which entries whose keys another rank has are padding."""
+        """Return the batch in which entries whose keys another rank has are padding."""
         here, pad = self._kv_rank[batch.rows] == self.rank, self._pad_row
         rows = [row if own else pad for row, own in zip(batch.rows, here, strict=True)]
         starts = [start if own else 0 for start, own in zip(batch.starts, here, strict=True)]
@@ -67,7 +70,7 @@ class OwnInputs:
 class ModelForward:
     """The forward pass of one model, or of a pipeline stage's layers, on one device.
 
-    inputs: the inputs of steps, CpuInputs or CudaInputs.
+    inputs: makes the inputs of steps.
     own: the inputs of this rank's requests, with data-parallel attention.
     lora: the adapters of rows.
     link: the link to the stages before and after this one.
@@ -96,7 +99,7 @@ class ModelForward:
         self.cuda = self.device.type == "cuda"
 
     def set_row(self, new: NewRow) -> None:
-        """Give a row to a request."""
+        """Assign a row to a new request."""
         if self.own is not None:
             self.own.set_row(new)
         if self.lora is not None:
@@ -131,8 +134,7 @@ class ModelForward:
         entered: Tensor | None = None,
         own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
     ) -> Tensor:
-        """Run the model over tokens that are laid out: [num_tokens, hidden_size], after the final
-        norm.
+        """Run the model; return [num_tokens, hidden_size] after the final norm.
 
         metas: the meta of each group of layers; attention is planned here.
         entered: the input of this stage's first layer. The result is then the output of the stage's
@@ -142,7 +144,7 @@ class ModelForward:
         layers, groups = self.kv.layers, self.kv.groups
         views = attending = in_views(groups, metas, self.kv.block_size)
         if self.own is not None:
-            if own is None:  # a warm-up, as if all requests were this rank's
+            if own is None:  # a warm-up, in which all requests belong to this rank
                 own = torch.arange(len(token_ids), device=self.device), list(metas)
             tokens, metas = own
             others = metas[0].slots[:, None] < 0 if tokens is None else None

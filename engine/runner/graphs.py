@@ -1,23 +1,20 @@
-"""StepGraphs: CUDA graphs for whole steps of certain sizes, decodes alone or mixed with chunks.
+"""StepGraphs: CUDA graphs of whole steps of certain sizes, only decodes or mixed with chunks.
 
-A step is two graphs. The first has assembly and forward, up to the hidden states that are sampled
-from. The second has logits, choice and the write of the next token, where all rows are greedy or
-have a temperature and nothing else. With grammars the logits are a graph of their own, because the
-choice waits for masks. Other sampling is launched kernel by kernel behind the first graph, a dozen
-kernels.
+A step is two graphs. The first has assembly and forward, up to the sampled hidden states. The
+second has logits, sampling and the write of the next token, if all rows are greedy or have only a
+temperature. With grammars the logits are a separate graph, because sampling waits for masks. Other
+sampling is a dozen kernel launches after the first graph.
+Launching a graph costs the host microseconds, whatever the number of layers. Launching its kernels
+takes longer than the device needs for a few hundred tokens. Without graphs for mixed steps, every
+short prompt would wait for the host. A size is (entries, tokens), which are equal for decodes.
 
-The launch of a graph costs the host microseconds whatever the number of layers. The launch of its
-kernels takes longer than the device needs for a few hundred tokens: without graphs for mixed steps,
-every short prompt would wait for the host. A size is (entries, tokens), which are equal for decodes
-alone. Steps are padded to the next size: padding points at the padding row, writes no key, and its
-token goes nowhere.
-
-A graph of a pipeline stage has the layers only. They read the activations of the stage before from
-one buffer and write theirs to another. The choice of a token waits for the last stage while other
-steps are uploaded, so it is launched kernel by kernel.
-
-With data-parallel attention, the number of this rank's requests in a step is no size of a graph.
-The attention of a step in a graph has all its tokens, and tokens of other ranks are padding there.
+Steps are padded to the next size: padding uses the padding row, writes no key, and its token is
+dropped.
+A graph of a pipeline stage has only the layers. They read the activations of the stage before from
+one buffer and write theirs to another. Sampling waits for the last stage while further steps are
+uploaded, so that it is launched kernel by kernel.
+With data-parallel attention, graphs do not depend on the number of this rank's requests. A graph's
+attention runs over all tokens of the step, and tokens of other ranks are padding.
 """
 
 import time
@@ -40,12 +37,12 @@ from engine.sampling.sampler import Masked, Sampled, SamplePlan
 from engine.sampling.step_sampler import Hidden, MaskedChoice, StepSampler
 from kernels.metadata import AttentionMeta
 
-Size = tuple[int, int]  # entries, tokens
-How = Literal["greedy", "sampled", "masked"]  # tokens are chosen; masked: sampled, under masks
+Size = tuple[int, int]  # (entries, tokens)
+How = Literal["greedy", "sampled", "masked"]  # how tokens are chosen; masked: sampled, under masks
 
-_FEW = 64  # tokens, whose matmuls take as long as their weights are read
+_FEW = 64  # tokens so few that matmuls take the time of reading the weights
 
-# Entries -> tokens. One entry is for padding, and batches like to be powers of two.
+# Entries -> tokens. One entry is for padding, and batches are often powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
     16: (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
     72: (96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048),
@@ -55,10 +52,10 @@ MIXED_SIZES: dict[int, tuple[int, ...]] = {
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of decodes to record: 1, 2, 4, then by 8 to 256, then by 32.
+    """Return the numbers of decodes to capture: 1, 2, 4, then by 8 to 256, then by 32.
 
-    The last size always is max_num_seqs. Padding wastes few rows where rows are dear: at most 7 up
-    to 256, one in eight above.
+    The last size always is max_num_seqs. Padding wastes at most 7 rows up to 256, and one in eight
+    above.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
     sizes = [size for size in sizes if size <= max_num_seqs]
@@ -69,23 +66,23 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 class _Choice:
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [entries] int64
-    logits: torch.cuda.CUDAGraph | None = None  # before it, where it waits for masks
+    # the logits' graph, before it, if it waits for masks
+    logits: torch.cuda.CUDAGraph | None = None
 
 
 class StepGraphs:
-    """The CUDA graphs of a model's steps, all recorded at the start, as recording waits for the
-    device.
+    """The CUDA graphs of a model's steps, all captured at start, as capturing stalls the device.
 
-    Steps are recorded with and without adapters where the engine takes any. Steps without adapters
-    pay nothing for them.
+    Where the engine takes adapters, steps are captured with and without. Steps without adapters
+    have no extra cost.
     """
 
     def __init__(
         self, forward: ModelForward, sampling: StepSampler, sizes: Sequence[int], max_tokens: int
     ) -> None:
-        """Set up the graphs; `capture` records them.
+        """Set up the graphs; `capture` captures them.
 
-        sizes: the numbers of decodes to record.
+        sizes: the numbers of decodes to capture.
         max_tokens: the tokens of the largest step.
         """
         self._forward = forward
@@ -95,7 +92,7 @@ class StepGraphs:
         self._own_inputs: CudaInputs | None = None if forward.own is None else forward.own.inputs
         self._decodes = sorted(sizes)
         self._max_tokens = max_tokens
-        # Padding may be as long as a size less one token, and has to fit the padding row.
+        # Padding may have one token less than a size, and must fit into the padding row.
         limit = min(max_tokens, self._rows.tokens.shape[1] - 1)
         most = max_entries(self._rows.pad_row)
         self._mixed: dict[int, list[int]] = {}
@@ -103,36 +100,35 @@ class StepGraphs:
             fitting = [size for size in tokens if entries <= size <= limit]
             self._mixed.setdefault(min(entries, most), fitting)
         self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
-        # By entries, and whether they are of a mixed step.
+        # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
-        self._hidden: Tensor  # [most, hidden_size]: from the first graph to the second
-        # [tokens, hidden_size], of a stage: what its layers read and what they hand on.
+        self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
+        # [tokens, hidden_size]: input and output of a pipeline stage's layers.
         self._entered: Tensor
         self._handed_on: Tensor
-        self._masks: Tensor  # [most, ceil(vocab / 32)] int32: what masked choices read
+        self._masks: Tensor  # [most, ceil(vocab / 32)] int32: input of masked sampling
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
-        """Return the size of the graph that a batch fits into; None: launch it kernel by kernel."""
+        """Return the size of the graph for a batch; None = launch it kernel by kernel."""
         count = len(batch.rows)
         if batch.num_decodes == count:
             at = bisect_left(self._decodes, count)
             return (self._decodes[at],) * 2 if at < len(self._decodes) else None
         for entries, sizes in self._mixed.items():
-            if count < entries:  # one is for padding
+            if count < entries:  # one entry is for padding
                 at = bisect_left(sizes, batch.num_tokens)
                 return (entries, sizes[at]) if at < len(sizes) else None
         return None
 
     def capture(self) -> None:
-        """Record all sizes, largest first so that smaller graphs reuse the memory of larger ones.
+        """Capture all sizes, largest first so that smaller graphs reuse the memory of larger ones.
 
         A mixed size is left out if the device takes longer for its step than the host takes to
-        launch it. Such a step gains nothing from a graph and loses what it is padded with. All
-        ranks leave out the same sizes, as all-reduces have the size of the padded step.
-
-        With data-parallel attention a graph's attention has the tokens of all ranks. Steps
-        of many decodes are left out if they take longer so than with this rank's tokens alone.
+        launch it. A graph gains nothing there, and padding costs. All ranks leave out the same
+        sizes, as all-reduces have the size of the padded step.
+        With data-parallel attention a graph's attention has the tokens of all ranks. Sizes of many
+        decodes are left out if that takes longer than only this rank's tokens.
         """
         model, group = self._forward.model, self._forward.model.group
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
@@ -166,8 +162,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all steps that may become graphs, kernel by kernel, to find the kernels that they
-        need."""
+        """Launch all steps that may become graphs, kernel by kernel, to find their kernels."""
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
@@ -217,10 +212,12 @@ class StepGraphs:
         return self._seconds(self._forwards[size, False].replay)
 
     def _divided_seconds(self, count: int) -> float:
-        """Return the seconds of a step of `count` decodes, kernel by kernel, with data-parallel
-        attention.
+        """Return the seconds of a step of decodes without a graph, with data-parallel attention.
 
-        Host and device count together. This rank's attention has its share of the decodes alone.
+        Host and device time count together. This rank's attention has only its share of the
+        decodes.
+
+        count: the number of decodes of all ranks.
         """
         forward, inputs, own_inputs = self._forward, self._inputs, self._own_inputs
         assert own_inputs is not None
@@ -238,8 +235,11 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _seconds(self, launch: Callable[[], None], *, whole: bool = True) -> float:
-        """Return the seconds until the second launch is done; whole=False: until it is launched."""
-        launch()  # the first time kernels are loaded and graphs uploaded
+        """Return the seconds of a second launch.
+
+        whole: whether to measure until the device is done, or only until the launch returns.
+        """
+        launch()  # the first launch loads kernels and uploads graphs
         torch.cuda.synchronize()
         start = time.perf_counter()
         launch()
@@ -255,7 +255,7 @@ class StepGraphs:
             self._own_inputs.all_padding(*size)
 
     def forget(self) -> None:
-        """Drop all graphs. Each is captured again when it is first needed."""
+        """Drop all graphs; each is captured again when it is first needed."""
         self._forwards.clear()
         self._choices.clear()
         self._pool = None
@@ -263,9 +263,9 @@ class StepGraphs:
     def launch(self, batch: Batch, size: Size) -> Hidden:
         """Upload the batch and replay the step up to its hidden states.
 
-        The states of the whole model are those of the sampling entries, valid until the next call.
-        The states of a pipeline stage are a copy, on the last stage of the sampling entries, else
-        of all tokens.
+        The states of a whole model are those of the sampling entries, valid until the next call. A
+        pipeline stage returns a copy, which has the sampling entries on the last stage and else all
+        tokens.
         """
         stage, link = self._forward.model.stage, self._forward.link
         mixed = size[1] > size[0]
@@ -285,15 +285,16 @@ class StepGraphs:
         self._forwards[key].replay()
         if stage.alone:
             return Hidden(self._hidden[:count], None, graphs=self, size=size)
-        # The next step is laid out where this one's rows and positions are.
+        # The next step overwrites the buffers with this step's rows and positions.
         places = self.places(count, mixed) if stage.first else None
         tokens = count if stage.last else batch.num_tokens
         return Hidden(self._handed_on[:tokens].clone(), places)
 
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
-        """Choose the next token of each sampling entry and write it into the entry's row.
+        """Sample the next token of each sampling entry and write it into the entry's row.
 
-        Returns [entries] int64 (padded), valid until the next choice.
+        Returns [entries] int64 (padded), valid until the next call.
+
         plan: a simple plan.
         """
         choice = self._choice(size, "greedy" if plan.greedy else "sampled")
@@ -301,11 +302,11 @@ class StepGraphs:
         return choice.tokens
 
     def choose_masked(self, size: Size) -> MaskedChoice:
-        """Launch the logits of a batch with masks, and return the function that launches the
-        choice.
+        """Launch the logits of a batch with masks; return the function that launches the sampling.
 
-        The function takes the masks: [M, ceil(vocab / 32)], not changed until the choice is done;
-        None on a rank that does not choose. It has to be called before the next `launch`.
+        The function takes the masks: [M, ceil(vocab / 32)], not changed until sampling is done;
+            None on a
+        rank that does not sample. It has to be called before the next `launch`.
         """
         choice = self._choice(size, "masked")
         assert choice.logits is not None
@@ -313,7 +314,8 @@ class StepGraphs:
 
         def choose(masks: NDArray[np.int32] | None) -> Tensor:
             if masks is not None:
-                host = torch.from_numpy(masks).pin_memory()  # where they lie in such, it is they
+                # no copy if the masks are in pinned memory already
+                host = torch.from_numpy(masks).pin_memory()
                 self._masks[: len(masks)].copy_(host, non_blocking=True)
             choice.graph.replay()
             return choice.tokens
@@ -321,7 +323,7 @@ class StepGraphs:
         return choose
 
     def _choice(self, size: Size, how: How) -> _Choice:
-        """Return the graph of a choice, with the rows' sampling parameters on the device."""
+        """Return the sampling graph, after uploading the rows' sampling parameters."""
         entries, num_tokens = size
         self._sampling.sampler.flush()
         key = (entries, num_tokens > entries, how)
@@ -330,8 +332,7 @@ class StepGraphs:
         return self._choices[key]
 
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """Launch the rows and positions of the step's new tokens, [count] int64 each, in memory of
-        their own."""
+        """Return copies of the rows and positions of the step's new tokens, [count] int64 each."""
         inputs = self._inputs
         rows, positions = inputs.rows, inputs.kv_len
         if mixed:
@@ -370,15 +371,15 @@ class StepGraphs:
         else:
             with self._recording() as graph:
                 tokens = self._sample(*self._logits(entries, mixed, how), how).tokens
-        # What lies between two graphs is overwritten only by others of the pool, and none of them
-        # is launched between the two.
+        # Only other graphs of the pool overwrite what lies between two graphs, and none is launched
+        # between them.
         self._choices[entries, mixed, how] = _Choice(graph, tokens, first)
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record a graph. Nothing else runs meanwhile, and missing kernels are compiled."""
+        """Capture a graph. Nothing else runs meanwhile, and missing kernels are compiled."""
         graph = torch.cuda.CUDAGraph()
-        # Only of this thread: another may be loading an adapter.
+        # Checks only this thread's calls, as another thread may be loading an adapter.
         with (
             torch.inference_mode(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

@@ -1,20 +1,19 @@
-"""Step inputs: a Batch becomes the device tensors of a step. CPU and CUDA compute the same.
+"""Step inputs: turns a Batch into the device tensors of a step, alike on CPU and CUDA.
 
-CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned memory, one copy a
-step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = `max_entries`; fixed
-offsets, so that a graph can read the first sections):
+On the CPU numpy works on the rows' own memory. On CUDA there is one packed int32 buffer in pinned
+memory, one copy a step, then the kernels of kernels/batch.py. Layout of the packed buffer (E =
+`max_entries`; fixed offsets, so that a graph can read the first sections):
 
-    rows [E] | starts [E] | mask_of [E] | query_start [E + 1] | last [E] | which [E] | counts [2] |
-    updates
-    updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
+ rows [E] | starts [E] | mask_of [E] | query_start [E + 1] | last [E] | which [E] | counts [2] |
+ updates
+ updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
 
-`last` is, for each sampling entry, the index of its last token in the step's tokens; `which` is
-its entry, and `mask_of` its mask or -1, written only where the batch has masks. `counts` are the
-decodes and the entries. The offsets count from the start of the updates.
+`last` is, for each sampling entry, the index of its last token in the step's tokens. `which` is its
+entry, and `mask_of` its mask or -1, written only if the batch has masks. `counts` are the numbers
+of decodes and entries. Offsets count from the start of the updates.
 
 There are as many pinned buffers as steps in flight: two, or more in a pipeline. Step n + 1 is
-packed while n runs; n + 2 reuses n's buffer, and by then n has been waited for (the loop is one
-ahead, never two).
+packed while n runs. Step n + 2 reuses n's buffer, after n has been waited for.
 """
 
 from dataclasses import dataclass
@@ -33,29 +32,28 @@ UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger st
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step that is laid out on the device. Samples are of the sampling entries, in batch
-    order."""
+    """A step that is laid out on the device; samples are in the order of the sampling entries."""
 
     token_ids: Tensor  # [num_tokens] int32
-    metas: list[AttentionMeta]  # of each group of layers; they differ in where keys are
-    last: Tensor | None  # [num_samples] int64 indices into the tokens; None = every token samples
+    metas: list[AttentionMeta]  # of each group of layers; they differ in blocks and slots
+    last: Tensor | None  # [num_samples] int64, indices of sampled tokens; None = every token
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
-    # With data-parallel attention: indices [num_own] int64 of the tokens whose keys this rank has,
-    # and the metas of these tokens, one a group, [] without tokens. Without indices the metas are
-    # of all tokens, and the tokens of other ranks are padding in them.
+    # With data-parallel attention: (indices [num_own] int64 of tokens whose keys this rank has, the
+    # metas of these tokens for each group, [] without tokens). With None as indices the metas have
+    # all tokens, with tokens of other ranks as padding.
     own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
 
     def adapt(self, lora: LoraStep | None) -> None:
-        """Set which adapter each token has."""
+        """Set each token's adapter."""
         for meta in self.metas:
             meta.lora = lora
 
 
 class CpuInputs:
-    """The step inputs on the CPU: numpy views on the rows' tensors.
+    """The step inputs on the CPU: numpy views of the rows' tensors.
 
-    32 entries cost microseconds, not tensor launches.
+    For 32 entries they cost microseconds, less than tensor operations.
     """
 
     def __init__(self, rows: RequestRows, block_size: int) -> None:
@@ -76,7 +74,7 @@ class CpuInputs:
         starts = np.asarray(batch.starts, dtype=np.int64)
         size = self._block_size
         samples = None
-        if batch.num_decodes == len(batch.rows):  # each brings one token, and samples
+        if batch.num_decodes == len(batch.rows):  # each entry has one token and samples
             query_start = np.arange(len(rows) + 1, dtype=np.int32)
             token_rows, positions, ends = rows, starts, starts + 1
         else:
@@ -151,7 +149,7 @@ def make_inputs(
 def max_entries(max_num_seqs: int) -> int:
     """Return the most entries of a step on CUDA, a multiple of 8.
 
-    A mixed batch needs one entry more than it has, for padding.
+    A mixed batch needs one further entry for padding.
     """
     return (max_num_seqs + 8) // 8 * 8
 
@@ -167,7 +165,10 @@ class CudaInputs:
         device: torch.device,
         steps: int = 2,
     ) -> None:
-        """Allocate the buffers. steps: the number of steps in flight at once."""
+        """Allocate the buffers.
+
+        steps: the number of steps in flight at once.
+        """
         self._rows = rows
         self._block_size = block_size
         entries = max_entries(rows.pad_row)
@@ -184,7 +185,7 @@ class CudaInputs:
         self.last = self._packed[4 * entries + 1 : 5 * entries + 1]
         self.which = self._packed[5 * entries + 1 : 6 * entries + 1]
         self.counts = self._packed[self._counts_at : self._updates_at]
-        # Outputs of assembly: static, because graphs read them.
+        # Outputs of assembly have fixed addresses, because graphs read them.
         num_tokens = max(max_num_tokens, entries)
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -198,11 +199,11 @@ class CudaInputs:
         self._buffer = 0
 
     def upload(self, batch: Batch, num_entries: int, num_tokens: int) -> None:
-        """Copy the batch's numbers, padded to this many entries and tokens; apply its updates.
+        """Copy the batch's numbers, padded to these numbers of entries and tokens; apply its
+        updates.
 
-        Padding entries point at the padding row. Decodes are padded by decodes. Behind a mixed
-        batch, which needs an entry to spare, one padding entry has all padding tokens. Padding
-        samples are that entry's.
+        Padding entries use the padding row. Decodes are padded by decodes. After a mixed batch one
+        padding entry has all padding tokens, and padding samples are that entry's.
         """
         from kernels.batch import apply_updates
 
@@ -241,7 +242,7 @@ class CudaInputs:
             last[len(which) :] = num_tokens - 1
             chosen = array[5 * entries + 1 : 5 * entries + 1 + num_entries]
             chosen[: len(which)] = which
-            chosen[len(which) :] = count  # not read where nothing is padded
+            chosen[len(which) :] = count  # not read unless there is padding
             counts = batch.num_decodes, count
         array[self._counts_at : self._updates_at] = counts
 
@@ -272,7 +273,7 @@ class CudaInputs:
             )
 
     def all_padding(self, num_entries: int, num_tokens: int) -> None:
-        """Fill the inputs as an upload of a batch of nothing but padding would."""
+        """Fill the inputs as uploading a batch of only padding would."""
         decodes = num_entries == num_tokens
         self.rows[:num_entries].fill_(self._rows.pad_row)
         self.starts[:num_entries].zero_()
@@ -294,10 +295,9 @@ class CudaInputs:
         num_decodes: int,
         max_kv_len: int,
     ) -> tuple[Tensor, list[AttentionMeta]]:
-        """Launch the assembly of an uploaded batch; return its token ids and the meta of each
-        group.
+        """Launch the assembly of an uploaded batch; return its token ids and each group's meta.
 
-        Graph-safe: fixed addresses, sizes from the arguments.
+        It can be captured in a graph: addresses are fixed, sizes come from the arguments.
         """
         from kernels.batch import assemble
 

@@ -1,11 +1,11 @@
 """Launchers: the ways to run a step up to its hidden states, behind one `launch(batch)`.
 
-    EagerStep      kernel by kernel
-    ProgramStep    decodes on the CPU, as a recorded program
-    GraphStep      a step in a CUDA graph, of a whole model or of a pipeline stage
-    StageStep      one of these over a stage's layers, then the hand-over to the next stage
+ EagerStep      kernel by kernel
+ ProgramStep    decodes on the CPU, as a recorded program
+ GraphStep      a step in a CUDA graph, of a whole model or of a pipeline stage
+ StageStep      one of these over a stage's layers, then the send to the next stage
 
-A GraphStep hands the steps that have no graph to an EagerStep.
+A GraphStep passes steps without a graph to an EagerStep.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,10 @@ from engine.sampling.step_sampler import Hidden, StepSampler
 
 @dataclass(slots=True)
 class ComingHidden:
-    """The hidden states of a step that other stages compute. receive: waits for the last stage."""
+    """The hidden states of a step that other stages compute.
+
+    receive: waits for the last stage and returns them.
+    """
 
     receive: Callable[[], Hidden]
 
@@ -32,8 +35,7 @@ class LayersLauncher(Protocol):
     """A way to launch the layers of a model or stage."""
 
     def launch(self, batch: Batch) -> Hidden:
-        """Launch a step. Its states are the output of the stage's last layer, where there are
-        several stages."""
+        """Launch a step; return its hidden states, after the last layer of this stage."""
         ...
 
 
@@ -41,7 +43,7 @@ class StepLauncher(Protocol):
     """A way to launch a step."""
 
     def launch(self, batch: Batch) -> Hidden | ComingHidden | None:
-        """Launch a step up to its hidden states. None: another stage samples."""
+        """Launch a step up to its hidden states; None if another stage samples."""
         ...
 
 
@@ -99,7 +101,7 @@ class GraphStep:
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         size = None
-        # A graph returns the states of entries that sample alone.
+        # A graph only returns the states of entries that sample.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):
             size = self._graphs.size_of(batch)
         if size is None:
@@ -110,8 +112,8 @@ class GraphStep:
 class StageStep:
     """The launch of a pipeline stage's part of a step.
 
-    On the first stage the step is concluded when the last stage's output is asked for. Other steps
-    are launched meanwhile.
+    The first stage concludes a step only when the last stage's output is needed, so that further
+    steps are launched meanwhile.
     """
 
     def __init__(
@@ -129,7 +131,8 @@ class StageStep:
         states, last = hidden.states, hidden.last
         every = last is not None and self._sampling.wants_every_state(batch)
         if model.stage.last and last is not None and not every:
-            states = states.index_select(0, last)  # nothing is asked of the other tokens
+            # hidden states of the other tokens are not needed
+            states = states.index_select(0, last)
         link.send(states)
         if not model.stage.first:
             return None

@@ -1,7 +1,7 @@
-"""Memory: how many KV blocks fit, decided once at start and explained in one table.
+"""MemoryPlan: the number of KV blocks that fit, decided once at start and explained in a table.
 
-`plan_memory` is the sum, of the model's own parts. The engine's start takes it with what it has
-measured, `manta plan` with estimates of that and a model that takes no memory (`outline`).
+`plan_memory` adds up the model's parts. The engine's start calls it with measured numbers, `manta
+plan` with estimates and a model that takes no memory (`outline`).
 """
 
 import os
@@ -26,10 +26,10 @@ from kernels.dispatch import kernels_for
 GIB = 1 << 30
 CPU_KV_BYTES = 2 * GIB
 LORA_HOST_BYTES = 4 * GIB
-# Private pools and graph objects; measured 0.4 to 0.8 GiB. Twice as many with adapters.
+# Private pools and graph objects: measured 0.4 to 0.8 GiB, twice that with adapters.
 GRAPH_BYTES = 1 * GIB
 
-# What a user can do, after the numbers.
+# Advice for users at the end of error messages.
 WEIGHTS_TOO_LARGE = (
     "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
     "memory or several (tensor_parallel), or free what other processes hold of it"
@@ -62,19 +62,21 @@ def kv_ways_out(cuda: bool, has_states: bool) -> str:
 
 
 def outline(resolved: Resolved, stage: int = 0) -> Model:
-    """Build the model of `resolved` without its memory, on any machine.
+    """Build the model of `resolved` without allocating memory, on any machine.
 
-    Of several ranks it is the part of the largest rank.
-    stage: the stage of a pipeline.
+    With several ranks it is the part of the largest rank.
+
+    stage: the pipeline stage.
     """
     config = resolved.config
     return build_model(
         resolved.model,
         resolved.dtype,
         "meta",
-        kernels_for("cpu", config.deterministic),  # which is not asked for anything
+        kernels_for("cpu", config.deterministic),  # its kernels are never called
         quantization=config.quantization,
-        group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
+        # no other rank has more heads
+        group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),
         stage=Stage(stage, resolved.stages),
         spread_experts=resolved.spread_experts,
         data_parallel_attention=resolved.config.attention_data_parallel,
@@ -97,7 +99,7 @@ def parts_here(resolved: Resolved, model: Model) -> list[Model]:
 
 
 def lora_host_bytes(config: EngineConfig, available: int) -> int:
-    """Return the bytes of host memory for adapters that were read.
+    """Return the bytes of host memory for adapters.
 
     available: free bytes of host memory.
     """
@@ -107,9 +109,10 @@ def lora_host_bytes(config: EngineConfig, available: int) -> int:
 
 
 def chunk_bytes(resolved: Resolved) -> int:
-    """Return the most bytes that a recurrent layer's launches hand on in a prompt step on CUDA.
+    """Return the most buffer bytes of a recurrent layer's kernels in a prompt step on CUDA.
 
-    Each request may begin a chunk that its tokens do not fill. `model.step_bytes` knows no device.
+    Each request may begin a chunk that its tokens do not fill. `model.step_bytes` does not include
+    these buffers.
     """
     if resolved.device.type != "cuda" or resolved.config.deterministic:
         return 0
@@ -132,16 +135,16 @@ def plan_memory(
     host_bytes: int,
     activations: int | None = None,
 ) -> "MemoryPlan":
-    """Plan what each part takes; KV blocks get the rest, or what the configuration says.
+    """Plan the memory of each part; KV blocks get the rest, or what the configuration says.
 
-    On the CPU the plan is of all ranks, which share the memory.
+    On the CPU the plan covers all ranks, which share the memory.
 
     model: the first rank's part.
     device, total: name and bytes of the device's memory, or of the host's free memory.
     others: name and bytes of other uses of the memory.
     host_bytes: see lora_host_bytes.
-    activations: the measured bytes.
-    Raises ConfigError with the numbers and the ways out where something does not fit.
+    activations: measured bytes; None = estimate them.
+    Raises ConfigError with numbers and advice if something does not fit.
     """
     config, cuda = resolved.config, resolved.device.type == "cuda"
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
@@ -218,7 +221,7 @@ def plan_memory(
     plan.num_blocks = count_blocks(
         budget, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
     )
-    if resolved.model.whole_texts:  # whose blocks only count tokens
+    if resolved.model.whole_texts:  # the blocks of encoders only count tokens
         most = resolved.max_num_seqs * groups.blocks(longest, block_size)
         plan.num_blocks = min(plan.num_blocks, most)
     return plan
@@ -226,7 +229,7 @@ def plan_memory(
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """A plan of memory, in bytes by purpose: `rows`, then the KV cache; the rest of total stays
+    """A memory plan in bytes: `rows` by purpose, then the KV cache; the rest of total stays
     free."""
 
     device: str
@@ -238,15 +241,15 @@ class MemoryPlan:
     groups: KVGroups | None = None
     state_bytes: int = 0  # of a request, on all ranks that share the memory
     snapshots: int = 0
-    kv_ranks: int = 1  # that each have so many blocks for other requests
+    kv_ranks: int = 1  # ranks that each have this many blocks, for different requests
     cuda: bool = False
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
-        """Plan the snapshots of states, if there are any, and return their bytes. Raises
-        ConfigError.
+        """Plan the snapshots of states, if there are any, and return their bytes.
 
-        share: bytes for snapshots unless the configuration says how many.
+        share: bytes for snapshots unless the configuration gives a number.
         spare: the most bytes for snapshots.
+        Raises ConfigError.
         """
         size = self.state_bytes
         if not size or not config.prefix_caching:
@@ -273,19 +276,19 @@ class MemoryPlan:
 
     @property
     def positions(self) -> int:
-        """The number of positions, block_size tokens each, that the blocks hold of typical
-        requests."""
+        """The number of blocks' worth of tokens that typical requests can keep (see
+        `positions`)."""
         kinds = (Full(),) if self.groups is None else self.groups.kinds
         return self.kv_ranks * positions(kinds, self.num_blocks, self.block_size)
 
     @property
     def where(self) -> str:
-        """The text that says which ranks have so many blocks each; "" where all requests share
+        """The text that says which ranks have this many blocks each; "" if all requests share
         blocks."""
         return f" on each of {self.kv_ranks} ranks" if self.kv_ranks > 1 else ""
 
     def table(self) -> str:
-        """Return the plan as a table in GiB: one line a purpose, aligned."""
+        """Return the plan as an aligned table in GiB, one line for each purpose."""
         rows = [
             *self.rows,
             (
@@ -301,7 +304,7 @@ class MemoryPlan:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of host memory available without swapping; a container's limit counts."""
+    """Return the bytes of host memory available without swapping, within a container's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as file:
@@ -316,7 +319,7 @@ def available_host_memory() -> int:
             if text != "max":
                 available = min(available, int(text) - int(current.read()))
     except OSError:
-        pass  # not Linux, or no cgroup v2: the page count above stands
+        pass  # not Linux, or no cgroup v2: the page count is used
     return max(0, available)
 
 
@@ -326,8 +329,9 @@ def count_blocks(
     """Return the number of blocks that fit into budget bytes.
 
     needed: blocks of a request of max_model_len tokens.
-    given, ways_out: where the budget comes from, and what a user can do, for the message.
-    Raises ConfigError when not even one full-length request fits.
+    given: origin of the budget, for the message.
+    ways_out: advice, for the message.
+    Raises ConfigError if not even one full-length request fits.
     """
     num_blocks = budget // block_bytes
     if num_blocks < needed:
@@ -341,7 +345,7 @@ def count_blocks(
 
 
 def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
-    """Raise ConfigError where as many KV blocks as were asked for do not fit."""
+    """Raise ConfigError if the requested number of KV blocks does not fit."""
     if num_blocks * block_bytes > free:
         raise ConfigError(
             f"num_blocks: {num_blocks} blocks need {num_blocks * block_bytes / GIB:.2f} GiB and "
@@ -352,9 +356,10 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
 
 
 def check_weights(parts: Sequence[Model], free: int) -> None:
-    """Raise ConfigError where the weights do not fit while they are loaded.
+    """Raise ConfigError if the weights do not fit while they are loaded.
 
-    Without this check the system would end the process.
+    Without this check the system would kill the process.
+
     parts: models that are loaded at once.
     """
     num_bytes = sum(max(model.loading_bytes, model.num_bytes) for model in parts)
@@ -368,7 +373,7 @@ def check_weights(parts: Sequence[Model], free: int) -> None:
 
 @contextmanager
 def fits_on(device: torch.device, what: str, ways_out: str, *, param: str) -> Iterator[None]:
-    """Raise ConfigError with the numbers where the device runs out of memory inside."""
+    """Raise ConfigError with the numbers if the device runs out of memory inside."""
     try:
         yield
         return

@@ -1,16 +1,16 @@
-"""ModelRunner: launch(batch) -> DeviceResult, whose `wait` is in engine/sampling/device_result.py.
+"""ModelRunner: launches a batch and returns a DeviceResult, whose `wait` returns the result.
 
-    prepare rows -> launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
+ prepare rows -> launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
 
 Every line of this path runs once a step, and nothing in `launch` may wait for the device (no
-.item(), .cpu(), .tolist(), no indexing by a boolean mask). What a start does is in warm_up.py. The
-timeline on CUDA, one batch ahead:
+.item(), .cpu(), .tolist(), no indexing by a boolean mask). warm_up.py has what runs only at the
+start. The timeline on CUDA, one batch ahead:
 
-    host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
-    device  ... step n ........ | step n+1 ............................ | step n+2
+ host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
+ device  ... step n ........ | step n+1 ............................ | step n+2
 
-The next token of a request is read from its row on the device (kernels/batch.py), so step n+1 does
-not need the host to know what step n sampled.
+The next token of a request is read from its row on the device (kernels/batch.py), so that step n+1
+does not need the host to know the tokens of step n.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,14 +46,17 @@ class ModelRunner:
         sampling: StepSampler,
         prompts: VirtualTokensDevice | None = None,
     ) -> None:
-        """Set up the runner. prompts: the virtual tokens of P-Tuning adapters."""
+        """Set up the runner.
+
+        prompts: the virtual tokens of adapters.
+        """
         self.forward = forward
         self.sampling = sampling
         self.model, self.rows, self.kv = forward.model, forward.rows, forward.kv
         self.lora, self.link = forward.lora, forward.link
         self._prompts = prompts
-        self.graphs: StepGraphs | None = None  # `warm_up.capture_graphs`
-        # Of decodes on the CPU; an encoder has none.
+        self.graphs: StepGraphs | None = None  # set by `warm_up.capture_graphs`
+        # Programs of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
         recordable = not forward.cuda and forward.own is None and self.model.group.recordable
         self.eager = EagerStep(forward)
@@ -64,7 +67,7 @@ class ModelRunner:
         self.launcher: StepLauncher = self._on_stage(layers)
 
     def use_graphs(self, graphs: StepGraphs) -> None:
-        """Run the steps that have a CUDA graph as such from now on."""
+        """Run steps as CUDA graphs from now on, if they have one."""
         self.graphs = graphs
         self.launcher = self._on_stage(GraphStep(graphs, self.sampling, self.eager))
 
@@ -74,8 +77,7 @@ class ModelRunner:
         return StageStep(self.forward, self.link, self.sampling, layers)
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
-        """Start a step. Returns at once on CUDA; on the CPU the work, of this stage's layers, is
-        done when it returns.
+        """Start a step; return at once on CUDA, on the CPU after this stage's layers are computed.
 
         Raises OutOfMemory.
         """
@@ -83,7 +85,8 @@ class ModelRunner:
             return self._launch(batch)
         except torch.OutOfMemoryError as error:
             message = str(error)
-        raise OutOfMemory(message)  # out here, because torch's own holds the step's tensors
+        # raised outside the except block, because torch's error holds the step's tensors
+        raise OutOfMemory(message)
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> DeviceResult | StagedResult:
@@ -104,7 +107,7 @@ class ModelRunner:
         return self.sampling.launch(batch, samples, hidden)
 
     def _set_rows(self, new_rows: Iterable[NewRow]) -> None:
-        """Give rows to new requests."""
+        """Assign rows to new requests."""
         for new in new_rows:
             self.sampling.set_row(new)
             self.forward.set_row(new)
@@ -122,9 +125,9 @@ class ModelRunner:
             self._prompts.copy(prefixes, self.kv.block_size, self.kv.put)
 
     def recover(self) -> bool:
-        """Give the memory of a step that raised back; False if the device has failed for good.
+        """Free the memory of a step that raised; return False if the device has failed for good.
 
-        An error such as an illegal access stays with the CUDA context: every later call raises it.
+        After an error such as an illegal access, every later call in the CUDA context raises it.
         """
         if self.forward.cuda:
             try:
@@ -135,9 +138,9 @@ class ModelRunner:
         return True
 
     def shrink(self, num_blocks: int) -> None:
-        """Replace the KV cache by `num_blocks` empty blocks. Legal when nothing is in flight."""
+        """Replace the KV cache by `num_blocks` empty blocks. Legal when no step is in flight."""
         if self.graphs is not None:
-            self.graphs.forget()  # they know the old blocks' addresses
+            self.graphs.forget()  # they contain the old blocks' addresses
         if self.programs is not None:
             self.programs.forget()
         self.kv.shrink(num_blocks)

@@ -1,9 +1,10 @@
-"""StepPrograms: steps of decodes on the CPU as programs of generated kernels, one for each number
-of decodes, recorded when that number first comes (`kernels.cpu.codegen.program`).
+"""StepPrograms: steps of decodes on the CPU, recorded as programs of generated kernels.
 
-A program is the model's layers, and where these can be recorded too, what is before and behind
-them: the embedding; the last norm and the head. Of a step of a small model they take as long to
-launch as a few layers take to compute."""
+There is one for each number of decodes, recorded at its first step
+(`kernels.cpu.codegen.program`). A program has the model's layers and, if these can be recorded, the
+embedding, the last norm and the head. In a small model launching these takes as long as computing a
+few layers.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from kernels.metadata import AttentionMeta
 
 logger = logging.getLogger("manta.engine")
 
-_MOST = 64  # decodes; in larger steps the kernels outweigh what they cost to launch
-# Bytes of states that may be copied to learn whether steps of a model can be recorded.
+_MOST = 64  # decodes; in larger steps launching costs little compared with the kernels
+# The most bytes of states that are copied while trying whether steps can be recorded.
 _MOST_COPIED = 1 << 28
 
 
@@ -31,7 +32,7 @@ class StepPrograms:
     def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
-        groups = len(kv.groups.views) or rows.num_groups  # as `in_views`
+        groups = len(kv.groups.views) or rows.num_groups  # the number of groups, as in `in_views`
         width = rows.block_table.shape[1] // rows.num_groups
         self._positions = torch.zeros(most, dtype=torch.int32)
         self._kv_len = torch.zeros(most, dtype=torch.int32)
@@ -52,9 +53,9 @@ class StepPrograms:
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
-        self._known = False  # whether it is: no step was recorded yet
-        # Whether programs begin with the embedding and end with logits, once `_known`. Ranks and
-        # stages have these in common with others.
+        self._known = False  # whether a step was recorded, so that _able is certain
+        # Whether programs begin with the embedding and end with logits; certain once `_known`. With
+        # several ranks or stages they do not.
         self._enters = self._leaves = model.group.size == model.stage.count == 1
         self._tried = model.group.size == 1
 
@@ -64,8 +65,7 @@ class StepPrograms:
 
     @property
     def gives_logits(self) -> bool:
-        """Whether `through` returns the logits of the step's tokens, valid until it is called
-        again."""
+        """Whether `through` returns the logits of the step's tokens, valid until its next call."""
         return self._leaves
 
     def through(
@@ -74,8 +74,8 @@ class StepPrograms:
         """Run the model's layers over a step, or with `gives_logits` the whole model.
 
         metas: the meta of each view.
-        entered: the input of the first layer; None: the output of `Decoder.enter`.
-        Returns None for a step that has no program: compute it as usual.
+        entered: the input of the first layer; None = the output of `Decoder.enter`.
+        Returns None for a step without a program, which has to be computed as usual.
         """
         first = metas[0]
         count = token_ids.shape[0]
@@ -89,7 +89,8 @@ class StepPrograms:
         residual = self._enter(token_ids, metas, entered)
         program = self._programs.get(count)
         if not self._tried:
-            # A rank that finds only in the middle of a step that it cannot would leave the others.
+            # A rank that fails to record in the middle of a step would leave the others waiting. So
+            # all try first.
             self._tried = True
             states_before = None if states is None else states.copied(self._rows[:count])
             self._able = self._model.group.all_can(
@@ -104,7 +105,7 @@ class StepPrograms:
             out = program.play()
             self._model.group.check()
             return out
-        # Keys are written again as they were; states that a part of a step has changed are not.
+        # Keys are written again with the same values, but changed states must be restored.
         states_before = None if states is None else states.copied(self._rows[:count])
         try:
             program = self._record(metas, residual)
@@ -121,7 +122,7 @@ class StepPrograms:
     def _enter(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None
     ) -> Tensor:
-        """Copy the step's inputs to their fixed places; return the first layer's input."""
+        """Copy the step's inputs to their fixed addresses; return the first layer's input."""
         count = token_ids.shape[0]
         positions, kv_len, slots, tables, rows, ids = self._arrays
         first = metas[0]
@@ -176,7 +177,7 @@ class StepPrograms:
         def leave(out: Tensor) -> Tensor:
             return model.logits(model.leave(out)) if self._leaves else out
 
-        if not self._known:  # what runs here changes nothing that lasts
+        if not self._known:  # these trial recordings change nothing that lasts
             self._enters = self._enters and _recordable(lambda: record(enter))
             self._leaves = self._leaves and _recordable(lambda: record(lambda: leave(residual)))
         return record(lambda: leave(model.through(enter(), ours, layers)))

@@ -1,4 +1,4 @@
-"""RankedRunner: the runner of rank 0, which has the other ranks run each step too."""
+"""RankedRunner: the runner of rank 0, which makes the other ranks run each step too."""
 
 from engine.batch import Batch
 from engine.parallel.ranks import Ranks
@@ -7,11 +7,11 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult
 
-_NOTICED = 0.5  # seconds: what is sent to a rank that has ended fails before its end is known
+_NOTICED = 0.5  # seconds; sending to a rank that has ended fails before its end is reported
 
 
 class RankedRunner:
-    """The `engine.scheduling.core.Runner` of rank 0, which calls the other ranks to each step."""
+    """The `engine.scheduling.core.Runner` of rank 0, which makes the other ranks run each step."""
 
     def __init__(self, runner: ModelRunner, place: Place, ranks: Ranks) -> None:
         self._runner = runner
@@ -19,7 +19,7 @@ class RankedRunner:
         self._ranks = ranks
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
-        self._ranks.call("launch", batch)  # first: ours may write into the batch
+        self._ranks.call("launch", batch)  # sent first, because our launch may write into the batch
         if self._runner.link is not None:
             self._runner.link.begin()
         launched = self._runner.launch(batch)
@@ -31,10 +31,12 @@ class RankedRunner:
         return launched
 
     def recover(self) -> bool:
-        """Get all ranks ready for the next step after one has raised; False: the engine is lost.
+        """Prepare all ranks for the next step after one has raised; return False if the engine is
+        lost.
 
-        Between CPU ranks, all waits for the failed step are ended, and steps begin anew. Between
-        GPUs, or nodes, the engine is lost. Raises why a rank has ended, if one has.
+        Between CPU ranks, all waits for the failed step are ended, and counting begins anew.
+        Between GPUs or nodes the engine is lost. Raises the error of a rank that has ended, if
+        there is one.
         """
         if not self._place.recovers:
             self._ranks.check(_NOTICED)

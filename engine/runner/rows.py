@@ -13,13 +13,13 @@ from torch import Tensor
 class RequestRows:
     """The rows of the device: one for each request, and a last one for padding.
 
-    Graphs point their unused entries at the padding row.
+    Unused entries of graphs use the padding row.
     """
 
     # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
     tokens: Tensor
-    # [max_num_seqs + 1, max_blocks * groups] int32: [row, j * groups + g] is the block of the
-    # tokens from j * block_size, in the layers of group g (engine/config/kv_groups.py)
+    # [max_num_seqs + 1, max_blocks * groups] int32: [row, j * groups + g] is the block of tokens j
+    # * block_size and following, in the layers of group g (engine/config/kv_groups.py)
     block_table: Tensor
     pad_row: int
     num_groups: int = 1

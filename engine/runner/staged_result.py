@@ -1,4 +1,4 @@
-"""StagedResult: a launched step that is on its way through the stages of a pipeline."""
+"""StagedResult: a launched step that other pipeline stages still compute."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from engine.sampling.device_result import DeviceResult
 
 @dataclass(slots=True)
 class StagedResult:
-    """A step that is on its way through the stages of a pipeline.
+    """The result of a launched step that other pipeline stages still compute.
 
     take_back: receives the output of the last stage, and samples.
-    conclude_others: lets the other ranks of the first stage conclude the step too.
+    conclude_others: makes the other ranks of the first stage conclude the step too.
     """
 
     take_back: Callable[[], DeviceResult]
@@ -30,7 +30,7 @@ class StagedResult:
         return self._pending is not None or self._failure is not None
 
     def sample(self, masks: NDArray[np.int32]) -> None:
-        """Keep the masks for the sampling that `conclude` launches."""
+        """Keep the masks for the sampling that `conclude` will launch."""
         self.masks = masks
 
     def conclude(self) -> None:
@@ -45,16 +45,17 @@ class StagedResult:
                         pending.sample(self.masks)
                 self._pending = pending
             except torch.OutOfMemoryError as error:
-                self._failure = OutOfMemory(str(error))  # torch's own holds the step's tensors
+                # torch's own error holds the step's tensors
+                self._failure = OutOfMemory(str(error))
             except Exception as error:
                 self._failure = error
         if self._failure is not None:
             raise self._failure
 
     def wait(self) -> StepResult:
-        """Block until the step is done and return what it produced, as `DeviceResult.wait`.
+        """Block until the step is done and return its result, as `DeviceResult.wait`.
 
-        Raises OutOfMemory, and RankFailed where another stage's part of the step has failed.
+        Raises OutOfMemory, and RankFailed if another stage's part of the step has failed.
         """
         self.conclude()
         assert self._pending is not None

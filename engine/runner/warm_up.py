@@ -1,6 +1,6 @@
 """The warm-up of a ModelRunner before the first request.
 
-It runs the largest step, finds the kernels that will be launched, and records the graphs.
+It runs the largest step, compiles the kernels that will be launched, and captures the graphs.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.sampling.sampler import MOST, Masked
 
 
 def capture_graphs(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
-    """Record steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`.
+    """Capture steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`.
 
     max_tokens: the tokens of the largest step.
     """
@@ -25,7 +25,7 @@ def capture_graphs(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run the largest step on the padding row, with everything that sampling can be asked for.
+    """Run the largest step on the padding row, with every sampling option.
 
     This compiles kernels and shows the peak of memory.
     """
@@ -56,10 +56,11 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def launch_everything(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
-    """Launch all that a start launches, where launches only record which kernels they need.
+    """Launch everything that a start launches, to record which kernels are needed.
 
     See `kernels.launch.compiling`.
-    sizes, max_tokens: as for `capture_graphs`; no sizes, if no graphs will be recorded.
+
+    sizes, max_tokens: as for `capture_graphs`; no sizes if no graphs will be captured.
     """
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
@@ -69,14 +70,14 @@ def launch_everything(runner: ModelRunner, sizes: Sequence[int], max_tokens: int
             StepGraphs(runner.forward, runner.sampling, sizes, max_tokens).launch_all()
         runner.forward.inputs.upload(update, 1, 1)
     finally:
-        # Tokens that no kernel has chosen were written there, and would be looked up.
+        # No kernel has run, so the rows may hold invalid tokens that would be looked up later.
         runner.rows.tokens.zero_()
 
 
 def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
     """Return the largest step of prompts, each as long as a request can be.
 
-    num_tokens: the tokens of the step, if all rows can hold as many.
+    num_tokens: the tokens of the step, if the rows can hold that many.
     """
     pad = runner.rows.pad_row
     max_len = runner.rows.tokens.shape[1] - 1
@@ -104,7 +105,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
     forward.model = whole.one_layer()
     try:
         for count in range(1, min(ENTRIES, pad, num_tokens) + 1):
-            # A chunk each: a few tokens have other kernels for their matmuls.
+            # Each entry gets a chunk: a few tokens would take other matmul kernels.
             lengths = [min(most, num_tokens // count)] * count
             batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
             forward.run_step(forward.inputs.assemble(batch))

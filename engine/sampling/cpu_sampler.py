@@ -1,8 +1,8 @@
-"""Sampling on the CPU, in NumPy: exact, and skipping whatever cannot change the result.
+"""Sampling on the CPU, in NumPy: exact, but skipping work that cannot change the result.
 
 Logits are float32 [num_samples, vocab]; the parameters of sample s are those of row rows[s] in a
-`ParameterRows`. NumPy because its reductions over a vocabulary are vectorised where torch's argmax
-and sort are not.
+`ParameterRows`. NumPy's reductions over a vocabulary are vectorised, unlike torch's argmax and
+sort.
 """
 
 import math
@@ -23,15 +23,18 @@ FIRST_GROUPS = 4
 
 
 def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -> None:
-    """Apply a row's bias, penalties and bans to its logits x [vocab], in place. history [position]
-    int32."""
+    """Apply a row's bias, penalties and bans to its logits x [vocab], in place.
+
+    position: number of the request's tokens so far.
+    history: [position] int32, these tokens.
+    """
     words, floats, needs = params.words[row], params.floats[row], params.needs[row]
     num_prompt = int(words[word.NUM_PROMPT])
     if needs & BIASED:
         n = words[word.NUM_BIAS]
         x[words[word.BIAS_IDS :][:n]] += floats[word.BIAS_VALUES :][:n]
     if needs & PENALISED:
-        # Assignments through repeated indices write the same value twice: each token is penalised
+        # Assignments through repeated indices write the same value, so each token is penalised
         # once.
         repetition = floats[word.REPETITION]
         if repetition != 1:
@@ -45,8 +48,10 @@ def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -
 
 
 def apply_masks(x: F32, mask_of: I32, masks: I32) -> None:
-    """Forbid what grammars do not allow, in place on logits x [S, vocab]; see
-    `engine.sampling.sampler.Masked`."""
+    """Set logits x [S, vocab] of tokens that grammars forbid to -inf, in place.
+
+    mask_of, masks: see `engine.sampling.sampler.Masked`.
+    """
     vocab = x.shape[1]
     for s, m in enumerate(mask_of.tolist()):
         if m < 0:
@@ -61,8 +66,8 @@ def choose(
 ) -> tuple[I64, NDArray[np.bool_]]:
     """Choose a token for each row of edited logits x [num_samples, vocab].
 
-    Returns tokens [num_samples] and bad [num_samples]: the row has no valid token, its token is 0.
-    Overwrites the logits of rows with filters.
+    Returns tokens [num_samples] and bad [num_samples]: whether a row has no valid token; its token
+    is then 0. Overwrites the logits of rows with filters.
     """
     sampled = [s for s, row in enumerate(rows) if params.needs[row] & SAMPLED]
     if len(sampled) < len(rows):
@@ -85,13 +90,13 @@ def choose(
             which = np.array(sampled)[finite]
             words = params.words[[rows[s] for s in which]]
             tokens[which] = _gumbel_argmax(x, which, group_best[finite], words, positions[which])
-    bad = ~np.isfinite(best)  # NaN and +inf show up in the maximum, nothing but -inf too
+    bad = ~np.isfinite(best)  # NaN, +inf and all -inf show up in the maximum
     tokens[bad] = 0
     return tokens, bad
 
 
 def _group_max(x: F32) -> F32:
-    """Return the largest logit of x [vocab] in each of philox's groups, NaN if one is NaN."""
+    """Return the largest logit of x [vocab] in each of philox's groups; NaN if one is NaN."""
     size = philox.TOKENS_PER_BLOCK
     whole = x.size // size * size
     out = np.full((-(-x.size // size), philox.GROUPS_PER_BLOCK), -np.inf, np.float32)
@@ -112,8 +117,8 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
     """Return the argmax over tokens of logit / temperature + gumbel: token ids [n].
 
     source: the rows of x that are sampled [n].
-    A group's best logit with its smallest exponential bounds its scores. Groups with good bounds
-    are computed first; then only those whose bound is not below what these gave.
+    A group's best logit and smallest exponential noise bound its scores. Groups with the highest
+    bounds are computed first, then only those whose bound is not below the best score found.
     """
     count, num_groups = group_best.shape
     floats = words.view(np.float32)
@@ -128,7 +133,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
     tokens = np.zeros(count, np.int64)
 
     def compute(which: I64, groups: I64) -> None:
-        """Let the tokens of these (row, group) pairs compete."""
+        """Compute the scores of these (row, group) pairs, and keep the best token of each row."""
         extra = philox.lane_exponential(seeds[which], choices[which], positions[which], groups)
         n = np.arange(len(which))
         extra[n, lanes[which, groups]] = 0
@@ -137,7 +142,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
         inside = ids < x.shape[1]
         score = x[source[which][:, None], np.where(inside, ids, 0)] * scale[which][:, None] + noise
         score[~inside] = -np.inf
-        lane = score.argmax(1)  # the first of equals: ids ascend with the lane
+        lane = score.argmax(1)  # the first of equals, as ids ascend with the lane
         score, ids = score[n, lane], ids[n, lane]
         for i, s, token in zip(which.tolist(), score.tolist(), ids.tolist(), strict=True):
             if s > best[i] or (s == best[i] and token < tokens[i]):
@@ -147,7 +152,8 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
     few = min(FIRST_GROUPS, num_groups)
     first = np.argpartition(bound, num_groups - few, axis=1)[:, num_groups - few :]
     compute(np.repeat(np.arange(count), few), first.reshape(-1))
-    # The slack covers logarithms that differ by a last bit between the two computations of a score.
+    # The slack covers logarithms that differ in the last bit between the two computations of a
+    # score.
     which, groups = np.nonzero(bound >= (best - 1e-3)[:, None])
     if len(which):
         compute(which, groups)
@@ -155,10 +161,10 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
 
 
 def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
-    """Return the ids of the k largest logits of x [vocab], without NaN: best first, ties by id."""
+    """Return the ids of the k largest logits of x [vocab] without NaN: best first, ties by id."""
     group_best = _group_max(x) if group_best is None else group_best
     ids = np.arange(x.size)
-    if k < group_best.size:  # k groups have something this large, so nothing smaller is needed
+    if k < group_best.size:  # k groups have a logit this large, so no smaller one is needed
         ids = np.flatnonzero(
             x >= np.partition(group_best, group_best.size - k)[group_best.size - k]
         )
@@ -166,7 +172,8 @@ def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
 
 
 def _allowed(x: F32, group_best: F32, words: I32) -> I64:
-    """Return the ids of tokens that min_p, top_k, then top_p leave. The largest logit is finite."""
+    """Return the ids of tokens that min_p, then top_k, then top_p keep; the largest logit is
+    finite."""
     floats = words.view(np.float32)
     scale, top_p, log_min_p = floats[[word.INV_TEMPERATURE, word.TOP_P, word.LOG_MIN_P]]
     top_k = int(words[word.TOP_K])
@@ -185,12 +192,13 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
 
 
 def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
-    """Return the ids of the most likely tokens that hold top_p of the mass from log_min_p up.
+    """Return the ids of the most likely tokens that hold top_p of the mass at or above log_min_p.
 
     Ties are broken by id.
-    gap: how far each log-probability is from the largest, [vocab] in the order of x [vocab].
-    Sorting a flat distribution would cost more than all the rest: find how deep the nucleus goes,
-    then halve the range that its last token can be in until few tokens are left to sort.
+
+    gap: difference of each log-probability from the largest, [vocab] in the order of x [vocab].
+    Sorting a flat distribution would cost more than everything else. So a lower bound is searched
+    first, then the range of the last token is halved until few tokens are left to sort.
     """
     weight = np.exp(gap)
     if log_min_p > -np.inf:
@@ -224,8 +232,8 @@ def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32, float]:
     """Compute a token's log-probabilities from raw logits x [vocab].
 
     Returns the token's log-probability, its rank from 1, ids and log-probabilities of the top k,
-    and log of the sum of exp(x). All are NaN, of the first ids, where the model has no
-    distribution.
+    and log of the sum of exp(x). If the logits are not finite, all are NaN, and ids are the first
+    k.
     """
     best = x.max()
     if not np.isfinite(best):

@@ -1,6 +1,6 @@
-"""DeviceResult: a launched step whose tokens are on their way to the host.
+"""DeviceResult: the pending result of a launched step, whose tokens are copied to the host.
 
-Its `wait` is where the host waits for the device, and returns the StepResult.
+Its `wait` waits for the device and returns the StepResult.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from engine.batch import StepResult, TokenLogprobs
 
 @dataclass(slots=True)
 class DeviceResult:
-    """A launched step. `wait` may be called once, in launch order."""
+    """The pending result of a launched step. Call `wait` once, in launch order."""
 
     step: int
     # [num_samples] int64 on the host (pinned on CUDA); -1 = that row's logits were not finite
@@ -25,10 +25,10 @@ class DeviceResult:
     event: "torch.cuda.Event | None" = None
     logprobs: "HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "HostLogprobs"]] = field(default_factory=list)
-    pooled: "tuple[list[int], Tensor] | None" = None  # entries, and of each [hidden_size] float32
-    # Until its masks are there: launches the sampling.
+    pooled: "tuple[list[int], Tensor] | None" = None  # (entries, [hidden_size] float32 of each)
+    # While masks are missing: launches the sampling.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
-    check: Callable[[], None] | None = None  # of the sums in it; raises RankFailed
+    check: Callable[[], None] | None = None  # checks the step's all-reduces; raises RankFailed
 
     def sample(self, masks: NDArray[np.int32]) -> None:
         """Launch the sampling of a step that waits for masks; see `engine.scheduling.core`."""
@@ -37,12 +37,12 @@ class DeviceResult:
         launch(masks)
 
     def conclude(self) -> None:
-        """Do nothing: the step has no rest to launch."""
+        """Do nothing, as the whole step is launched already."""
 
     def wait(self) -> StepResult:
-        """Block until the step is done on the device and return what it produced.
+        """Block until the step is done on the device and return its result.
 
-        Raises RankFailed where an all-reduce failed.
+        Raises RankFailed if an all-reduce failed.
         """
         if self.unsampled is not None:
             raise RuntimeError("the step was not sampled")
@@ -82,7 +82,7 @@ class DeviceResult:
 
 @dataclass(slots=True)
 class HostLogprobs:
-    """Log-probabilities of n tokens on their way to the host."""
+    """Log-probabilities of n tokens that are being copied to the host."""
 
     token_ids: Tensor  # [n] int64
     logprob: Tensor  # [n] float32
@@ -90,7 +90,7 @@ class HostLogprobs:
     top_ids: Tensor  # [n, k] int64
     top_logprobs: Tensor  # [n, k] float32
     total: Tensor  # [n] float32
-    counts: list[int]  # [n] how many alternatives item i wants; -1 = no log-probabilities at all
+    counts: list[int]  # [n] number of alternatives for item i; -1 = no log-probabilities at all
 
     def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
         ids = tokens if tokens is not None else self.token_ids.tolist()

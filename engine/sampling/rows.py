@@ -1,5 +1,4 @@
-"""ParameterRows: what each request row asks of the sampler, packed into int32 words, host and
-device."""
+"""ParameterRows: the sampling parameters of each request row, packed into int32 words."""
 
 import math
 from typing import Any
@@ -12,20 +11,20 @@ from torch import Tensor
 from engine.batch import NewRow
 from kernels.sampling import layout as word
 
-# What a row needs beyond the argmax, as bits.
+# Bits of the operations that a row needs in addition to the argmax.
 SAMPLED, FILTERED, BIASED, PENALISED, BANNED = 1, 2, 4, 8, 16
 
-# Below this temperature a scaled gap of one float32 step exceeds any noise: greedy, without the
-# overflow.
+# Below this temperature a scaled gap of one float32 step exceeds any noise. So the row is treated
+# as greedy, which avoids overflow.
 MIN_TEMPERATURE = 1e-5
 
 
 class ParameterRows:
-    """A host table and, on CUDA, its copy on the device.
+    """The sampling parameters of all rows on the host and, on CUDA, their copy on the device.
 
     words: [num_rows, word.NUM_WORDS] int32 on the host; floats is the same memory as float32.
     device_words: the copy, as of the last `flush`; None on the CPU.
-    needs: bits of each row. Rows start out greedy with nothing asked.
+    needs: bits of each row. Rows start as greedy, without other operations.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -62,7 +61,7 @@ class ParameterRows:
         words[word.MIN_TOKENS] = params.min_tokens
         words[word.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
 
-        # What cannot be chosen needs no bias and no ban.
+        # Tokens outside the vocabulary need no bias and no ban.
         vocab = self._vocab_size
         bias = {
             token: value
@@ -103,8 +102,7 @@ class ParameterRows:
             if any(self.needs[row] & (BIASED | BANNED) for row in changed)
             else word.NUM_SCALARS
         )
-        # The pinned block comes from torch's caching allocator, which reuses it only once this copy
-        # is done.
+        # torch's caching allocator reuses the pinned block only after this copy is done.
         staged: Any = torch.from_numpy(self.words[changed, :width]).pin_memory()
         staged = staged.to(self._device, non_blocking=True)
         self.device_words[:, :width].index_copy_(0, staged[:, word.ROW].long(), staged)

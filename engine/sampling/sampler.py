@@ -1,5 +1,7 @@
-"""Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is
-`SamplingParams`'."""
+"""Sampler: samples tokens from logits, with parameters for each row.
+
+The order of operations is that of `SamplingParams`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +23,14 @@ from engine.sampling.rows import (
 )
 from engine.sampling_params import MAX_LOGPROBS
 
-_MINUS_INF = -0x800000  # the bits of that float32, as an int32
+_MINUS_INF = -0x800000  # the bits of float32 -inf, as int32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     """The sampler's operations for a batch, decided on the host. Equal plans launch equal kernels.
 
-    logprobs: alternatives to report for the row that wants most; -1 = no row asked.
+    logprobs: the most alternatives that any row reports; -1 = no row reports any.
     """
 
     sampled: bool = False  # some row has a temperature
@@ -50,11 +52,11 @@ class SamplePlan:
 
     @property
     def simple(self) -> bool:
-        """Whether the plan is greedy or temperature only, which has a CUDA graph of its own."""
+        """Whether the plan is greedy or temperature only, for which there are CUDA graphs."""
         return not (self.filtered or self.edits) and self.logprobs < 0
 
 
-# Of what can be asked for. Its log-probabilities are as many as a request may want.
+# All operations, and as many log-probabilities as a request may ask for.
 MOST = SamplePlan(
     sampled=True, filtered=True, biased=True, penalised=True, banned=True, logprobs=MAX_LOGPROBS
 )
@@ -62,33 +64,33 @@ MOST = SamplePlan(
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The samples of a step whose tokens a grammar limits."""
+    """The samples of a step whose tokens a grammar constrains."""
 
-    mask_of: Tensor  # [S] int32, on the device: the mask of each sample, -1 = none
-    # [M, ceil(vocab / 32)] int32 there: bit t % 32 of word t // 32 is 1 if token t is allowed
+    mask_of: Tensor  # [S] int32 on the device: the mask of each sample, -1 = none
+    # [M, ceil(vocab / 32)] int32 on the device: bit t % 32 of word t // 32 is 1 if token t is
+    # allowed
     masks: Tensor
 
     @classmethod
     def upload(
         cls, which: Sequence[int], count: int, masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """Upload masks to the device. Asynchronous on CUDA, without a copy on the host for masks in
+        """Upload masks to the device; asynchronous on CUDA, without a host copy for masks in
         `memory`.
 
-        which: the samples that have these masks, among `count`.
+        which: the samples, among `count`, that have these masks.
         """
         index = torch.full((count,), -1, dtype=torch.int32)
         index[list(which)] = torch.arange(len(which), dtype=torch.int32)
         words = torch.from_numpy(masks)
-        if device.type == "cuda":  # pinned memory is used again only when the copy is done
+        if device.type == "cuda":  # pinned memory is reused only after the copy is done
             index = index.pin_memory().to(device, non_blocking=True)
             words = words.pin_memory().to(device, non_blocking=True)
         return cls(index, words)
 
     @staticmethod
     def memory(device: torch.device) -> Callable[[int, int], NDArray[np.int32]]:
-        """Return an allocator of masks on the host: (rows, words) -> [rows, words] int32, for
-        `upload`."""
+        """Return an allocator of host masks for `upload`: (rows, words) -> [rows, words] int32."""
 
         def allocate(rows: int, words: int) -> NDArray[np.int32]:
             pinned = device.type == "cuda"
@@ -109,11 +111,13 @@ class Masked:
 
 @dataclass(slots=True)
 class Sampled:
-    """The sampled tokens, and log-probabilities where the plan has them. Tokens of bad rows are 0.
-    Rows that asked for no log-probabilities hold values of no meaning. k is the plan's."""
+    """The sampled tokens, and log-probabilities if the plan has them. Tokens of bad rows are 0.
+
+    Rows that asked for no log-probabilities hold undefined values. k is the plan's `logprobs`.
+    """
 
     tokens: Tensor  # [S] int64
-    bad: Tensor  # [S] bool: NaN, +inf or nothing but -inf; the row has no valid token
+    bad: Tensor  # [S] bool: NaN, +inf or all -inf, so that the row has no valid token
     logprob: Tensor | None = None  # [S] float32, of the raw distribution
     rank: Tensor | None = None  # [S] int64, 1 = most likely
     top_ids: Tensor | None = None  # [S, k] int64
@@ -125,8 +129,8 @@ class Sampler:
     """The sampling parameters of every row, and the sampling of tokens. No method waits for the
     device.
 
-    never: ids that are never chosen, ascending, since no text has them. Log-probabilities are of
-        all ids all the same.
+    never: ids that are never chosen, ascending, as no text has them. Log-probabilities still cover
+        all ids.
     part: half-open range of ids whose logits this rank has, for `best`; None = all.
     """
 
@@ -138,7 +142,7 @@ class Sampler:
         never: Sequence[int] = (),
         part: tuple[int, int] | None = None,
     ) -> None:
-        # Those at the end cost nothing: what chooses does not look there.
+        # Such ids at the end of the vocabulary cost nothing: sampling reads only the ids before.
         gone = set(never)
         while vocab_size - 1 in gone:
             vocab_size -= 1
@@ -151,17 +155,17 @@ class Sampler:
         self._rows = ParameterRows(max_rows, vocab_size, device)
         self._scratch: Tensor | None = None
         if device.type == "cuda":
-            # For penalties, 64 entries at a time; here because memory is planned once.
+            # For penalties, 64 entries at a time; allocated here because memory is planned only
+            # once.
             shape = (min(max_rows, 64), vocab_size)
             self._scratch = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def set_row(self, new: NewRow) -> None:
-        """Give a row to a request. Staged on the host; the next `flush` or `sample` uploads it."""
+        """Assign a row to a request; the next `flush` or `sample` uploads its parameters."""
         self._rows.set(new)
 
     def flush(self) -> None:
-        """Upload staged rows, asynchronously. `sample` does it too; call it before replaying a
-        captured `sample`."""
+        """Upload staged rows, asynchronously; call it before replaying a captured `sample`."""
         self._rows.flush()
 
     def plan(self, rows: list[int]) -> SamplePlan:
@@ -183,8 +187,9 @@ class Sampler:
         """Find the largest logit in this rank's part of the vocabulary, for `of_best`.
 
         Returns [2, S] int32: the bits of the logit in float32, and its id, the first of equals.
+
         logits: [S, part], may be overwritten.
-        rows: [S] int64, of the samples.
+        rows: [S] int64, the row of each sample.
         """
         first, end = self._part
         logits = logits[:, : max(0, min(end, self._width) - first)]
@@ -217,7 +222,7 @@ class Sampler:
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:
-        """Return the plan of a batch that is all greedy, or has temperatures and nothing else."""
+        """Return the plan of a batch that is all greedy, or has only temperatures."""
         return SamplePlan(sampled=not greedy)
 
     def sample(
@@ -232,10 +237,11 @@ class Sampler:
         """Choose a token for each entry.
 
         logits: [S, vocab], float32, bfloat16 or float16; may be overwritten.
-        rows: [S] int64, the row of each entry. positions: [S] int64, where its new token will
-            stand, that is, how many tokens its request has. Both on the logits' device.
+        rows: [S] int64 on the logits' device, the row of each entry.
+        positions: [S] int64 on the logits' device, the position of each new token.
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
-        plan: of these rows, or one that has more. masked: the last edit of these samples.
+        plan: a plan with at least the operations of these rows.
+        masked: masks of these samples, applied after all other edits.
         """
         self.flush()
         if self._rows.device_words is None:
@@ -251,7 +257,7 @@ class Sampler:
         plan: SamplePlan,
         masked: Masked | None,
     ) -> Sampled:
-        # Here because Triton is needed on CUDA alone.
+        # Imported here because only CUDA needs Triton.
         from kernels.sampling.choose import choose
         from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
         from kernels.sampling.filters import filter_thresholds
@@ -261,7 +267,7 @@ class Sampler:
         assert words is not None and self._scratch is not None
         raw = logits
         logits = logits[:, : self._width]
-        # Filters see what masks leave. Otherwise the choice itself reads them.
+        # Filters must see masked logits. Otherwise the sampling kernel itself applies the masks.
         masks = None if masked is None else (masked.mask_of, masked.masks)
         changes = plan.edits or (plan.filtered and masks is not None) or self._holes is not None
         if changes and plan.logprobs >= 0:
@@ -278,7 +284,7 @@ class Sampler:
             apply_masks(logits, *masks)
             masks = None
         filters = filter_thresholds(logits, rows, words) if plan.filtered else None
-        # With masks a greedy batch takes the kernel of a sampled one, which is there already.
+        # With masks a greedy batch uses the sampling kernel, which is compiled already.
         sampled = plan.sampled or masks is not None
         chosen, bad = choose(
             logits, rows, positions, words, sampled=sampled, filters=filters, masks=masks
@@ -326,7 +332,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute log-probabilities of a prompt's next tokens.
 
-        logits: raw [T, vocab]. targets: the tokens that came next [T] int64.
+        logits: raw [T, vocab].
+        targets: the tokens that came next, [T] int64.
         Returns the targets' log-probabilities [T] float32 and ranks [T] int64; ids of the k most
         likely tokens [T, k] int64 and their log-probabilities [T, k] float32; log of the sum of
         exp(logits) [T] float32.

@@ -1,7 +1,7 @@
-"""StepSampler: from hidden states of a step to tokens and log-probabilities for the host.
+"""StepSampler: turns a step's hidden states into tokens and log-probabilities for the host.
 
-Be paranoid about adding lines here: they run once a step, and nothing may wait for the device (no
-.item(), .cpu(), .tolist(), no indexing by a boolean mask).
+Add lines here with care: they run once a step, and nothing may wait for the device (no .item(),
+.cpu(), .tolist(), no indexing by a boolean mask).
 """
 
 from collections import deque
@@ -21,51 +21,52 @@ from engine.pooling import Pooling
 from engine.sampling.device_result import DeviceResult, HostLogprobs
 from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
 
-# Choose tokens under masks [M, ceil(vocab / 32)], which do not change until the choice is done.
-# None: on a rank that does not choose.
+# Samples tokens under masks [M, ceil(vocab / 32)], which must not change until that is done. None
+# on a rank that does not sample.
 MaskedChoice = Callable[[NDArray[np.int32] | None], Tensor]
 
 
 class Head(Protocol):
-    """The part of a model behind its last layer."""
+    """The part of a model after its last layer."""
 
     config: ModelConfig
     group: TensorParallelGroup
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
-        """Compute logits [n, vocab_size] of hidden states [n, hidden_size]; see
-        `engine.models.registry.Model`."""
+        """Compute logits of hidden states [n, hidden_size]; see `engine.models.registry.Model`."""
         ...
 
 
 class GraphChoices(Protocol):
-    """The choice of tokens as CUDA graphs, by the (entries, tokens) that a step is padded to."""
+    """The sampling of tokens as CUDA graphs, by the (entries, tokens) that a step is padded to."""
 
     def choose(self, size: tuple[int, int], plan: SamplePlan) -> Tensor:
-        """Choose the next token of each sampling entry and write it into the entry's row.
+        """Sample the next token of each sampling entry and write it into the entry's row.
 
-        Returns [entries] int64, padded. plan: a simple plan.
+        Returns [entries] int64, padded.
+
+        plan: a simple plan.
         """
         ...
 
     def choose_masked(self, size: tuple[int, int]) -> MaskedChoice:
-        """Launch the logits, and return the function that launches the choice."""
+        """Launch the logits, and return the function that launches the sampling."""
         ...
 
     def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """Launch the rows and positions of new tokens, [count] int64 each."""
+        """Return the rows and positions of new tokens, [count] int64 each."""
         ...
 
 
 @dataclass(slots=True)
 class Hidden:
-    """The hidden states of a launched step, behind the final norm.
+    """The hidden states of a launched step, after the final norm.
 
-    states: [n, hidden_size], of all tokens or of those that are sampled from.
-    places: rows and positions of the new tokens, [num_samples] int64 each; None: `graphs.places`.
-    last: the indices in `states` that are sampled from [num_samples] int64; None = all of them.
+    states: [n, hidden_size], of all tokens or only of sampled ones.
+    places: rows and positions of the new tokens, [num_samples] int64 each; None = `graphs.places`.
+    last: indices in `states` of sampled tokens, [num_samples] int64; None = all.
     are_logits: whether `states` are logits already, [n, vocab_size].
-    graphs: the choice of tokens, where that is a CUDA graph too.
+    graphs: the sampling graphs, if the step was a CUDA graph.
     size: the (entries, tokens) of the step's graph.
     """
 
@@ -82,12 +83,12 @@ class StepSamples:
     """The sampling entries of a batch."""
 
     rows: list[int]  # [num_samples]
-    entries: list[int] | None  # batch index of each; None: all entries are decodes
+    entries: list[int] | None  # batch index of each; None = all entries are decodes
     plan: SamplePlan
 
 
 class StepSampler:
-    """The sampling of steps, with what each row asks for besides tokens."""
+    """The sampling of steps, with log-probabilities and pooling where rows ask for them."""
 
     def __init__(
         self, head: Head, sampler: Sampler, tokens: Tensor, pooling: Pooling | None = None
@@ -103,17 +104,17 @@ class StepSampler:
         self._device = tokens.device
         self.cuda = tokens.device.type == "cuda"
         count = len(tokens) - 1
-        # Logits that are there at once: as many rows as sample in the largest step, which memory is
-        # planned for. Fewer than 64 would gain no memory worth mentioning (16 MiB) and lose time.
+        # Rows of logits at once: as many as sample in the largest step, for which memory is
+        # planned. Fewer than 64 would save little memory (16 MiB) and lose time.
         self._logits_rows = max(count, 64)
         if self.cuda:
-            # Step n's results are read while n + 1 is in flight: two host buffers, alternating.
+            # Step n's results are read while n + 1 is in flight, so two host buffers alternate.
             self._host_tokens = [
                 torch.empty(count, dtype=torch.int64, pin_memory=True) for _ in range(2)
             ]
         self._buffer = 0
-        # Per row, on the host: the alternatives it wants (as HostLogprobs.counts), the length of
-        # its prompt, how much of that is virtual, and whether its hidden states are pooled.
+        # For each row, on the host: the alternatives it wants (as in HostLogprobs.counts), the
+        # length of its prompt, the virtual tokens in it, and whether its hidden states are pooled.
         self._logprobs = [-1] * count
         self._prompt_logprobs = [-1] * count
         self._num_prompt = [0] * count
@@ -121,7 +122,7 @@ class StepSampler:
         self._pooled = [False] * count
 
     def set_row(self, new: NewRow) -> None:
-        """Give a row to a request."""
+        """Assign a row to a new request."""
         row, params = new.row, new.params
         self.sampler.set_row(new)
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -144,9 +145,9 @@ class StepSampler:
         return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
 
     def launch(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch log-probabilities of prompts, pooling, and the choice of tokens.
+        """Launch log-probabilities of prompts, pooling, and the sampling of tokens.
 
-        With masks the choice is launched by `DeviceResult.sample`.
+        With masks `DeviceResult.sample` launches the sampling.
         """
         prompt_logprobs: list[tuple[int, HostLogprobs]] = []
         pooled = None
@@ -164,25 +165,25 @@ class StepSampler:
         return result
 
     def launch_nothing(self, step: int) -> DeviceResult:
-        """Return the result of a step that samples nothing, or not on this stage."""
+        """Return the result of a step that samples nothing, at least not on this stage."""
         return self._to_host(step, torch.empty(0, dtype=torch.int64), None)
 
     def _launch_graph_choice(
         self, batch: Batch, samples: StepSamples, graphs: GraphChoices, size: tuple[int, int]
     ) -> DeviceResult:
-        """Launch the choice as a CUDA graph."""
+        """Launch the sampling as a CUDA graph."""
         step, entries, count = batch.step, samples.entries, len(samples.rows)
         if not batch.masked:
             return self._to_host(step, graphs.choose(size, samples.plan)[:count], entries)
         choose = graphs.choose_masked(size)
-        if self._head.group.rank:  # the first rank has the masks
+        if self._head.group.rank:  # only the first rank has the masks
             return self._to_host(step, choose(None)[:count], entries)
         return _deferred(
             step, entries, lambda masks: self._to_host(step, choose(masks)[:count], entries)
         )
 
     def _launch_choice(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
-        """Launch the logits and the choice kernel by kernel."""
+        """Launch the logits and the sampling kernel by kernel."""
         states, plan, masked = hidden.states, samples.plan, batch.masked
         by_parts = self.by_parts(plan, masked)
         if hidden.last is not None:
@@ -204,15 +205,15 @@ class StepSampler:
             if sampled.logprob is not None:
                 result.logprobs = self._logprobs_to_host(sampled, samples.rows)
                 if result.event is not None:
-                    result.event.record()  # after these copies too
+                    result.event.record()  # recorded again after these copies
             return result
 
-        if not masked or self._head.group.rank:  # the first rank has the masks
+        if not masked or self._head.group.rank:  # only the first rank has the masks
             return choose(None)
         return _deferred(step, samples.entries, choose)
 
     def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
-        """Whether ranks exchange the best token of their part of the vocabulary, not its logits.
+        """Whether ranks exchange the best token of their part of the vocabulary instead of logits.
 
         masked: the batch's masked samples.
         """
@@ -230,14 +231,14 @@ class StepSampler:
     ) -> Sampled:
         """Sample tokens and write them into their rows.
 
-        logits: [n, vocab_size], or by_parts this rank's part of the vocabulary.
+        logits: [n, vocab_size], or with by_parts this rank's part of the vocabulary.
         rows, positions: [n] int64.
-        The token of a row whose logits are not finite is -1.
+        Returns -1 as the token of a row whose logits are not finite.
         """
         group = self._head.group
-        if by_parts:  # all ranks choose, and alike
+        if by_parts:  # all ranks choose the same token
             sampled = self.sampler.of_best(group.gather(self.sampler.best(logits, rows)))
-        elif group.rank:  # which have not all logits
+        elif group.rank:  # other ranks do not have all logits
             tokens = rows.new_empty(rows.shape)
             sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
             sampled.tokens = group.broadcast(sampled.tokens)
@@ -247,15 +248,16 @@ class StepSampler:
         if not self.cuda:
             self._write_on_host(sampled, rows, positions)
             return sampled
-        self._tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
+        # bad rows get 0, which is never read
+        self._tokens[rows, positions] = sampled.tokens.to(torch.int32)
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
 
     def _write_on_host(self, sampled: Sampled, rows: Tensor, positions: Tensor) -> None:
         """Write tokens into their rows on the CPU.
 
-        Three operations of torch would take as long as a layer of a small model. Bad tokens are
-        written too, where nobody reads them.
+        numpy is used, as three torch operations would take as long as a layer of a small model.
+        Tokens of bad rows are written too, but never read.
         """
         chosen, bad = sampled.tokens.numpy(), sampled.bad.numpy()
         self._tokens.numpy()[rows.numpy(), positions.numpy()] = chosen
@@ -263,7 +265,7 @@ class StepSampler:
             sampled.tokens = torch.from_numpy(np.where(bad, -1, chosen))
 
     def _to_host(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
-        """Copy the tokens to the host behind everything launched so far."""
+        """Copy the tokens to the host after everything launched so far."""
         if not self.cuda:
             return DeviceResult(step, tokens, entries)
         self._buffer ^= 1
@@ -274,7 +276,7 @@ class StepSampler:
         return DeviceResult(step, host, entries, event, check=self._head.group.check)
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the host, once the device is there."""
+        """Return a host copy of the tensor, valid once the device has finished."""
         return tensor.to("cpu", non_blocking=True) if self.cuda else tensor
 
     def _logprobs_to_host(self, sampled: Sampled, rows: list[int]) -> HostLogprobs:
@@ -294,7 +296,7 @@ class StepSampler:
     def _launch_pooled(
         self, batch: Batch, hidden: Tensor, mode: str
     ) -> tuple[list[int], Tensor] | None:
-        """Return what the chunks of texts add to their embeddings; None if nothing.
+        """Return what this step's chunks add to their texts' embeddings; None if nothing.
 
         The result is the entries, and [entries, hidden_size] float32.
         """
@@ -320,15 +322,15 @@ class StepSampler:
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
     ) -> list[tuple[int, HostLogprobs]]:
-        """Launch the log-probabilities of the chunks' own next tokens, entry by entry."""
+        """Launch the log-probabilities of the prompt tokens that each chunk predicts."""
         logprobs = []
         at = 0
         for entry, (row, start, length) in enumerate(
             zip(batch.rows, batch.starts, batch.lengths, strict=True)
         ):
             wanted = self._prompt_logprobs[row]
-            # Position p predicts token p + 1: the chunk predicts start + 1 .. start + length,
-            # prompt tokens only, and of these none up to the first that is not virtual.
+            # Position p predicts token p + 1, so the chunk predicts start + 1 .. start + length.
+            # Only prompt tokens count, without virtual tokens and the first token after them.
             skip = max(0, self._num_virtual[row] - start)
             count = min(length, self._num_prompt[row] - 1 - start) - skip
             if wanted >= 0 and count > 0:
@@ -336,7 +338,7 @@ class StepSampler:
                 targets = self._tokens[row, first : first + count].long()
                 slices = hidden[at + skip : at + skip + count].split(self._logits_rows)
                 logits = map(self._head.logits, slices)
-                if self._head.group.rank:  # which have not all of them
+                if self._head.group.rank:  # other ranks do not have all logits
                     deque(logits, 0)
                 else:
                     logprobs.append((entry, self._prompt_logprobs_of(logits, targets, wanted)))
@@ -350,7 +352,7 @@ class StepSampler:
 
         slices: logits [at most _logits_rows, vocab_size], in order.
         targets: the tokens [n] int64.
-        wanted: the number of alternatives of each.
+        wanted: the number of alternatives for each.
         """
         pieces = [
             self.sampler.prompt_logprobs(logits, next_ids, wanted)
@@ -367,7 +369,7 @@ def _deferred(
 ) -> DeviceResult:
     """Return the result of a step whose sampling waits for masks.
 
-    sample: launches the sampling under these masks.
+    sample: launches the sampling under given masks.
     """
     pending = DeviceResult(step, torch.empty(0, dtype=torch.int64), entries)
 

@@ -1,20 +1,18 @@
-"""Admission: whether the first waiting request may start now. Strategies by name, in two tables.
+"""Admission: strategies that decide whether the first waiting request may start now.
 
-Whether memory allows it (`ADMISSION`):
+Strategies for memory (`ADMISSION`):
 
-    optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
-    reserved     all blocks that it may ever need fit now. Never preempts.
-    sum          the same in tokens, without credit for shared prefixes. Never preempts.
-    peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
+ optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
+ reserved     all blocks that it may ever need fit now. Never preempts.
+ sum          the same in tokens, without credit for shared prefixes. Never preempts.
+ peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
+The last three rely on max_tokens: a request without max_tokens counts with the model's length.
+Strategies for running together (`BATCHING`):
 
-The last three believe max_tokens: requests that give none are counted up to the model's length.
+ mixed        with any: a step serves requests of all adapters. The default.
+ split        only with requests of its adapter.
 
-Whether it may run with those that run (`BATCHING`):
-
-    mixed        with any: a step serves requests of all adapters. The default.
-    split        only with requests of its adapter.
-
-Every strategy sees only the head of the queue, so no request overtakes and none starves.
+Every strategy sees only the head of the queue, so that no request overtakes and none starves.
 docs/strategies.md says when to choose which.
 """
 
@@ -36,10 +34,10 @@ if TYPE_CHECKING:
 class Footprint(NamedTuple):
     """The memory of one request.
 
-    now: tokens whose keys it holds, or will hold as soon as its known tokens are computed.
+    now: tokens whose keys it holds, or will hold once its known tokens are computed.
     final: the same at its maximum length.
-    held: blocks in its table. shared: how many of them other requests use anyway, so that they
-        take no free block.
+    held: blocks in its table.
+    shared: blocks of these that other requests use too, so that they take no free block.
     """
 
     now: int
@@ -50,12 +48,12 @@ class Footprint(NamedTuple):
 
 @dataclass(slots=True)
 class KVMemory:
-    """The memory as an admission policy sees it.
+    """The memory of a pool, as an admission strategy sees it.
 
     `running()` includes ended requests whose blocks are not released yet.
 
     uncomputed: known tokens of running requests that have no keys yet.
-    budget: tokens a step that are left for uncomputed tokens.
+    budget: tokens of a step that are left for uncomputed tokens.
     cuts: further steps for uncomputed tokens, because chunks end where snapshots are taken.
     lag: steps from a request's last step until its blocks are free, less 1.
     """
@@ -63,9 +61,10 @@ class KVMemory:
     num_blocks: int
     block_size: int
     free: int
-    footprints: Callable[[], list[Footprint]]  # of all running; costs time, so only when asked
+    # of all running requests; slow, so called only if needed
+    footprints: Callable[[], list[Footprint]]
     kinds: Sequence[KVKind] = (Full(),)
-    promised: int = 0  # blocks that running requests' known tokens still need
+    promised: int = 0  # blocks that known tokens of running requests still need
     num_running: int = 0
     uncomputed: int = 0
     snapshots: "SnapshotPlan | None" = None
@@ -86,18 +85,22 @@ class KVMemory:
             self._running.append(admitted)
 
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of this many tokens needs at once."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
 
 class Fits(Protocol):
-    """An admission strategy. Asked only after `fits_now`, and overruled where nothing runs."""
+    """An admission strategy; called only after `fits_now`, and ignored if no request runs."""
 
     def __call__(self, memory: KVMemory, new: Footprint, /) -> bool: ...
 
 
 class Joins(Protocol):
-    """A batching strategy. running: running requests by id; queue: still has the request."""
+    """A batching strategy.
+
+    running: running requests by id.
+    queue: the queue, which still has the request.
+    """
 
     def __call__(
         self, request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue", /
@@ -105,14 +108,15 @@ class Joins(Protocol):
 
 
 def fits_now(memory: KVMemory, new: Footprint) -> bool:
-    """Whether blocks are free for the request's known tokens; checked for every policy."""
+    """Whether blocks are free for the request's known tokens; checked for every strategy."""
     return memory.blocks(new.now) - new.shared <= memory.free - memory.promised
 
 
 def optimistic(memory: KVMemory, new: Footprint) -> bool:
-    # One block stays free for each running request: it will need one soon, and a preempted request
-    # that started again at once would take that block. Simulated with 1,500 requests of 32-512 +
-    # 16-512 tokens in 2,048 blocks: 1.5 % more steps than without, and 17 preemptions, not 820.
+    # One block stays free for each running request, which will need one soon. Otherwise a preempted
+    # request that starts again at once would take it. Simulated with 1,500 requests of 32-512 +
+    # 16-512 tokens in 2,048 blocks: 1.5 % more steps than without, but 17 preemptions instead of
+    # 820.
     headroom = min(memory.num_running, memory.num_blocks // 16)
     return memory.blocks(new.now) - new.shared + headroom <= memory.free - memory.promised
 
@@ -129,14 +133,14 @@ def sum_of_lengths(memory: KVMemory, new: Footprint) -> bool:
 
 def peak(memory: KVMemory, new: Footprint) -> bool:
     requests = [*memory.running(), new]
-    # While prompts are computed in chunks those requests do not decode: they end later by at most
-    # `delay` steps, and so may meet requests that would have been gone.
+    # While prompts are computed in chunks, their requests do not decode and end up to `delay` steps
+    # later. So they may overlap with requests that would have ended before.
     uncomputed = memory.uncomputed + new.now
     delay = steps_until_computed(uncomputed, memory.budget) + memory.cuts
     if memory.snapshots is not None:
         delay += memory.snapshots.cuts(new.now)
-    # A table ends inside a block: each request may hold block_size - 1 tokens more than it has.
-    # What is kept whole grows with each token; the rest counts as at the end from the start.
+    # A table ends inside a block, so that each request may hold block_size - 1 tokens more than it
+    # has. Kinds that keep all tokens grow with each token; the others count with their final size.
     size = memory.block_size
     grow = [kind for kind in memory.kinds if kind.whole and kind.by_position]
     rest = [kind for kind in memory.kinds if kind not in grow]
@@ -154,11 +158,9 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
 def future_peak(now: Sequence[int], left: Sequence[int], gain: int = 1) -> int:
     """Return the most tokens in use at any future time.
 
-    Request i holds now[i], gains `gain` a step for left[i] steps, and then frees all.
-
-    The peak is at the end of a request. Sort requests by left, descending: at the end of request i,
-    requests 0 .. i run. Each of them has gained left[i] steps' tokens (LightLLM, "efficient
-    router").
+    Request i holds now[i], gains `gain` in each of left[i] steps, and then frees all. The peak is
+    at the end of a request. Sort requests by left, descending: at the end of request i, requests 0
+    .. i run, and each has gained left[i] steps' tokens (LightLLM, "efficient router").
     """
     if not now:
         return 0

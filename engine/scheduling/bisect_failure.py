@@ -1,13 +1,13 @@
 """FailureBisection: the search for the poison request of a step that has raised.
 
 All requests go back to the queue. The requests of the failed step run again in halves, one group at
-a time and no other request beside it. A failing half is split again, until one request fails alone:
+a time and no other request with it. A failing half is split again, until one request fails alone:
 
-    8 raised      1 2 3 4 | 5 6 7 8      ->  5 6 | 7 8   ->  7 | 8
-                  ok        raised           ok    raised    ok  poison
+ 8 raised      1 2 3 4 | 5 6 7 8      ->  5 6 | 7 8   ->  7 | 8
+               ok        raised           ok    raised    ok  poison
 
 A group has passed when each of its requests has a new token, or has ended. If all groups pass, the
-requests were not the cause and none of them fails. One poison request in n is found by log2(n)
+requests were not the cause and none of them fails. One poison request in n is found after log2(n)
 failures.
 """
 
@@ -29,15 +29,15 @@ class FailureBisection:
         self.error = error
         self.poison: list[Request] = []
         self.healthy = False
-        self.group: dict[Request, int] = {}  # its requests -> known tokens when it began
+        self.group: dict[Request, int] = {}  # request -> its known tokens when the group began
         self._groups: deque[list[Request]] = deque(_halves(suspects))
         self.next_group()
 
     def failed(self, suspects: list[Request], error: Exception) -> None:
-        """Split the requests of a step that has raised; a single one is a poison request.
+        """Split the requests of a step that has raised; a single request is a poison request.
 
         suspects: the requests of that step; the rest of the group runs later.
-        error: what the step raised.
+        error: the exception that the step raised.
         """
         self.error = error
         others = [request for request in self._untried() if request not in suspects]

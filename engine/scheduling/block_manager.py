@@ -1,16 +1,16 @@
-"""BlockManager: which requests use a KV block, and which blocks hold a cached prefix.
+"""BlockManager: tracks the requests that use each KV block, and the blocks of cached prefixes.
 
 A block is in exactly one of three states:
 
-    used        refs > 0        in the tables of `refs` requests; may have a hash
-    evictable   refs == 0       keeps a prefix (has a hash); least recently used goes first
-    free        refs == 0       holds nothing (no hash)
+ used        refs > 0        in the tables of `refs` requests; may have a hash
+ evictable   refs == 0       keeps a prefix (has a hash); least recently used goes first
+ free        refs == 0       holds nothing (no hash)
 
-free + evictable blocks can be allocated. Everything is O(1) a block.
+free + evictable blocks can be allocated. Every operation is O(1) for each block. If groups of
+layers keep different tokens (`engine.config.kv_groups`), a request has one block for each position
+(block_size tokens) and group. Its table lists them position by position. -1 stands
 
-Where layers keep different things (`engine.config.kv_groups`), a request has a block for each
-position, block_size tokens, and each group of layers. Its table lists them position by position,
-and -1 where a group has none: given back, because no later token reads it, or never needed.
+where a group has no block: it was freed, as no later token reads it, or was never needed.
 """
 
 import sys
@@ -40,7 +40,7 @@ class FreeBlocks(Protocol):
 
 
 class FreeList(list[int]):
-    """A list of free blocks: the block that was freed last is taken first. The default."""
+    """A list of free blocks, the last freed taken first. The default."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks - 1, -1, -1))
@@ -52,12 +52,10 @@ class FreeList(list[int]):
 
 
 class BlockManager:
-    """The owner of all KV blocks of a device, or of several devices whose blocks are alike.
+    """The owner of all KV blocks of a device, or of several devices with equal tables.
 
     The manager knows nothing of steps: the scheduler frees a block when no step in flight uses it.
-
-    Blocks enter and leave the prefix cache in two places only, `_register` and `_forget`. Events
-    for the router would be sent from there.
+    Blocks enter and leave the prefix cache only in `_register` and `_forget`.
     """
 
     def __init__(
@@ -71,27 +69,31 @@ class BlockManager:
         self.block_size = block_size
         self.kinds = kinds
         self.num_groups = len(kinds)
-        self.whole = all(kind.whole for kind in kinds)  # running requests give back nothing
+        self.whole = all(kind.whole for kind in kinds)  # whether running requests free no blocks
         self._by_position = [kind.by_position for kind in kinds]
         self._growing = sum(self._by_position)
-        self._fixed = len(kinds) - self._growing  # groups with one block a request
+        # number of groups with a single block for each request
+        self._fixed = len(kinds) - self._growing
         self._refs = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks  # of registered blocks
-        self._group_of = [0] * num_blocks  # of registered blocks
-        # of each group: hash -> its block
+        self._hashes: list[bytes | None] = [None] * num_blocks  # hash of each registered block
+        self._group_of = [0] * num_blocks  # group of each registered block
+        # For each group: hash -> its block.
         self._resident: list[dict[bytes, int]] = [{} for _ in kinds]
         self._free = free_blocks(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
-        # Told of each hash whose block leaves the prefix cache, in one group or another.
+        # Called with each hash whose block leaves the prefix cache, in any group.
         self.on_forget: Callable[[bytes], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `allocate` can give."""
+        """The number of blocks that `allocate` can return."""
         return len(self._free) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` <= num_free blocks, evicting if it must. Their contents are undefined."""
+        """Allocate `count` <= num_free blocks, evicting if necessary.
+
+        Their contents are undefined.
+        """
         while len(self._free) < count:
             self.evict()
         blocks, refs = self._free.take(count), self._refs
@@ -100,27 +102,27 @@ class BlockManager:
         return blocks
 
     def evict(self) -> None:
-        """Forget the least recently used block. Legal when there is an evictable one."""
+        """Evict the least recently used block; there must be an evictable one."""
         block, _ = self._evictable.popitem(last=False)
         self._forget(block)
         self._free.append(block)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of this many tokens needs at once."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
     def positions(self, blocks: int) -> int:
-        """Return the number of positions of a typical request for which `blocks` blocks last."""
+        """Return how many positions of a typical request this many blocks hold."""
         return positions(self.kinds, blocks, self.block_size)
 
     def next_cost(self, request: Request) -> int:
-        """Return the number of blocks that the request's next position takes."""
+        """Return the number of blocks that the request's next position needs."""
         return self._growing if request.blocks else self._growing + self._fixed
 
     def num_extensions(self, request: Request) -> int:
-        """Return the number of further positions of the request that free blocks allow.
+        """Return how many further positions of the request the free blocks allow.
 
-        The number is sys.maxsize where the request needs no further blocks.
+        The number is sys.maxsize if the request needs no further blocks.
         """
         free = self.num_free if request.blocks else self.num_free - self._fixed
         if not self._growing:
@@ -128,7 +130,7 @@ class BlockManager:
         return max(0, free) // self._growing
 
     def extend(self, requests: Sequence[Request], count: int = 1) -> list[tuple[int, int, int]]:
-        """Allocate blocks for `count` more positions of each request; enough have to be free.
+        """Allocate blocks for `count` more positions of each request; enough must be free.
 
         Returns (row, index in the request's table, block) of each block.
         """
@@ -151,10 +153,10 @@ class BlockManager:
         return new
 
     def drop_behind(self, request: Request, position: int) -> None:
-        """Give back the blocks that no token of the request from `position` on reads.
+        """Free the blocks that no token of the request from `position` on reads.
 
-        Legal while a launched step still reads the block: the next request that takes the block
-        writes it in a later step. The device runs steps in order.
+        Legal while a launched step still reads a block. The next request that takes the block
+        writes it in a later step, and the device runs steps in order.
         """
         table, groups = request.blocks, self.num_groups
         dropped = []
@@ -167,7 +169,7 @@ class BlockManager:
         self.free(dropped)
 
     def num_behind(self, request: Request, position: int) -> int:
-        """Return by how many blocks `drop_behind` would raise num_free."""
+        """Return by how much `drop_behind` would raise num_free."""
         table, groups, count = request.blocks, self.num_groups, 0
         for group, kind in enumerate(self.kinds):
             at = (kind.behind(position, self.block_size) - 1) * groups + group
@@ -183,12 +185,12 @@ class BlockManager:
         return [block for block in request.blocks if block >= 0]
 
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the table of the longest resident prefix from whose end a request can go on.
+        """Return the table of the longest resident prefix from which a request can continue.
 
         Changes nothing: follow with `share`.
         """
         count = len(hashes)
-        tables: list[list[int]] = []  # of each group
+        tables: list[list[int]] = []  # one for each group
         for kind, resident in zip(self.kinds, self._resident, strict=True):
             blocks = []
             for digest in hashes[:count]:
@@ -205,13 +207,13 @@ class BlockManager:
         ]
 
     def _resumable(self, found: list[list[int]], count: int) -> int:
-        """Return the most positions, up to count, after which each group finds the blocks that it
+        """Return the most positions, up to count, after which each group has the blocks that it
         reads.
 
         found: each group's blocks; blocks that the group does not read become -1.
         """
         size, best = self.block_size, 0
-        runs = [0] * self.num_groups  # resident blocks in a row
+        runs = [0] * self.num_groups  # number of consecutive resident blocks
         for end in range(1, count + 1):
             for group, blocks in enumerate(found):
                 runs[group] = runs[group] + 1 if blocks[end - 1] >= 0 else 0
@@ -231,11 +233,11 @@ class BlockManager:
         return all(digest in resident for resident, named in groups if named)
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """Return how many of the blocks no request uses; sharing these lowers num_free."""
+        """Return how many of the blocks no request uses; sharing them lowers num_free."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def num_exclusive(self, blocks: Iterable[int]) -> int:
-        """Return how many of the blocks exactly one request uses; freeing these raises num_free."""
+        """Return how many of the blocks exactly one request uses; freeing them raises num_free."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -278,9 +280,9 @@ class BlockManager:
         return request.hashes[:count]
 
     def hash_blocks(self, request: Request, num_computed: int) -> None:
-        """Offer the request's full blocks below num_computed tokens to the prefix cache.
+        """Register the request's full blocks below num_computed tokens in the prefix cache.
 
-        Legal when the step that computes them is scheduled: a request that matches them runs in
+        Legal when the step that computes them is scheduled. A request that matches them runs in
         that step or later, and within a step all keys of a layer are written before any is read.
         """
         count = min(num_computed, len(request.token_ids)) // self.block_size
@@ -295,7 +297,7 @@ class BlockManager:
         request.num_registered = count
 
     def reset(self) -> None:
-        """Empty the prefix cache. Used blocks stay in use, but no request matches them any more."""
+        """Empty the prefix cache. Used blocks stay in use, but are no longer matched."""
         for resident in self._resident:
             for block in list(resident.values()):
                 self._forget(block)
@@ -303,7 +305,7 @@ class BlockManager:
         self._evictable.clear()
 
     def _register(self, digest: bytes, block: int, group: int) -> None:
-        # Two requests may compute the same block at the same time: the first one keeps the hash.
+        # Two requests may compute the same block at the same time: the first block keeps the hash.
         resident = self._resident[group]
         if digest not in resident and self._hashes[block] is None and block >= 0:
             resident[digest] = block
@@ -319,7 +321,10 @@ class BlockManager:
                 self.on_forget(digest)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert the invariants. tables: the block tables of all requests that use blocks."""
+        """Assert the invariants.
+
+        tables: the block tables of all requests that use blocks.
+        """
         users = Counter(block for table in tables for block in table if block >= 0)
         for block, refs in enumerate(self._refs):
             assert refs == users[block], f"block {block}: {refs} refs, {users[block]} users"

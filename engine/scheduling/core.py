@@ -1,24 +1,23 @@
-"""EngineCore: the step loop. Requests in, deltas out; single-threaded, and free of torch.
+"""EngineCore: the step loop; takes requests and returns deltas. Single-threaded, without torch.
 
-One step, one batch ahead (async_scheduling):
+One call of `step`, one batch ahead (async_scheduling):
 
-    schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
+ schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
 
-so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
-wait, update, all of one step. In a pipeline there is a step of each micro-batch in flight besides,
-and the oldest is waited for.
+so that the device has the next step before the host has seen the last result. Otherwise a step is
+scheduled, launched, waited for and updated at once. In a pipeline there is also a step of each
+micro-batch in flight, and the oldest is waited for.
+A grammar needs a token before it can tell what may follow. So if a constrained request has its last
+token in flight, the step's forward pass is launched without its sampling:
 
-A grammar has to see a token before it can tell what may follow. So if a request with one has its
-last token in flight, the step's forward pass is launched without its sampling:
+ launch forward n + 1 -> wait for n -> update with n -> begin the masks
+ deltas of n -> schedule n + 2 -> wait for the masks -> launch sampling n + 1 -> launch n + 2
 
-    launch forward n + 1 -> wait for n -> update with n -> begin the masks
-    deltas of n -> schedule n + 2 -> wait for the masks -> launch sampling n + 1 -> launch n + 2
-
-and the masks are made, beside the loop, while the device computes the layers and the logits. Where
-nothing of that kind is in flight they are made beside the launch.
+Masks are then computed on other threads while the device computes layers and logits. If all tokens
+are known, masks are computed during the launch.
 
 If a step raises, the poison requests fail and the engine goes on: bisect_failure.py. If the device
-has no memory for a step, no request fails: the tokens are computed again in smaller steps.
+has no memory for a step, no request fails: its tokens are computed again in smaller steps.
 """
 
 import contextlib
@@ -63,7 +62,7 @@ logger = logging.getLogger("manta.engine")
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
-_MOST_MASK_THREADS = 8  # 16 made the steps of 64 rows no shorter
+_MOST_MASK_THREADS = 8  # 16 threads made steps of 64 rows no shorter
 _NO_GRAMMARS = InvalidRequest(
     "this engine has no vocabulary to constrain outputs with",
     param="structured",
@@ -72,13 +71,13 @@ _NO_GRAMMARS = InvalidRequest(
 
 
 class PendingResult(Protocol):
-    """A launched step."""
+    """The pending result of a launched step."""
 
     def sample(self, masks: Masks) -> None:
-        """Launch the sampling of a batch with `masked` entries; once, before `wait`.
+        """Launch the sampling of a batch with `masked` entries; call it once, before `wait`.
 
-        masks: a row for each masked entry, [n, ceil(vocab / 32)] int32, 1 = allowed. They are
-            unchanged until the step is done.
+        masks: a row for each masked entry, [n, ceil(vocab / 32)] int32, 1 = allowed; unchanged
+            until the step is done.
         Raises OutOfMemory.
         """
         ...
@@ -86,33 +85,33 @@ class PendingResult(Protocol):
     def conclude(self) -> None:
         """Launch the rest of the step, in a pipeline.
 
-        The call does not wait for the step where the device allows that. The next step launched may
-        need the tokens. Raises as `wait`.
+        If the device allows, the call does not wait for the step. The next launched step may need
+        the tokens. Raises as `wait`.
         """
         ...
 
     def wait(self) -> StepResult:
-        """Block until the step is done. Called once, in the order of launches."""
+        """Block until the step is done and return its result; call it once, in launch order."""
         ...
 
 
 class Runner(Protocol):
-    """The runner of batches on a device, in order.
+    """An interface that runs batches on a device, in order.
 
     At most `CoreConfig.depth` batches are launched and not waited for.
     """
 
     def launch(self, batch: Batch) -> PendingResult:
-        """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
+        """Start a step, which needs nothing from `batch` after the return. Raises OutOfMemory."""
         ...
 
     def recover(self) -> bool:
-        """Get ready for the next step after one has raised, with nothing in flight. False: the
-        device is lost."""
+        """Prepare for the next step after one has raised, with none in flight; False: device
+        lost."""
         ...
 
     def shrink(self, num_blocks: int) -> None:
-        """Keep the memory of num_blocks KV blocks and release the rest. All keys are lost."""
+        """Keep the memory of num_blocks KV blocks and free the rest. All keys are lost."""
         ...
 
 
@@ -136,8 +135,8 @@ class EngineCore:
     ) -> None:
         """Set up the core.
 
-        memory: the memory of an engine that may sleep.
-        mask_memory: allocates the host memory that the device copies masks from.
+        memory: the memory of an engine that may sleep; None = it cannot.
+        mask_memory: allocates the host memory from which the device copies masks.
         """
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
@@ -146,24 +145,24 @@ class EngineCore:
         self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
         self._sleep = EngineSleep(memory)
-        self.on_device = False  # in a step that waits for the device; read by another thread
+        self.on_device = False  # whether a step waits for the device; read by another thread
         self._runner = runner
         self._depth = config.depth
         self._pending: deque[PendingResult] = deque()
-        self._outbox: list[Delta] = []  # deltas that came up between steps
+        self._outbox: list[Delta] = []  # deltas that arose between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
-        self._preparing: dict[int, Request] = {}  # their grammars are being compiled
-        # The newest step and what finishes its masks, if it waits for masks.
+        self._preparing: dict[int, Request] = {}  # requests whose grammars are being compiled
+        # The newest step and the function that finishes its masks, if the step waits for masks.
         self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer(config.micro_batches)
         self._blame = StepBlame()
         self._shortages = MemoryShortages()
         self._bisection: FailureBisection | None = None
-        # A poison request was found, and no step has succeeded since.
+        # Whether a poison request was found, and no step has succeeded since.
         self._poison_unconfirmed = False
 
     def add_request(self, message: EngineRequest) -> None:
-        """Queue a request. One that cannot run ends with an error delta of the next step."""
+        """Queue a request; a request that cannot run ends with an error delta in the next step."""
         try:
             if self.draining:
                 raise Overloaded("this engine is draining", code="draining")
@@ -179,7 +178,8 @@ class EngineCore:
         request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
         done = len(request.token_ids) >= request.limit
         if done and not (request.pooled or request.prompt_logprobs):
-            # Nothing to sample: resumed after its last token, or max_tokens = 0.
+            # No token is left to sample: the request was resumed after its last token, or
+            # max_tokens is 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))
             return
         params, output = request.params, request.token_ids[request.num_prompt :]
@@ -207,16 +207,15 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def _take_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled; end the requests whose grammars
-        failed."""
+        """Queue requests whose grammars are compiled, and end those whose grammars failed."""
         for id, prepared in self._grammars.poll():
             request = self._preparing.pop(id, None)
             if request is None:
-                continue  # aborted
+                continue  # aborted meanwhile
             if not isinstance(prepared, Constraint):
                 text = f"{prepared.code}: {prepared.message}"
                 self._outbox.append(Delta(id, [], "error", error=text))
-            elif prepared.complete:  # resumed after its last token
+            elif prepared.complete:  # the request was resumed after its last token
                 self._outbox.append(Delta(id, [], "stop", cached=0))
             else:
                 request.constraint = prepared
@@ -230,8 +229,10 @@ class EngineCore:
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
-        """Whether a call of `step` would do something. It would not if all requests, or all of the
-        current group of a bisection, wait for adapters."""
+        """Whether a call of `step` has something to do.
+
+        It has nothing if all requests, or all in the current bisection group, wait for adapters.
+        """
         return bool(
             self._pending
             or self._outbox
@@ -244,7 +245,8 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Run one round of the loop and return its deltas.
 
-        With async_scheduling the first round after an idle time only launches, and returns none.
+        With async_scheduling the first round after an idle time only launches a step and returns
+        none.
         """
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
         if self._sleep.wanted and self._may_fall_asleep():
@@ -260,7 +262,7 @@ class EngineCore:
         deltas, self._outbox = self._outbox + scheduler.take_failed(), []
         depth = 1 if self._bisection is not None else self._depth
         result: StepResult | None = None
-        done: LaunchedStep | None = None  # the step of `result`
+        done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
             self._launch(batch, deltas)
         if pending and (batch is None or len(pending) >= depth or blame.failure):
@@ -298,7 +300,7 @@ class EngineCore:
     def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
         """Launch the sampling that has waited for masks, then the batch.
 
-        deltas: gets the last deltas of requests whose grammar can go no further.
+        deltas: gets the last deltas of requests whose grammar allows no token.
         """
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
         if self._masks_begun is not None:
@@ -316,9 +318,9 @@ class EngineCore:
             pending.append(self._runner.launch(batch))
 
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:
-        """Launch a step whose masks are made while the host launches or computes the forward pass.
+        """Launch a step whose masks are computed during the forward pass's launch.
 
-        All that the masks depend on is known.
+        All tokens that the masks depend on are known.
         """
         launched = self.scheduler.in_flight[-1]
         finish = self._step_grammars.begin(_constraints(launched))
@@ -331,23 +333,25 @@ class EngineCore:
         return self._fail_masks(launched, errors)
 
     def _begin_masks(self, launched: LaunchedStep) -> None:
-        """Begin the masks of the newest step, which the next `step` waits for."""
-        pending = self._pending.pop()  # a step without masks is not waited for
+        """Begin the masks of the newest step, for which the next call of `step` waits."""
+        pending = self._pending.pop()  # without masks the step must not be waited for
         self._masks_begun = launched, self._step_grammars.begin(_constraints(launched))
         self._pending.append(pending)
 
     def _sample_deferred(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
-        """Launch the sampling of the newest launched step, whose masks the last `step` began."""
+        """Launch the sampling of the newest step, whose masks the last call of `step` began."""
         self._masks_begun = None
-        pending = self._pending.pop()  # a step without masks is not waited for
+        pending = self._pending.pop()  # without masks the step must not be waited for
         masks, errors = finish()
         pending.sample(masks)
         self._pending.append(pending)
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
-        """End the requests whose grammar can go no further. errors: messages by row of the
-        masks."""
+        """End the requests whose grammar allows no token.
+
+        errors: row of the masks -> message.
+        """
         deltas = []
         for row, why in errors.items():
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
@@ -364,9 +368,9 @@ class EngineCore:
             self._begin_bisection(failure, suspect)
 
     def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
-        """Requeue all requests, and make smaller steps from now on.
+        """Requeue all requests, and run smaller steps from now on.
 
-        If a step of one token does not fit and the KV cache cannot shrink, bisect.
+        If a step of one token does not fit and the KV cache cannot shrink, begin a bisection.
         """
         self._shortages.count_shortage()
         scheduler = self.scheduler
@@ -396,12 +400,12 @@ class EngineCore:
             self.config = scheduler.config
 
     def _begin_bisection(self, failure: Exception, suspect: int) -> None:
-        """Drop the steps in flight, of which one has raised, and run the requests in groups.
+        """Drop the steps in flight, one of which has raised, and run the requests in groups.
 
         Raises `failure` if the device is lost.
         """
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
-        failure.with_traceback(None)  # its frames hold tensors
+        failure.with_traceback(None)  # the frames of its traceback hold tensors
         self._drop_pending()
         if not self._runner.recover():
             raise failure
@@ -422,12 +426,12 @@ class EngineCore:
         self._pending.clear()
 
     def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
-        """Go on with the bisection after one of its steps.
+        """Continue the bisection after one of its steps.
 
-        If the group has passed, the next group starts. If that was the last group, the poison
-        requests fail.
-
-        Raises the last failure if no group's step has succeeded: then the engine itself is broken.
+        If the group has passed, the next group starts. After the last group the poison requests
+        fail.
+        Raises the last failure if no group's step has succeeded, as the engine itself is then
+        broken.
         """
         bisection.healthy |= succeeded
         if bisection.group and not bisection.group_passed():
@@ -447,16 +451,15 @@ class EngineCore:
         return self.scheduler.fail(bisection.poison, _POISON)
 
     def drain(self) -> None:
-        """Refuse new requests from now on and finish the old ones."""
+        """Refuse new requests from now on and finish the accepted ones."""
         self.draining = True
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests that run keep their blocks."""
+        """Drop all cached prefixes; running requests keep their blocks."""
         self.scheduler.memory.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the memory of weights and caches back in the first step that finds no request. A
-        request wakes the engine."""
+        """Ask the engine to free weights and caches once no request is left; a request wakes it."""
         self._sleep.ask()
 
     def _may_fall_asleep(self) -> bool:
@@ -464,25 +467,26 @@ class EngineCore:
         return self._sleep.wanted and idle
 
     def wake(self) -> None:
-        """Take the memory again, or do not sleep after all. Raises MantaError where the device has
-        no room for it."""
+        """Take the memory again, or cancel a pending sleep.
+
+        Raises MantaError if the device has no room.
+        """
         self._sleep.end()
 
     def add_adapter(self, message: AddAdapter) -> None:
-        """Begin to make an adapter known; see `answers`."""
+        """Begin to register an adapter; see `answers`."""
         self._adapters.add(message)
 
     def remove_adapter(self, message: RemoveAdapter) -> None:
         self._adapters.remove(message)
 
     def answers(self) -> list[AdapterAnswer]:
-        """Return the answers to adapter messages that came since the last call."""
+        """Return the answers to adapter messages since the last call."""
         self.scheduler.take_loaded()
         return self._adapters.take_answers()
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """Set the function that is called, from any thread, when `has_work` or `answers` has
-        news."""
+        """Set the function to call, from any thread, when `has_work` or `answers` may change."""
         self._adapters.on_loaded(wake)
         self._grammars.on_ready(wake)
 
@@ -519,7 +523,10 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Assert that no row, block or request is lost. Meant for idle moments; legal at any."""
+        """Assert that no row, block or request is lost.
+
+        Meant for idle moments, but always legal.
+        """
         self.scheduler.check_integrity()
 
 
@@ -530,7 +537,7 @@ def _constraints(launched: LaunchedStep) -> list[Constraint]:
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:
-    """Return the stats of the recurrent state of a model, if its layers have any."""
+    """Return the stats of a recurrent model's states; {} for other models."""
     snapshots = scheduler.memory.snapshots
     if snapshots is None:
         return {}
@@ -544,7 +551,7 @@ def _of_states(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _longest(config: CoreConfig) -> int:
-    """Return the tokens of the longest request that the blocks can hold, up to max_model_len."""
+    """Return the length of the longest request that the blocks can hold, up to max_model_len."""
     return (
         bisect_right(
             range(config.max_model_len + 1),

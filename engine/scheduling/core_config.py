@@ -1,4 +1,4 @@
-"""CoreConfig: the resolved numbers that the scheduling code works with. No optional values left."""
+"""CoreConfig: the settings of the scheduling code, all of them resolved."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ from engine.scheduling.snapshots import SnapshotPlan
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """The resolved numbers that an engine core works with.
+    """The resolved settings of an engine core.
 
     max_num_seqs: device rows.
-    max_num_batched_tokens: tokens a step.
-    max_model_len: tokens of a request, prompt and output; the core lowers it to what num_blocks can
-        hold.
-    num_blocks, block_size: blocks of the KV cache, and tokens a block.
-    kv_ranks: ranks that have num_blocks blocks each, for requests of their own.
+    max_num_batched_tokens: the most tokens of a step.
+    max_model_len: the most tokens of a request, prompt and output; the core lowers it to what
+        num_blocks can hold.
+    num_blocks, block_size: blocks of the KV cache, and tokens of a block.
+    kv_ranks: ranks that each have num_blocks blocks, for different requests.
     async_scheduling: launch a micro-batch's next step before the tokens of its last one are known.
-    micro_batches: groups of requests, each in a step of its own. There are as many as pipeline
-        stages, which compute steps of different micro-batches at once.
-    target_tpot: the TPOT target in seconds that steps are kept within; 0 = any.
+    micro_batches: groups of requests, each in a separate step. There are as many as pipeline
+        stages, which compute steps of different micro-batches at the same time.
+    target_tpot: the TPOT target in seconds, for the pace of steps; 0 = none.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, in the order of a request's tables.
-    snapshots: the plan for snapshots of recurrent states; None: no layer is recurrent.
+    snapshots: the plan for snapshots of recurrent states; None = no layer is recurrent.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
-    pooling: how texts become embeddings; None: requests for embeddings are refused.
-    generates: whether the model generates text; False: all other requests are refused.
-    whole_texts: whether a text is computed in one step or not at all.
+    pooling: how texts become embeddings; None = requests for embeddings are refused.
+    generates: whether the model generates text; False = all other requests are refused.
+    whole_texts: whether a text must be computed in a single step.
     """
 
     max_num_seqs: int
@@ -55,6 +55,6 @@ class CoreConfig:
     def depth(self) -> int:
         """The number of steps in flight at once.
 
-        The newest one is launched before the oldest one's result is waited for, and counts.
+        It includes the newest step, which is launched before the oldest result is waited for.
         """
         return self.micro_batches + self.async_scheduling

@@ -1,16 +1,15 @@
 """DecodeGroup: the requests that get exactly one token in each of the group's steps.
 
-There is one group, whose steps are all steps of the engine. A pipeline has a group for each stage,
-the micro-batches, and each step of the engine is a step of one of them (`next_group`).
+Usually there is one group, and every step of the engine is a step of it. A pipeline has a group
+(micro-batch) for each stage, and each step of the engine is a step of one of them (`next_group`). A
+thousand requests must cost the host well under a millisecond a step, so that nothing here is
+written for each request in each step. The group is five parallel lists from which batches are
+copied. Positions are a constant plus the number of the group's step. Rare events are looked up by
+the step at which they happen:
 
-A thousand requests must cost the host well under a millisecond a step, so nothing here is written
-per request and step. The group is five parallel lists that batches are copied from. Positions are a
-constant plus the number of the group's step, and rare events are looked up by the step at which
-they happen:
-
-    start of a request at step t      base + t
-    it needs a new block at           t = positions * block_size - base        -> _block_due[t]
-    it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
+ start of a request at step t      base + t
+ it needs a new block at           t = positions * block_size - base        -> _block_due[t]
+ it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
 
 A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
 """
@@ -22,12 +21,12 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class DecodeGroup:
-    """The decoding requests of a pipeline micro-batch, or of the engine: one token each a step.
+    """The decoding requests of the engine, or of one micro-batch: each gets one token a step.
 
-    Membership changes by `join` and `leave`, O(1) each; the order of members means nothing.
+    Membership changes by `join` and `leave`, O(1) each; members have no order.
 
-    step_index: the number of steps that the group has had.
-    last_step: the engine's number of the last of them.
+    step_index: the number of steps of the group so far.
+    last_step: the engine's number of the last of these steps.
     micro_batch: the number of this group.
     """
 
@@ -35,13 +34,13 @@ class DecodeGroup:
         self.micro_batch = micro_batch
         self.step_index = self.last_step = 0
         self._block_size = block_size
-        self._num_groups = num_groups  # entries of a table for each position
+        self._num_groups = num_groups  # entries of a block table for each position
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.bases: list[int] = []
         self._sum_of_bases = 0
         self.ids: list[int] = []
-        self.token_lists: list[list[int]] = []  # the requests' token_ids, not copies
+        self.token_lists: list[list[int]] = []  # the requests' own token_ids, not copies
         # An entry whose member has left is skipped when its step comes. Blocks are due within
         # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
         self._block_due: dict[int, list[Request]] = {}
@@ -52,16 +51,19 @@ class DecodeGroup:
 
     @property
     def context(self) -> int:
-        """The number of tokens whose keys the next step reads, of all members together."""
+        """The number of tokens whose keys the next step reads, over all members."""
         return self._sum_of_bases + (self.step_index + 2) * len(self.requests)
 
     def take_step(self, step: int) -> None:
-        """Count a step of the group. step: the engine's number of it."""
+        """Count a step of the group.
+
+        step: the engine's number of it.
+        """
         self.step_index += 1
         self.last_step = step
 
     def join(self, request: Request) -> None:
-        """Add a request from the next step on. Its num_computed is read now and then goes stale."""
+        """Add a request from the next step on; its num_computed is not updated from now on."""
         base = request.num_computed - self.step_index - 1
         request.base = base
         request.micro_batch = self.micro_batch
@@ -77,7 +79,7 @@ class DecodeGroup:
         self._last_sample.setdefault(request.limit - 2 - base, {})[request] = None
 
     def leave(self, request: Request) -> None:
-        """Remove a request before the next step. Writes its num_computed; the caller sets the
+        """Remove a request before the next step, and set its num_computed; the caller sets its
         phase."""
         slot, last = request.slot, self.requests[-1]
         for values in (self.requests, self.rows, self.bases, self.ids, self.token_lists):
@@ -89,13 +91,16 @@ class DecodeGroup:
         request.last_step = self.last_step
         key = request.limit - 2 - request.base
         members = self._last_sample.get(key)
-        if members is not None:  # else `last_samples` has handed it out
+        if members is not None:  # else `last_samples` has returned it
             members.pop(request, None)
             if not members:
                 del self._last_sample[key]
 
     def block_due(self, step_index: int) -> list[Request]:
-        """Return the members whose token of this step begins a block that they lack. Ask once."""
+        """Return the members that need a new block for their token of this step.
+
+        Call once a step.
+        """
         due = self._block_due.pop(step_index, None)
         if due is None:
             return []
@@ -107,15 +112,14 @@ class DecodeGroup:
             and r.micro_batch == self.micro_batch
             and r.base + step_index == len(r.blocks) // groups * size
         ]
-        return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
+        return list(dict.fromkeys(members))  # a request that left and joined again is listed twice
 
     def extended(self, request: Request) -> None:
-        """Note that the request's table has its next position."""
+        """Record that the request's table was extended by a position."""
         self._expect_block(request)
 
     def last_samples(self) -> list[Request]:
-        """Return the members whose last token this step samples; they may not run again. Ask
-        once."""
+        """Return the members whose last token this step samples. Call once a step."""
         return list(self._last_sample.pop(self.step_index, ()))
 
     def _expect_block(self, request: Request) -> None:
@@ -124,10 +128,11 @@ class DecodeGroup:
 
 
 def next_group(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGroup:
-    """Return the group of the next step: the one with members that has waited longest.
+    """Return the group of the next step: the non-empty group that has waited longest.
 
-    If all free groups are empty, an empty group is returned. Members beyond a group's share move to
-    the smallest group, so that stages have equally much to do.
+    If all free groups are empty, an empty group is returned. Members beyond a group's equal share
+    move to the smallest group, so that all stages have equal work.
+
     busy: micro-batches that may not have the step; at least one is free.
     """
     free = [group for group in groups if group.micro_batch not in busy]

@@ -1,6 +1,6 @@
-"""Placement: in which pool of blocks a waiting request can start now, and with which cached blocks.
+"""Placement: finds the pool of blocks in which a waiting request can start, and cached blocks.
 
-Nothing changes hands here: the scheduler does what `find_start` found.
+It changes nothing: the scheduler carries out what `find_start` returns.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Start(NamedTuple):
 
     kv_rank: the rank of the pool.
     cached: the blocks of the request's prefix in the pool, as its table.
-    num_resident: cached positions, including positions whose states are not there.
+    num_resident: cached positions, including positions whose recurrent state has no snapshot.
     footprint: the memory that the request takes.
     """
 
@@ -35,13 +35,14 @@ def find_start(
     snapshots: Snapshots | None,
     fits: Fits,
 ) -> Start | None:
-    """Return the place where a waiting request can start now; None: nowhere.
+    """Return the place where a waiting request can start now; None if there is none.
 
-    Of several pools the best has the fewest blocks that its requests hold, plus blocks that this
-    request would have to compute. So a prefix is found where it is cached, until that rank has as
-    much more to do than another one.
+    Of several pools the best has the fewest blocks in use, plus blocks that this request would have
+    to compute. So a request starts where its prefix is cached, unless that rank has much more work.
+
     hashes: hashes of the blocks of the prefix that may be shared.
     memories: the memory of each pool.
+    fits: the admission strategy.
     """
     num_tokens = len(request.token_ids)
     starts: list[tuple[int, Start]] = []
@@ -59,7 +60,7 @@ def find_start(
         )
         if not fits_now(memory, footprint):
             continue
-        # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
+        # A request that runs alone fits, even if a strategy rounds its size up beyond the memory.
         if not fits(memory, footprint) and memory.num_running:
             continue
         taken = memory.num_blocks - memory.free + memory.promised - len(resident)

@@ -1,14 +1,13 @@
 """Prefix hashes: a KV block is identified by a keyed hash of all tokens up to its end.
 
-    root      = blake2b(model, adapter, salt)
-    hashes[0] = blake2b(root + tokens[0 : block_size])
-    hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
+ root      = blake2b(model, adapter, salt)
+ hashes[0] = blake2b(root + tokens[0 : block_size])
+ hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
 
-A hash has 128 bits, over little-endian int32 bytes. It is keyed: without the key a client cannot
-search for a collision. The engine stores its blocks by these hashes. Two requests share blocks only
-if model, adapter and salt agree. The router chooses a replica by shorter hashes of its own, which
-are made by these functions and are not compared with the engine's
-(`deployments.routing.prefix_index`).
+A hash has 128 bits, over little-endian int32 bytes. Without the key a client cannot search for a
+collision. The engine stores its blocks by these hashes. Two requests share blocks only if model,
+adapter and salt are equal. Routers choose a replica by shorter hashes, which these functions make
+too, but which are not compared with the engine's (`deployments.routing.prefix_index`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ _KEYED = blake2b(digest_size=DIGEST_SIZE, key=b"manta prefix hash 1")  # copied,
 def root_hash(model_key: str, adapter: str, cache_salt: str) -> bytes:
     """Return the root of the hash chain of one (model, adapter, salt).
 
-    Each part is hashed with its length.
+    Each part is hashed with its length, so that parts cannot be confused.
     """
     state = _KEYED.copy()
     for part in (model_key, adapter, cache_salt):
@@ -39,9 +38,9 @@ def extend_hashes(
     block_size: int,
     num_blocks: int,
 ) -> None:
-    """Append the hashes of the blocks len(hashes) .. num_blocks - 1, whose tokens must be known.
+    """Append the hashes of blocks len(hashes) .. num_blocks - 1, whose tokens must be known.
 
-    Does nothing if they are there already, so each block is hashed once. Token ids are below 2**31.
+    Existing hashes are kept, so that each block is hashed once. Token ids are below 2**31.
     """
     first = len(hashes)
     if num_blocks <= first:

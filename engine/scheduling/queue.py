@@ -1,4 +1,4 @@
-"""WaitingQueue: the requests without a row, in line or waiting for their adapters."""
+"""WaitingQueue: the requests without a row, in the queue or waiting for their adapters."""
 
 import time
 from bisect import bisect_left, insort
@@ -16,17 +16,17 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []  # in the order of service
-        # Requests that came to the head of the queue while their adapter was not on the device.
+        # Requests that reached the head of the queue while their adapter was not on the device.
         self.waiting_for_adapter: dict[Adapter, list[Request]] = {}
         self.num_tokens = 0
-        self.retry = True  # memory or rows may suffice now for the first request
-        self.only: Container[Request] | None = None  # if given, only these may start
+        self.retry = True  # whether memory or rows may now suffice for the first request
+        self.only: Container[Request] | None = None  # if given, only these requests may start
 
     def __len__(self) -> int:
         return len(self.waiting) + sum(map(len, self.waiting_for_adapter.values()))
 
     def first(self) -> Request | None:
-        """Return the request that may start next."""
+        """Return the request that may start next; None if there is none."""
         if self.only is None:
             return self.waiting[0] if self.waiting else None
         return next((r for r in self.waiting if r in self.only), None)

@@ -1,13 +1,13 @@
-"""Request: one choice of one prompt on its way through the scheduler.
+"""Request: the scheduler's state of one choice of a request.
 
-Progress is arithmetic. token_ids are known to the host; num_computed tokens have their keys
-computed or launched; num_tokens counts the known tokens and the one that a launched step samples:
+Progress is arithmetic. The host knows token_ids. num_computed tokens have their keys computed or
+launched. num_tokens counts the known tokens and the token that a launched step samples:
 
-    token_ids     [ prompt ............ | output ... ]
-    num_computed  ------------------------------------^      (decoding: num_tokens - 1)
-    num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
+ token_ids     [ prompt ............ | output ... ]
+ num_computed  ------------------------------------^      (decoding: num_tokens - 1)
+ num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
 
-While a request decodes, its num_computed grows by one a step and stays unwritten (decode_group.py).
+While a request decodes, its num_computed grows by one a step but is not written (decode_group.py).
 """
 
 import enum
@@ -27,10 +27,10 @@ from engine.structured.constraint import Constraint
 
 
 class RequestPhase(enum.Enum):
-    """The list of the scheduler that a request is in. It says nothing about prefill or decode."""
+    """The list of the scheduler that a request is in; independent of prefill and decode."""
 
-    WAITING = enum.auto()  # no row, no blocks: new, or preempted
-    WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
+    WAITING = enum.auto()  # no row and no blocks: new or preempted
+    WAITING_FOR_ADAPTER = enum.auto()  # like WAITING, but its adapter is not on the device
     COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
     DECODING = enum.auto()  # in a decode group: one token in each of its steps
     FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
@@ -38,7 +38,7 @@ class RequestPhase(enum.Enum):
 
 
 class Request:
-    """The state of one request, changed by the scheduler alone. It takes over message.token_ids."""
+    """The state of one request, changed only by the scheduler. It takes over message.token_ids."""
 
     __slots__ = (
         "adapter",
@@ -97,13 +97,14 @@ class Request:
         self.seed = message.seed
         self.choice = message.choice
         self.order = (*message.urgency, arrival)
-        self.constraint: Constraint | None = None  # there before it is queued, if it has a grammar
+        # set before the request is queued, if it has a grammar
+        self.constraint: Constraint | None = None
         self.adapter = adapter
-        self.adapter_slot = -1  # while it has a row
-        self.adapter_us = 0  # microseconds that it has waited for its adapter to be on the device
-        # Virtual tokens of the adapter stand before the prompt. Their ids are in no vocabulary.
-        # They count everywhere except in what the caller is told.
-        # num_prefix: the virtual tokens whose keys are copied.
+        self.adapter_slot = -1  # slot of its adapter while it has a row
+        self.adapter_us = 0  # microseconds that it has waited for its adapter
+        # Virtual tokens of the adapter come before the prompt, with ids outside the vocabulary.
+        # They count everywhere except in what is reported to the caller. num_prefix: the virtual
+        # tokens whose keys are copied.
         self.num_virtual = 0 if adapter is None else adapter.info.virtual_tokens
         self.num_prefix = self.num_virtual if adapter is not None and adapter.is_prefix else 0
         if self.num_virtual:
@@ -111,7 +112,7 @@ class Request:
             self.num_prompt += self.num_virtual
         key = "" if adapter is None else adapter.key
         self.root = root_hash(config.model_key, key, message.cache_salt)
-        # Tokens it may have at most, prompt and output.
+        # The most tokens it may have, prompt and output.
         self.limit = config.max_model_len
         if params.max_tokens is not None:
             self.limit = min(self.limit, self.num_prompt + params.max_tokens)
@@ -122,21 +123,22 @@ class Request:
         self.phase = RequestPhase.WAITING
         self.num_computed = 0
         self.row = -1
-        self.kv_rank = 0  # that has its blocks, while it has a row
-        self.blocks: list[int] = []  # its table, as block_manager.py says
-        self.hashes: list[bytes] = []  # prefix hashes of its leading full blocks, made as needed
+        self.kv_rank = 0  # the rank that has its blocks, while it has a row
+        self.blocks: list[int] = []  # its block table, as block_manager.py describes
+        # prefix hashes of its leading full blocks, computed when needed
+        self.hashes: list[bytes] = []
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
-        self.marks: Marks | None = None  # while it has a row, where layers keep states
+        self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.slot = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next step_index of its group
-        self.micro_batch = 0  # the number of that group
+        self.micro_batch = 0  # the number of its decode group
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
-        self.queued_tokens = 0  # known tokens when it was put into the queue
+        self.queued_tokens = 0  # known tokens when it was queued
         self.arrived = time.monotonic_ns()
         self.queued_us = -1  # microseconds from arrival to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
-        self.delivered = False  # its first delta was produced
+        self.delivered = False  # whether its first delta was returned
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
@@ -155,12 +157,15 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens and the pending one. Not while decoding."""
+        """The number of known tokens plus the pending one. Not valid while decoding."""
         return max(len(self.token_ids), self.num_computed + 1)
 
     @property
     def remaining(self) -> int:
-        """The number of tokens to compute before the next one is sampled. Not while decoding."""
+        """The number of tokens to compute before the next one is sampled.
+
+        Not valid while decoding.
+        """
         return self.num_tokens - self.num_computed
 
     def footprint(self, step_index: int, held: int) -> Footprint:
@@ -176,7 +181,7 @@ class Request:
         return Footprint(now, max(now, self.limit - 1), held)
 
     def new_row(self) -> NewRow:
-        """Return the request as the device needs it. Legal while the request has a row."""
+        """Return the row data that the device needs. Legal while the request has a row."""
         new = NewRow(
             self.row,
             self.token_ids.copy(),
@@ -194,9 +199,9 @@ class Request:
         return new
 
     def stops_at(self, token: int) -> bool:
-        """Whether the newest token, already appended, ends the request. Below min_tokens none does.
+        """Whether the newest token, already appended, ends the request; none does below min_tokens.
 
-        A request with a grammar never stops here: the grammar decides.
+        It is always False for a request with a grammar, which decides the end itself.
         """
         if self.constraint is not None:
             return False
@@ -229,9 +234,9 @@ class Request:
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
     """Refuse a request that the engine cannot run. Raises InvalidRequest.
 
-    num_virtual: tokens that the request's adapter puts before the prompt.
-    The router or the library has checked all fields before; this check keeps a faulty client from
-    ending the engine.
+    num_virtual: virtual tokens that the request's adapter puts before the prompt.
+    The router or the library has checked all fields before. This check keeps a faulty client from
+    crashing the engine.
     """
     token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
     if not token_ids or not 1 <= num_prompt <= len(token_ids):

@@ -1,7 +1,7 @@
-"""RequestMemory: who has which row, blocks and snapshots, and when they are free again.
+"""RequestMemory: the rows, blocks and snapshots of requests, and when they become free again.
 
-Rows and blocks change hands in this file alone. It knows nothing of the queue, of micro-batches or
-of what a step is made of: the scheduler says who starts and who leaves, and which step is done.
+Only this file assigns rows and blocks. It knows nothing of the queue, of micro-batches or of a
+step's contents. The scheduler says which requests start and leave, and which step is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from engine.scheduling.snapshots import Snapshots
 
 @dataclass(slots=True)
 class DeferredRelease:
-    """A row and blocks to give back when `step` is done."""
+    """A row and blocks to free when `step` is done."""
 
     step: int
     row: int
-    kv_rank: int  # that has the blocks
+    kv_rank: int  # the rank that has the blocks
     blocks: list[int]
     adapter_slot: int = -1
 
@@ -29,8 +29,8 @@ class DeferredRelease:
 class RequestMemory:
     """The rows, blocks and snapshots of all requests.
 
-    pools: the pool of each rank that has blocks of its own; blocks are numbered from 0 in each.
-    running: requests that have a row, by id.
+    pools: the block pool of each KV rank; block ids start from 0 in each.
+    running: id -> request that has a row.
     reserved_blocks: blocks of all running requests at their maximum lengths.
     """
 
@@ -49,14 +49,15 @@ class RequestMemory:
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
-        """Begin with so many empty blocks a pool. Legal when no request has any block."""
+        """Reset all pools to this many empty blocks. Legal when no request has any block."""
         assert not self.running and not self.deferred
         config, size = self._config, self._config.block_size
         self.pools = [
             BlockManager(num_blocks, size, self._free_blocks, config.kinds)
             for _ in range(config.kv_ranks)
         ]
-        self.free_rows = list(range(self.num_rows - 1, -1, -1))  # nor has a snapshot one of these
+        # rows that neither a request nor a snapshot has
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.snapshots: Snapshots | None = None
         if config.snapshots is not None:
             (pool,) = self.pools
@@ -71,14 +72,14 @@ class RequestMemory:
         return self.pools[request.kv_rank]
 
     def by_pool(self, requests: list[Request]) -> list[tuple[BlockManager, list[Request]]]:
-        """Return each pool with the requests that have blocks of it; empty pools may be left
+        """Return each pool with the requests that have blocks in it; unused pools may be left
         out."""
         if len(self.pools) == 1:
             return [(self.pools[0], requests)]
         by_rank = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
         return [(pool, some) for pool, some in zip(self.pools, by_rank, strict=True) if some]
 
-    # ---- in and out ----------------------------------------------------------------------------
+    # ---- start and release ---------------------------------------------------------------------
 
     @property
     def has_row(self) -> bool:
@@ -86,7 +87,11 @@ class RequestMemory:
         return len(self.running) + len(self.deferred) < self.num_rows
 
     def start(self, request: Request, start: Start, *, cacheable: bool) -> None:
-        """Give the request a free row and the cached blocks of its prefix."""
+        """Give the request a free row and the cached blocks of its prefix.
+
+        start: the result of `find_start`.
+        cacheable: whether its blocks enter the prefix cache.
+        """
         pool = self.pools[start.kv_rank]
         num_cached = len(start.cached) // pool.num_groups
         pool.share([block for block in start.cached if block >= 0])
@@ -105,13 +110,13 @@ class RequestMemory:
         self.reserved_blocks += self.most_blocks(request)
 
     def extend_to(self, request: Request, tokens: int) -> list[int]:
-        """Allocate blocks for the request's keys up to so many tokens; enough have to be free."""
+        """Allocate blocks for the request's keys up to this many tokens; enough must be free."""
         pool = self.pool(request)
         count = -(-tokens // pool.block_size) - len(request.blocks)
         return [block for _, _, block in pool.extend((request,), count)]
 
     def release(self, request: Request) -> None:
-        """Take the request's row and blocks. `give_back` frees them when its last step is done."""
+        """Take the request's row and blocks; `give_back` frees them when its last step is done."""
         pool = self.pool(request)
         pool.hash_blocks(request, request.num_computed)
         if self.snapshots is not None:
@@ -132,8 +137,7 @@ class RequestMemory:
         request.num_registered = 0
 
     def give_back(self, done_step: int) -> list[DeferredRelease]:
-        """Free the rows and blocks that no step after this one uses, and return what became
-        free."""
+        """Free the rows and blocks that no step after this one uses, and return these releases."""
         freed = [release for release in self.deferred if release.step <= done_step]
         for release in freed:
             self.pools[release.kv_rank].free(release.blocks)
@@ -142,23 +146,22 @@ class RequestMemory:
         return freed
 
     def discard_cached(self, request: Request) -> None:
-        """Remove the blocks of a request from the prefix cache, because its keys may be wrong."""
+        """Remove a request's blocks from the prefix cache, because its keys may be wrong."""
         request.cacheable = False
-        for pool in self.pools:  # it may have run in another one before
+        for pool in self.pools:  # the request may have run in another pool before
             pool.forget(request.hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Make all blocks that were computed before this call unfit for a match."""
+        """Empty the prefix cache, and keep blocks of running requests out of it."""
         for pool in self.pools:
             pool.reset()
         for request in self.running.values():
             request.cacheable = False
 
-    # ---- what there is -------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------
 
     def most_blocks(self, request: Request) -> int:
-        """Return the blocks of a request of maximum length. Its last token's key is never
-        computed."""
+        """Return the request's blocks at maximum length; the last token's key is not computed."""
         return self.pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
 
     def coming(self, rank: int, chunks: Sequence[tuple[Request, int]]) -> int:
@@ -166,7 +169,8 @@ class RequestMemory:
 
         These are blocks of requests that have left or are in their last step, and blocks behind the
         chunks' windows.
-        chunks: requests, and how many tokens they compute in the step that is being built.
+
+        chunks: (request, number of tokens that it computes in the step that is being built).
         """
         pool = self.pools[rank]
         count = sum(pool.num_exclusive(r.blocks) for r in self.deferred if r.kv_rank == rank)
@@ -184,7 +188,10 @@ class RequestMemory:
         return count
 
     def last_in_order(self, rank: int) -> Request:
-        """Return the pool's last request in the order of service that is not in its last step."""
+        """Return the last request in the order of service that is not in its last step.
+
+        rank: the rank of the pool.
+        """
         requests = (r for r in self.running.values() if r.kv_rank == rank)
         return max((r for r in requests if r.phase is not RequestPhase.FINISHING), key=_order)
 
@@ -200,7 +207,7 @@ class RequestMemory:
         budget: int,
         lag: int,
     ) -> KVMemory:
-        """Return a pool as the admission policies see it now.
+        """Return a pool as admission strategies see it now.
 
         computing: requests of all pools that are not in a decode group.
         budget, lag: see `KVMemory`.

@@ -1,28 +1,23 @@
-"""Scheduler: what each request computes in the next step, and which row and blocks it has.
+"""Scheduler: decides what each request computes in the next step, and which row and blocks it has.
 
-Who has which row and blocks is in request_memory.py. Code about a single step, such as reading its
-result, is in step.py. The order of waiting requests is in queue.py, in which pool one can start in
-placement.py.
+request_memory.py assigns rows and blocks. step.py has code about a single step, such as reading its
+result. queue.py has the order of waiting requests, and placement.py chooses the pool where one
+starts.
+The timeline, one batch ahead (`EngineCore.step`); otherwise `schedule` comes after `update`:
 
-The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
+ schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
 
-    schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
-
-So `schedule` does not know the tokens of the step in flight, only that each entry that samples will
+So `schedule` does not know the tokens of the step in flight, only that each sampling entry will
 have one. Three rules follow. A result for a request that has ended is dropped. Rows and blocks are
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
-
-In a pipeline, `schedule` has a micro-batch that is in none of the steps launched last, of which
-there are one fewer than micro-batches. Its requests' last tokens have then come back to the first
+In a pipeline, `schedule` takes a micro-batch that is in none of the newest steps, of which there
+are one fewer than micro-batches. The last tokens of its requests have then returned to the first
 stage, or will have when the step is computed. The rules are the same.
-
-One token budget a step is spent in this order:
-
+The token budget of a step is spent in this order:
 1. requests that decode;
 2. running requests that lack a block or still compute their prompt, in the order of service;
 3. waiting requests, in the order of service, while admission accepts the first of them.
-
 The order of service is (priority, arrival).
 """
 
@@ -61,7 +56,7 @@ logger = logging.getLogger("manta.engine")
 class Scheduler:
     """The owner of the requests and, in `memory`, of their rows and blocks.
 
-    See the module for the order of calls.
+    The module's docstring has the order of calls.
     """
 
     def __init__(
@@ -72,7 +67,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
-        # Every running request must be able to decode in every step, so the budget bounds them.
+        # Every running request must be able to decode in every step, so the token budget bounds
+        # rows.
         self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.memory = RequestMemory(config, self._most_rows, free_blocks)
         self.running = self.memory.running
@@ -80,30 +76,33 @@ class Scheduler:
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last step scheduled
         self.done_step = 0  # the last step whose result has arrived
-        self.requests: dict[int, Request] = {}  # by id; all that have not ended
+        self.requests: dict[int, Request] = {}  # id -> request that has not ended
         self.queue = WaitingQueue()
-        self.num_constrained = 0  # requests with a grammar
-        self.computing: list[Request] = []  # phase COMPUTING
+        self.num_constrained = 0  # number of requests with a grammar
+        self.computing: list[Request] = []  # requests in phase COMPUTING
         self.decode_groups = [
             DecodeGroup(config.block_size, len(config.kinds), micro_batch)
             for micro_batch in range(config.micro_batches)
         ]
-        self.decoding = self.decode_groups[0]  # those of the step that is being scheduled
+        self.decoding = self.decode_groups[0]  # the group of the step that is being scheduled
         self.in_flight: deque[LaunchedStep] = deque()
-        self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
-        target = config.target_tpot  # the core tells the pace what steps take
+        # the most tokens of a step; the core may lower it
+        self.token_limit = config.max_num_batched_tokens
+        # the pace limits prompt tokens, from step times that the core reports
+        target = config.target_tpot
         self.pace = StepTarget(target) if target else PromptPace()
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling or config.micro_batches > 1)
         self._arrivals = 0
-        self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
+        # and stop ids of requests since the engine was last idle
+        self._end_tokens = set(config.eos_token_ids)
 
-    # ---- in and out ----------------------------------------------------------------------------
+    # ---- add and end requests ------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a new request, one that can run. Its id must be new."""
+        """Queue a new request that is able to run and has a new id."""
         assert request.id not in self.requests
         assert len(request.token_ids) <= request.limit
         if not self.requests:
@@ -117,7 +116,7 @@ class Scheduler:
 
     @property
     def rows(self) -> int:
-        """The number of requests that may run at once, as things are."""
+        """The number of requests that may run at once now."""
         return self.pace.rows(self._most_rows)
 
     def next_arrival(self) -> int:
@@ -125,7 +124,7 @@ class Scheduler:
         return self._arrivals
 
     def abort(self, ids: Iterable[int]) -> list[Delta]:
-        """End these requests in any phase. An unknown id is ignored: its request has just ended."""
+        """End these requests in any phase; ids of requests that have just ended are ignored."""
         deltas = []
         for request_id in ids:
             request = self.requests.get(request_id)
@@ -135,7 +134,10 @@ class Scheduler:
         return deltas
 
     def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
-        """End the requests, unless they have ended already. error: "code: message"."""
+        """End the requests, unless they have ended already; return their error deltas.
+
+        error: "code: message".
+        """
         deltas = []
         for request in requests:
             if request.phase is not RequestPhase.ENDED:
@@ -145,7 +147,7 @@ class Scheduler:
         return deltas
 
     def take_loaded(self) -> None:
-        """Queue the requests whose adapter is on the device now, or has failed to load."""
+        """Queue the requests whose adapter is now on the device, or has failed to load."""
         for adapter in self._adapters.poll():
             self.queue.adapter_ready(adapter)
 
@@ -162,10 +164,11 @@ class Scheduler:
         return request is not None and self._joins(request, self.running, self.queue)
 
     def requeue(self, *, trusted: bool) -> None:
-        """Put all running requests back into the queue and forget the steps in flight.
+        """Put all running requests back into the queue and drop the steps in flight.
 
-        The caller must drop the results of these steps. trusted: the computed blocks stay in the
-        prefix cache.
+        The caller must drop the results of these steps.
+
+        trusted: whether computed blocks stay in the prefix cache.
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
@@ -193,7 +196,7 @@ class Scheduler:
     # ---- schedule ------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """Decide the next step and count it as launched. None if nothing can run now."""
+        """Decide the next step and count it as launched; return None if nothing can run now."""
         builder = StepBuilder(Batch(self.step + 1))
         if len(self.decode_groups) > 1:
             newest = islice(reversed(self.in_flight), len(self.decode_groups) - 1)
@@ -212,9 +215,9 @@ class Scheduler:
         return self._build(builder)
 
     def _grow_decodes(self, builder: StepBuilder) -> None:
-        """Give a block to each decoding request whose next token begins one.
+        """Allocate a block for each decoding request whose next token needs a new one.
 
-        If there are not enough, all requests that need one leave the decode group and go to
+        If free blocks do not suffice, all requests that need one leave the decode group for
         `computing`, where the order of service decides which of them get a block.
         """
         index = self.decoding.step_index + 1
@@ -244,10 +247,10 @@ class Scheduler:
                 self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
-        """Schedule running requests outside the decode group, those that lack one token first."""
+        """Schedule running requests outside the decode group, first those with one token left."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not RequestPhase.COMPUTING:
-                continue  # preempted for a request before it
+                continue  # preempted for an earlier request
             self._schedule_chunk(request, builder)
 
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
@@ -256,7 +259,8 @@ class Scheduler:
         if self.config.whole_texts:
             if request.remaining > budget and builder.chunk_tokens:
                 return
-            budget = request.remaining  # alone even if steps were made smaller: it cannot be cut
+            # a text cannot be split, so it runs alone even if steps were made smaller
+            budget = request.remaining
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
             budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)
@@ -268,12 +272,12 @@ class Scheduler:
             self._add_chunk(request, length, builder)
 
     def _prompt_limit(self) -> int:
-        """Return the prompt tokens that this step may compute.
+        """Return the most prompt tokens that this step may compute.
 
         If no request decodes they may fill the whole budget.
         """
-        # With several steps in flight a prompt is worth cutting for its own sake: its pieces are in
-        # several stages at once.
+        # With several steps in flight, splitting a prompt lets several stages compute its parts at
+        # once.
         if not self.decoding and len(self.decode_groups) == 1:
             return self.pace.limit(self.token_limit, 0, 0)
         free = self.rows - len(self.running)
@@ -289,7 +293,7 @@ class Scheduler:
         return min(room, builder.prompt_limit) - builder.chunk_tokens
 
     def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Allocate blocks for up to `budget` tokens. Returns how many tokens have a block now."""
+        """Allocate blocks for up to `budget` tokens; return how many tokens have blocks now."""
         size, manager = self.config.block_size, self.memory.pool(request)
         length = min(request.remaining, budget)
         room = len(request.blocks) // manager.num_groups * size - request.num_computed
@@ -304,10 +308,10 @@ class Scheduler:
     def _make_room(self, request: Request, builder: StepBuilder) -> None:
         """Preempt requests of the same pool until the request's next position has its blocks.
 
-        The last request in the order of service goes first. The blocks may be free already, or
+        The last request in the order of service is preempted first. Blocks may be free already, or
         become free when steps are done. No request is preempted for a later one: the last request
-        waits for its block. A chunk scheduled in this step is never a victim: chunks are scheduled
-        in order.
+        waits for its block. A chunk that is already in this step is never a victim, as chunks are
+        scheduled in order.
         """
         pool, rank = self.memory.pool(request), request.kv_rank
         needed = pool.next_cost(request)
@@ -353,9 +357,11 @@ class Scheduler:
             self._schedule_chunk(request, builder)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
-        """Whether the adapter is on the device. If not, the request waits for it in
-        `WaitingQueue.waiting_for_adapter`. If the adapter cannot be loaded, the request ends
-        with an error."""
+        """Return whether the adapter is on the device.
+
+        If not, the request is moved to `WaitingQueue.waiting_for_adapter`. If the adapter cannot be
+        loaded, the request ends with an error.
+        """
         try:
             if self._adapters.ask(adapter):
                 return True
@@ -375,7 +381,8 @@ class Scheduler:
         lookup = caching and request.prompt_logprobs is None
         hashes: list[bytes] = []
         if lookup:
-            # The last token is computed again even if it is cached: sampling needs its logits.
+            # The last token is computed again even if it is cached, because sampling needs its
+            # logits.
             hashes = held.pools[0].hash_prefix(request, (num_tokens - 1) // size)
         start = find_start(request, hashes, held.pools, memories, held.snapshots, self._fits)
         if start is None:
@@ -405,7 +412,7 @@ class Scheduler:
             if snapshot >= 0:
                 builder.batch.resumed_states.append((request.row, snapshot))
             memory.cuts += held.snapshots.plan.cuts(num_tokens)
-        for pool_memory in memories:  # of a step's tokens, which all share
+        for pool_memory in memories:  # all pools share a step's token budget
             pool_memory.uncomputed += num_tokens - request.num_computed
         memory.add(held.footprint(request, self._step_index(request)))
         builder.batch.new_rows.append(request.new_row())
@@ -415,18 +422,19 @@ class Scheduler:
         return True
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
-        """Give the request blocks for prefix keys that are not cached, and copy these keys."""
+        """Allocate blocks for keys of the adapter's prefix that are not cached, and copy the
+        keys."""
         start, stop, pool = request.num_computed, request.num_prefix, self.memory.pool(request)
         assert pool.num_groups == 1 and pool.whole, "such adapters are refused"
         blocks = self.memory.extend_to(request, stop)
         copy = PrefixCopy(request.adapter_slot, start, stop, blocks, request.kv_rank)
         builder.batch.prefixes.append(copy)
         request.num_computed = stop
-        # A request that starts in this same step may share them.
+        # A request that starts in this same step may share these blocks.
         pool.hash_blocks(request, stop)
 
     def _memories(self) -> list[KVMemory]:
-        """Return each pool as the admission policies see it at this point of the step."""
+        """Return each pool as admission strategies see it at this point of the step."""
         budget = max(1, self.token_limit - len(self.running))
         return [
             self.memory.seen(rank, self.computing, self._step_index, budget, self._lag)
@@ -448,7 +456,7 @@ class Scheduler:
             return
         (builder.sampling if samples else builder.prefill_only).append((request, length))
         builder.chunk_tokens += length
-        # Registered now: a request that is admitted in this same step can share these blocks.
+        # Registered now, so that a request admitted in this same step can share these blocks.
         self.memory.pool(request).hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
@@ -485,7 +493,7 @@ class Scheduler:
         return builder.batch
 
     def _constrain(self, launched: LaunchedStep, batch: Batch) -> None:
-        """Set which samples need masks, and whether all that these masks depend on is known."""
+        """Set which samples need masks, and whether the tokens that decide the masks are known."""
         entries = []
         for entry, request in enumerate(launched.requests[: len(launched.ids)]):
             constraint = request.constraint
@@ -498,7 +506,7 @@ class Scheduler:
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
-        """Apply the result of the oldest step in flight: new tokens, and requests that end."""
+        """Apply the result of the oldest step in flight: add tokens, and end requests."""
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
@@ -513,11 +521,10 @@ class Scheduler:
             self._give_back()
         return outcome.deltas
 
-    # ---- ends ----------------------------------------------------------------------------------
+    # ---- internal changes of phase -------------------------------------------------------------
 
     def _return_to_queue(self, request: Request) -> None:
-        """Put the request back into the queue. Its blocks may be found again in the prefix
-        cache."""
+        """Put the request back into the queue; the prefix cache may still have its blocks."""
         self._leave(request)
         self._release(request)
         request.num_computed = 0
@@ -536,7 +543,7 @@ class Scheduler:
             self.queue.drop_waiting_for_adapter(request)
 
     def _end(self, request: Request) -> None:
-        """End the request. Its row and blocks are released when no step in flight uses them."""
+        """End the request; its row and blocks are released when no step in flight uses them."""
         self._leave(request)
         request.phase = RequestPhase.ENDED
         if self._traced:
@@ -564,7 +571,7 @@ class Scheduler:
                 self._adapters.unpin(release.adapter_slot)
             self.queue.retry = True
 
-    # ---- figures and checks --------------------------------------------------------------------
+    # ---- counts and checks ---------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -573,7 +580,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """The number of known tokens of all requests that are not computed yet.
+        """The number of known tokens, over all requests, that are not computed yet.
 
         Tokens of steps in flight count as not computed.
         """

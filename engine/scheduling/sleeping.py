@@ -1,4 +1,4 @@
-"""EngineSleep: when an engine gives the memory of weights and caches back, and takes it again."""
+"""EngineSleep: frees the memory of weights and caches for a sleep, and takes it again."""
 
 import logging
 import time
@@ -8,25 +8,25 @@ logger = logging.getLogger("manta.engine")
 
 
 class Sleeper(Protocol):
-    """The memory that an engine gives back while it sleeps. Nothing is in flight."""
+    """The memory that an engine frees while it sleeps; no step may be in flight."""
 
     def sleep(self) -> None: ...
     def wake(self) -> None:
-        """Take the memory again. Raises MantaError where there is no room."""
+        """Take the memory again. Raises MantaError if there is no room."""
         ...
 
 
 class EngineSleep:
-    """The sleep of an engine: when memory is given back and taken again.
+    """The sleep of an engine: when its memory is freed and taken again.
 
-    memory: the memory to give back; None: the engine cannot sleep.
-    wanted: whether the engine is to sleep once it has no request.
+    memory: the memory to free; None = the engine cannot sleep.
+    wanted: whether the engine should sleep once it has no request.
     """
 
     def __init__(self, memory: Sleeper | None) -> None:
         self._memory = memory
         self.wanted = self.asleep = False
-        self.wakes, self.wake_seconds = 0, 0.0  # the second: of the last one
+        self.wakes, self.wake_seconds = 0, 0.0  # number of wakes; seconds that the last wake took
 
     def ask(self) -> None:
         if self._memory is None:
@@ -34,7 +34,7 @@ class EngineSleep:
         self.wanted = self._memory is not None and not self.asleep
 
     def begin(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         assert self._memory is not None
         began = time.perf_counter()
         self._memory.sleep()
@@ -42,8 +42,10 @@ class EngineSleep:
         logger.info("asleep after %.2f s", time.perf_counter() - began)
 
     def end(self) -> None:
-        """Take the memory again, or do not sleep after all. Raises MantaError where there is no
-        room."""
+        """Take the memory again, or cancel a pending sleep.
+
+        Raises MantaError if there is no room.
+        """
         self.wanted = False
         if not self.asleep:
             return

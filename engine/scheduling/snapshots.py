@@ -1,27 +1,27 @@
-"""Snapshots: states of recurrent layers, kept so that other requests can go on from them.
+"""Snapshots: states of recurrent layers, kept so that other requests can continue from them.
 
-A recurrent layer writes over its state with each token, so nobody can go on from the middle of a
-request unless the state was copied when it was there. A snapshot is the state behind the last
-token of a block, and is known by that block's hash. A prefix hit begins where a snapshot is and all
-groups of layers with keys have their blocks. Where snapshots are taken, all at borders of blocks:
+A recurrent layer overwrites its state with each token, so that a request can continue from the
+middle of another one only if the state was copied at that point. A snapshot is the state after the
+last token of a block, and is identified by that block's hash. A prefix hit ends at a snapshot, if
+all groups of layers with keys have their blocks. Snapshots are taken at these block borders:
 
-    at the end of a prompt          that is `worth` tokens from the last one: the next turn of a
-                                    conversation goes on there, or further on:
-    every `gap` tokens of output    one a request, which the next one replaces; the first where the
-                                    prompt's last block ends
-    where cached blocks go on       two prompts part there, and a third may come: a system prompt
-    every `every` tokens            of a long prompt
+ at the end of a prompt          if it is `worth` tokens after the last one: the next turn of a
+                                 conversation continues there, or later:
+ every `gap` tokens of output    one for each request, replaced by the next; the first where the
+                                 prompt's last block ends
+ where cached blocks continue    two prompts differ from there on, and a third may come that shares
+                                 the prefix, such as a system prompt
+ every `every` tokens            of a long prompt
 
-None is within `gap` tokens of the one before it: so few tokens are computed again more quickly than
-a state is copied. Chunks of a prompt end where one is to be taken, which is a step more.
+No two are within `gap` tokens: computing so few tokens again is faster than copying a state. Chunks
+of a prompt end where a snapshot is taken, which adds a step.
 
-A snapshot lies in memory of its own, or in a row that no request has: there are as many rows as
-requests may ever run, and a state is as large as the keys of thousands of tokens. A request that
-needs a row takes an empty one, or that of the snapshot that has been unused for longest.
-
-The device copies a row to a snapshot at the beginning of the step that takes the request further,
-before any snapshot is copied to a row, and these in the order in which requests begin. So what is
-decided last in a step may use what was decided first.
+A snapshot has its own memory, or lies in a row that no request has: there are as many rows as
+requests that may ever run, and a state is as large as the keys of thousands of tokens. A request
+that needs a row takes an empty one, or that of the least recently used snapshot. The device copies
+rows to snapshots at the beginning of the step that takes the request further, then snapshots to
+rows, in the order in which requests begin. So a later decision in a step may use what an earlier
+one set up.
 """
 
 from collections import OrderedDict
@@ -32,8 +32,9 @@ from typing import Protocol
 from engine.config.kv_groups import KVGroups
 from kernels.kv.format import KVFormat
 
-# Tokens that a GPU computes while it reads the weights for a step of few: on an H200, of a mixture
-# of 512 experts, a step of 16 tokens takes 5 ms, and 512 tokens more in another step take 6.
+# Tokens that a GPU computes in the time of reading the weights for a small step. On an H200 with a
+# mixture of 512 experts, a step of 16 tokens takes 5 ms, and 512 more tokens in another step take 6
+# ms.
 WORTH = 512
 
 
@@ -41,8 +42,8 @@ WORTH = 512
 class SnapshotPlan:
     """The plan of where snapshots are taken.
 
-    slots: snapshots that have memory of their own; 0 = no prefix is found again.
-    every, gap, worth: tokens, see the module.
+    slots: snapshots with their own memory; 0 = no prefix is ever found.
+    every, gap, worth: numbers of tokens, see the module.
     """
 
     slots: int
@@ -62,8 +63,9 @@ class SnapshotPlan:
     ) -> "SnapshotPlan":
         """Return the plan of a model.
 
-        `every` becomes the tokens whose keys take as much memory as a snapshot. If a step computes
-        more tokens, `every` becomes these, so that no full step is cut.
+        `every` is the number of tokens whose keys take as much memory as a snapshot, but at least
+        step_tokens, so that no full step is split.
+
         form: the format of keys.
         step_tokens: the most tokens of a step.
         """
@@ -73,12 +75,12 @@ class SnapshotPlan:
         return cls(slots, -(-every // block_size) * block_size, worth=worth)
 
     def cuts(self, tokens: int) -> int:
-        """Return the most steps that snapshots add to a chunked prompt of so many tokens."""
+        """Return the most steps that snapshots add to a chunked prompt of this many tokens."""
         return tokens // self.every + 2 if self.slots else 0
 
 
 class Computed(Protocol):
-    """The part of a request that snapshots need (`engine.scheduling.request.Request`)."""
+    """The interface of a request that snapshots need (`engine.scheduling.request.Request`)."""
 
     row: int
     hashes: list[bytes]
@@ -92,22 +94,23 @@ class Computed(Protocol):
 
 @dataclass(slots=True)
 class Marks:
-    """The snapshot marks of a running request. Positions are in tokens."""
+    """The positions, in tokens, that decide where a running request's snapshots are taken."""
 
-    last: int = 0  # of the newest snapshot that it has taken or began from
-    border: int = -1  # where its chunk is to end, and a snapshot to be taken
-    branch: int = 0  # where cached blocks end that it could not go on from
-    rolling: bytes = b""  # the newest snapshot of its output
+    last: int = 0  # position of the newest snapshot that it has taken or started from
+    border: int = -1  # where its chunk will end and a snapshot be taken
+    branch: int = 0  # end of its cached blocks when it started, which may lack a snapshot
+    rolling: bytes = b""  # hash of the newest snapshot of its output
 
 
 class Snapshots:
-    """The slots that hold states: rows, and behind these, from `first` on, slots of their own.
+    """The snapshots in their slots: rows, and from slot `first` on separate memory.
 
-    The least recently used snapshot goes first. `forget` is called for each block that leaves the
-    prefix cache.
+    The least recently used snapshot is evicted first. `forget` is called for each block that leaves
+    the prefix cache.
 
-    resident: whether all groups of layers have a block.
-    free_rows: rows that neither a request nor a snapshot has; whoever takes a row removes it there.
+    resident: whether all groups of layers have the block of a hash.
+    free_rows: rows that neither a request nor a snapshot has; taking a row removes it from this
+        list.
     """
 
     def __init__(
@@ -121,35 +124,35 @@ class Snapshots:
         self.plan = plan
         self._block_size = block_size
         self._resident = resident
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
         self._first = first
         self._free = list(range(first + plan.slots - 1, first - 1, -1))
         self._free_rows = free_rows
-        self._steps: dict[bytes, int] = {}  # the step that takes it
-        self._rolling: set[bytes] = set()  # that the request which has taken it will replace
-        self._to_save: dict[int, int] = {}  # slot -> row, at the beginning of the next step
-        self.evicted = 0  # to make room for others, their blocks still there; ever
+        self._steps: dict[bytes, int] = {}  # hash -> the step that takes the snapshot
+        self._rolling: set[bytes] = set()  # hashes that the request which took them will replace
+        self._to_save: dict[int, int] = {}  # slot -> row, copied at the beginning of the next step
+        self.evicted = 0  # number evicted to make room while their blocks were still cached
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
     def capacity(self) -> int:
-        """The number of snapshots that there is memory for as long as no other request begins."""
+        """The number of snapshots that fit as long as no other request begins."""
         return len(self._slots) + len(self._free) + len(self._free_rows) if self.plan.slots else 0
 
     @property
     def rows(self) -> list[int]:
-        """The rows that snapshots lie in."""
+        """The rows in which snapshots lie."""
         return [slot for slot in self._slots.values() if slot < self._first]
 
-    # ---- where they are taken ------------------------------------------------------------------
+    # ---- taking snapshots ----------------------------------------------------------------------
 
     def advance(self, request: Computed, step: int) -> int:
-        """Take a snapshot of a request outside the decode group, if one is wanted where it is.
+        """Take a snapshot of a request outside the decode group, if one is due at its position.
 
-        Returns how many tokens the request's chunk may have, up to where the next snapshot is
-        taken. The chunk is in this step or a later one.
+        Returns how many tokens the request's chunk may have, up to the next snapshot. The chunk
+        runs in this step or a later one.
         """
         marks, at = request.marks, request.num_computed
         left = request.num_tokens - at
@@ -171,9 +174,9 @@ class Snapshots:
         return left if marks.border < 0 else marks.border - at
 
     def decoded(self, request: Computed, position: int, step: int) -> None:
-        """Take a snapshot of a decoding request's output, if one is wanted at `position`.
+        """Take a snapshot of a decoding request's output, if one is due at `position`.
 
-        The step takes the request on from there by a token.
+        The step computes the request's token at that position.
         """
         marks = request.marks
         if marks is None or position % self._block_size or not request.cacheable:
@@ -195,7 +198,7 @@ class Snapshots:
             if marks.rolling in self._rolling:
                 self.forget(marks.rolling)
             elif 2 * len(self._rolling) >= self.capacity:
-                return  # what is under way leaves half to what is complete
+                return  # snapshots of running outputs leave half of the slots to others
             marks.rolling = digest
             self._rolling.add(digest)
         if not (self._free or self._free_rows):
@@ -208,20 +211,23 @@ class Snapshots:
         marks.last = position
 
     def take_saves(self) -> list[tuple[int, int]]:
-        """Return (row, slot) of each state to copy before the step, each once."""
+        """Return (row, slot) of each state to copy before the step; each is returned once."""
         pairs = [(row, slot) for slot, row in self._to_save.items()]
         self._to_save.clear()
         return pairs
 
-    # ---- what begins from them -----------------------------------------------------------------
+    # ---- starting from snapshots ---------------------------------------------------------------
 
     def match(
         self, hashes: Sequence[bytes], table_of: Callable[[Sequence[bytes]], list[int]], groups: int
     ) -> tuple[list[int], int]:
-        """Return the table of the longest prefix that a request can go on from. Changes nothing.
+        """Return the table of the longest prefix from which a request can continue. Changes
+        nothing.
 
-        The second number counts all cached positions of the prefix, with or without a snapshot.
+        The second result counts all cached positions of the prefix, with or without a snapshot.
+
         table_of: `BlockManager.match_prefix`.
+        groups: number of groups of layers.
         """
         table = table_of(hashes)
         cached = len(table) // groups
@@ -235,22 +241,24 @@ class Snapshots:
         return [], cached
 
     def give_row(self, beginning: bytes) -> int:
-        """Return a row for a request where `free_rows` has none; at least one snapshot lies in a
+        """Return a row for a request if `free_rows` has none; at least one snapshot must lie in a
         row.
 
-        beginning: the hash of the block that the request goes on from; b"" = none.
+        beginning: the hash of the block from which the request continues; b"" = none.
         """
         for digest, slot in self._slots.items():
             if slot < self._first and digest != beginning:
                 self.forget(digest)
                 self.evicted += 1
                 return self._free_rows.pop()
-        return self._slots[beginning]  # no other one: see `begin`
+        return self._slots[beginning]  # the only snapshot in a row: see `begin`
 
     def begin(self, request: Computed, cached: int) -> int:
-        """Start a request at num_computed, in its row, and return the slot to copy its state from.
+        """Start a request at num_computed, in its row; return the slot from which to copy its
+        state.
 
-        The slot is -1 where the request has no state yet, or has it in its row.
+        The slot is -1 if the request has no state yet, or has it already in its row.
+
         cached: see `match`.
         """
         begin = request.num_computed
@@ -260,25 +268,26 @@ class Snapshots:
         digest = request.hashes[begin // self._block_size - 1]
         slot = self._slots[digest]
         self._rolling.discard(digest)
-        if slot == request.row:  # which is written over; if it is still to be copied there, it is
+        # the snapshot's row becomes the request's, after any pending copy into it
+        if slot == request.row:
             del self._slots[digest], self._steps[digest]
             return -1
         self._slots.move_to_end(digest)
         return slot
 
-    # ---- what is lost --------------------------------------------------------------------------
+    # ---- dropping snapshots --------------------------------------------------------------------
 
     def leave(self, request: Computed) -> None:
-        """Let go of the request, which gives its row back; its newest snapshot is of its end."""
+        """End a request that frees its row; its newest snapshot of output is kept."""
         if request.marks is not None:
             self._rolling.discard(request.marks.rolling)
             request.marks = None
 
     def forget(self, digest: bytes) -> None:
-        """Drop a block's snapshot, because the block is not found again or the slot is needed.
+        """Drop a block's snapshot, because the block has left the cache or the slot is needed.
 
-        A copy to the slot that is due in this step is made. A request may have begun from the
-        snapshot before the slot was given away.
+        A copy to the slot that is due in this step is still made. A request may have started from
+        the snapshot before the slot was freed.
         """
         slot = self._slots.pop(digest, None)
         if slot is not None:
@@ -287,7 +296,7 @@ class Snapshots:
             del self._steps[digest]
 
     def forget_after(self, step: int) -> None:
-        """Drop the snapshots taken by steps after this one, which do not count."""
+        """Drop the snapshots taken by steps after this one, whose results are dropped."""
         self._to_save.clear()
         for digest in [digest for digest, taken in self._steps.items() if taken > step]:
             self.forget(digest)

@@ -1,8 +1,7 @@
-"""A step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome).
+"""StepBuilder, LaunchedStep, StepOutcome: a step while it is built, launched and done.
 
-State that outlasts a step belongs to the scheduler.
-
-Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
+State that outlasts a step belongs to the scheduler. Add lines to `build` and `accept` with care:
+they run for every request in every step.
 """
 
 import time
@@ -18,40 +17,41 @@ from engine.scheduling.request import Request, RequestPhase
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step. The scheduler ends the requests, first those that failed."""
+    """The outcome of a step. The scheduler then ends requests, first those that failed."""
 
     deltas: list[Delta]
-    num_tokens: int  # sampled tokens that go into deltas
-    failed: list[Request]  # their cached keys may be wrong
-    ended: list[Request]  # the other requests whose last delta is among `deltas`
+    num_tokens: int  # sampled tokens that are in deltas
+    failed: list[Request]  # requests whose cached keys may be wrong
+    ended: list[Request]  # other requests whose last delta is in `deltas`
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Lists are in batch order: entries that sample, then those that do not."""
+    """A launched step. Lists are in batch order: sampling entries first, then the others."""
 
     step: int
     requests: list[Request]  # [num_entries]
     starts: list[int]  # [num_entries]
     ids: list[int]  # [num_samples]
-    token_lists: list[list[int]]  # [num_samples] the requests' token_ids, to append to
-    firsts: list[int]  # entries that may bring their request's first delta
+    token_lists: list[list[int]]  # [num_samples] the requests' own token_ids, to append to
+    firsts: list[int]  # entries that may return their request's first delta
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
-    micro_batch: int = 0  # the number of its decodes' group
+    micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0
-    context: int = 0  # tokens whose keys its decodes read
-    prompt_tokens: int = 0  # of its chunks
-    some_ended: bool = False  # a request has ended since the launch
+    context: int = 0  # tokens whose keys the decodes read
+    prompt_tokens: int = 0  # tokens of its chunks
+    some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
-    awaits_masks: bool = False  # the last token of one of these was not known at the launch
+    awaits_masks: bool = False  # whether some of these had an unknown last token at the launch
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
-        """Give each request its token, unless it has ended, and find the requests that end with it.
+        """Append the token of each request that has not ended, and find the requests that end.
+
         Legal once.
 
-        end_tokens: of all requests. Only where one of them was sampled, the request is asked
-            whether the token ends it.
+        end_tokens: end tokens of all requests. Only if one of them was sampled, the request is
+            asked whether the token ends it.
         """
         tokens, requests = result.tokens, self.requests
         assert result.step == self.step and len(tokens) == len(self.ids)
@@ -102,7 +102,7 @@ class LaunchedStep:
                 continue
             if entry < len(tokens):
                 delta = deltas[entry]
-            else:  # max_tokens = 0: no token, only the prompt's log-probabilities
+            else:  # max_tokens = 0: no token, only prompt log-probabilities
                 delta = Delta(requests[entry].id, [])
                 requests[entry].deliver_first(delta)
                 deltas.append(delta)
@@ -123,7 +123,7 @@ class LaunchedStep:
     ) -> dict[int, int | None]:
         """Advance the grammars by their tokens; return the entries that end. Adds to `failed`.
 
-        Each entry comes with its end token, or None where only an end token could follow.
+        The result is entry -> its end token, or None if only an end token could follow.
         """
         ended: dict[int, int | None] = {}
         for entry in self.constrained:
@@ -157,23 +157,26 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The step being built."""
+    """A step while it is being built."""
 
     batch: Batch
-    joined: list[Request] = field(default_factory=list)  # became members of the decode group
-    sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
-    # Chunks that do not reach the end of their request's known tokens, so they do not sample.
+    joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
+    # (request, length) of each sampling chunk
+    sampling: list[tuple[Request, int]] = field(default_factory=list)
+    # Chunks that do not reach the end of their request's known tokens, so that they do not sample.
     prefill_only: list[tuple[Request, int]] = field(default_factory=list)
-    prompt_limit: int = 0  # tokens that its chunks may have
+    prompt_limit: int = 0  # the most prompt tokens of its chunks
     chunk_tokens: int = 0
-    scored_tokens: int = 0  # of these, those that prompt log-probabilities are computed for
+    scored_tokens: int = 0  # prompt tokens of the chunks that need log-probabilities
     preempted: bool = False
-    # By rank: of the blocks that will be released, how many a request already waits for.
+    # Rank -> number of blocks, among those that will be released, that a request already waits for.
     owed: Counter[int] = field(default_factory=Counter)
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch: one token for each decode, then the chunks. Takes the group's
-        step, and changes no request."""
+        """Complete the batch: one token for each decode, then the chunks; no request changes.
+
+        It counts as a step of the decode group.
+        """
         batch, step = self.batch, self.batch.step
         context = group.context
         group.take_step(step)

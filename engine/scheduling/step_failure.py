@@ -1,22 +1,22 @@
-"""Failures of a step: what a round of the step loop raised and which step is to blame, and how
-often the device had no memory.
+"""StepBlame, MemoryShortages: failures of a step, and which step is to blame.
 
-What becomes of the requests of a failed step is in bisect_failure.py.
+bisect_failure.py decides about the requests of a failed step.
 """
 
 from types import TracebackType
 
-_SHRINK_AFTER = 3  # steps without memory in a row, until the KV cache gives an eighth of it back
-_PATIENCE = 64  # good steps until larger steps are tried again; each further time twice as many
+_SHRINK_AFTER = 3  # consecutive steps without memory until the KV cache shrinks by an eighth
+_PATIENCE = 64  # good steps until larger steps are tried again; doubled each further time
 
 
 class StepBlame:
-    """The blame for what a block of the step loop raises: `with blame(index): ...`.
+    """A context manager that catches what a block of the step loop raises: `with blame(index):
+    ...`.
 
-    The block's exception is suppressed and becomes `failure`, in place of an earlier one. A broken
-    invariant (AssertionError) passes, because there is no state to go on from.
+    The exception is suppressed and becomes `failure`, replacing an earlier one. A broken invariant
+    (AssertionError) is not caught, as no valid state is left.
 
-    failure: the last exception; None: no block has raised since `take`.
+    failure: the last exception; None = no block has raised since `take`.
     suspect: the index in `Scheduler.in_flight` of the step that the running block works on.
     """
 
@@ -25,7 +25,7 @@ class StepBlame:
         self.suspect = self._blamed = -1
 
     def __call__(self, suspect: int) -> "StepBlame":
-        """Set which step the next block works on."""
+        """Set the step that the next block works on."""
         self.suspect = suspect
         return self
 
@@ -45,14 +45,14 @@ class StepBlame:
         return True
 
     def take(self) -> tuple[Exception, int]:
-        """Return the failure and the index of the step to blame, and forget both."""
+        """Return the failure and the index of the step to blame, and reset both."""
         failure, self.failure = self.failure, None
         assert failure is not None, "no step has failed"
         return failure, self._blamed
 
 
 class MemoryShortages:
-    """The counts of steps that the device had no memory for, and of good steps between them.
+    """Counts of steps for which the device had no memory, and of good steps between them.
 
     in_a_row: shortages since a step succeeded.
     """
@@ -68,14 +68,14 @@ class MemoryShortages:
         return self.in_a_row % _SHRINK_AFTER == 0
 
     def count_shortage(self) -> None:
-        """Count a step that the device had no memory for."""
+        """Count a step for which the device had no memory."""
         self.in_a_row += 1
         if self.in_a_row == 1:
             self._patience *= 2
         self._good_steps = 0
 
     def count_success(self) -> bool:
-        """Count a good step. Returns whether larger steps may be tried again."""
+        """Count a good step; return whether larger steps may be tried again."""
         self.in_a_row = 0
         self._good_steps += 1
         return self._good_steps % self._patience == 0

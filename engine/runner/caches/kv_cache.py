@@ -1,4 +1,4 @@
-"""KVCache: the tensors behind the block manager's block ids."""
+"""KVCache: the cache tensors that block ids of the block manager refer to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,27 +17,26 @@ from kernels.metadata import AttentionMeta
 
 @dataclass(slots=True)
 class KVCache:
-    """The keys and values of all layers, one pair a layer.
+    """The keys and values of all layers, one pair of tensors a layer.
 
     Each tensor is [blocks, num_kv_heads, block_size, head_dim]. The number of blocks is num_blocks,
-    or `KVView.parts` times as many. A layer that reads another layer's keys has the pair of that
-    layer. A layer of latents has its latents twice. A recurrent layer has its states, behind its
-    keys and values if it has any.
-
-    A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
-    several groups lie in the same memory, of which a block belongs to one group at a time.
-    Quantised keys and values are `QuantizedKV`s over the same storage, which is of bytes then.
+    or `KVView.parts` times that. A layer that reads another layer's keys has that layer's pair. A
+    layer of latents has its latents twice. A recurrent layer has its states, after its keys and
+    values if it has any.
+    A head's keys in one block are contiguous: block_size * head_dim elements in one read. Layers of
+    several groups share memory, in which a block belongs to one group at a time. Quantised keys and
+    values are `QuantizedKV`s over the same storage, which then consists of bytes.
     """
 
     groups: KVGroups
-    layers: dict[int, KV]  # by their numbers, in order
-    # All: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
+    layers: dict[int, KV]  # layer number -> its tensors, in order of layers
+    # All memory: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
     num_blocks: int
     block_size: int
     form: KVFormat
     memory: CacheMemory
-    states: StateCache | None = None  # of layers that keep states
+    states: StateCache | None = None  # states of recurrent layers
 
     @classmethod
     def allocate(
@@ -52,12 +51,12 @@ class KVCache:
         snapshots: int = 0,
         memory: CacheMemory | None = None,
     ) -> "KVCache":
-        """Allocate the cache, all zeros. Raises ConfigError.
+        """Allocate the cache, all zeros.
 
-        dtype: the element type of a plain form. A quantised form needs layers that keep equally
-            much.
+        dtype: the element type of an unquantised form. A quantised form needs layers of one shape.
         rows, snapshots: numbers of state slots of recurrent layers.
         memory: the allocator.
+        Raises ConfigError.
         """
         memory = memory or CacheMemory()
         for group in groups.groups:
@@ -106,7 +105,7 @@ class KVCache:
 
         values: [n, 2 * num_layers, num_kv_heads, head_dim]; the first layer's keys, its values, the
             second layer's keys, ...
-        blocks, places: int64 [n], the block and the place in it of each.
+        blocks, places: int64 [n], the block of each token, and its place in the block.
         """
         if not self.form.name:
             shape = next(iter(self.layers.values()))[0].shape
@@ -120,12 +119,12 @@ class KVCache:
             assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
             key = by_hadamard(
                 self.form, values[:, 2 * number].float()
-            )  # as the layer rotates its own
+            )  # a layer transforms its own keys in the same way
             keys.write(*at, key.reshape(-1, dim))
             own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
 
     def shrink(self, num_blocks: int) -> None:
-        """Replace the storage by `num_blocks` empty blocks; the old storage is released first."""
+        """Replace the storage by `num_blocks` empty blocks; the old storage is freed first."""
         old = self.storage
         shape, dtype, device, address = list(old.shape), old.dtype, old.device, old.data_ptr()
         shape[2] = num_blocks
@@ -140,10 +139,10 @@ class KVCache:
 def in_views(
     groups: KVGroups, metas: Sequence[AttentionMeta], block_size: int
 ) -> list[AttentionMeta]:
-    """Return the meta of each view, as models take them, with the view's window.
+    """Return the AttentionMeta of each view, as models take them, with the view's window.
 
-    The function is pure arithmetic on the device, at addresses that a graph keeps.
     metas: the meta of each group.
+    It is pure arithmetic on the device, at addresses that a CUDA graph keeps.
     """
     views = []
     for view in groups.views:

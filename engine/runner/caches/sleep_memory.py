@@ -1,9 +1,8 @@
-"""Memory of an engine that can sleep: asleep it has the weights in host memory and nothing in its
-caches, and every address stays.
+"""Memory of an engine that can sleep: asleep, it keeps weights in host memory, and no caches.
 
-So nothing is built again when it wakes: recorded graphs and programs are right as soon as the
-memory is there. What stays on a GPU meanwhile is its context, what belongs to requests' rows,
-adapters' slots and the memory of graphs.
+All addresses stay the same. So nothing is rebuilt after a wake: captured graphs and programs are
+valid once the memory is back. Asleep, a GPU still holds its context, the data of rows and adapter
+slots, and the graphs' memory.
 """
 
 import gc
@@ -23,20 +22,20 @@ from kernels.device_memory import Region
 from kernels.dispatch import Kernels
 
 GIB = 1 << 30
-_SLAB = GIB  # weights lie together in regions of about this size
-_ALIGNMENT = 512  # bytes, as torch aligns what it allocates
+_SLAB = GIB  # weights are grouped in regions of about this size
+_ALIGNMENT = 512  # bytes, torch's own alignment of allocations
 
 
 class SleepMemory(CacheMemory):
     """The memory of an engine that can sleep, on the CPU.
 
-    Weights stay where they are, and caches give their pages back.
+    Weights stay in place, and caches free their pages.
     """
 
-    num_bytes = 0  # on a device, of what torch does not count
+    num_bytes = 0  # bytes on a device that torch does not count
 
     def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}  # of caches, by address
+        self._maps: dict[int, mmap.mmap] = {}  # address -> pages of a cache
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
@@ -51,25 +50,27 @@ class SleepMemory(CacheMemory):
         self._maps.pop(address, None)
 
     def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
-        """Move the model's tensors, which are filled, into memory that can be given back.
+        """Move the model's filled tensors into memory that can be freed for a sleep.
 
         host_bytes: free bytes of host memory.
         written: whether some of the tensors may change later.
-        Raises ConfigError where the host has no room for the tensors.
+        Raises ConfigError if the host has no room for the tensors.
         """
 
     def sleep(self) -> None:
-        """Give the memory back; the caches' content is lost. Legal when nothing is in flight."""
+        """Free the memory; contents of caches are lost. Legal when no step is in flight."""
         for pages in self._maps.values():
             pages.madvise(mmap.MADV_DONTNEED)
 
     def wake(self) -> None:
-        """Take the memory again, with zeros in the caches. Raises EngineDead where there is no
-        room."""
+        """Take the memory again, with zeros in the caches.
+
+        Raises EngineDead if there is no room.
+        """
 
 
 class Pages(Protocol):
-    """The part of `kernels.device_memory.Region` that this module uses."""
+    """The interface of `kernels.device_memory.Region` that this module uses."""
 
     size: int
     bytes: Tensor
@@ -83,8 +84,8 @@ class Pages(Protocol):
 class CudaSleepMemory(SleepMemory):
     """The memory of an engine that can sleep, on CUDA.
 
-    Pages go back to the driver. The copy of the weights in host memory is pinned, made when it is
-    first needed, and kept. So sleeping again copies nothing.
+    Pages go back to the driver. The copy of weights in pinned host memory is made at the first
+    sleep and kept, so that further sleeps copy nothing.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class CudaSleepMemory(SleepMemory):
         self._make = make
         self._weights: list[Pages] = []
         self._caches: dict[int, Pages] = {}  # by address
-        self._copies: list[Tensor] = []  # of _weights, in host memory
+        self._copies: list[Tensor] = []  # copies of _weights in host memory
         self._written = False
 
     @property
@@ -144,7 +145,7 @@ class CudaSleepMemory(SleepMemory):
     def _move(self, slab: list[list[Tensor]], size: int) -> None:
         """Move the tensors of these storages into a new region of `size` bytes.
 
-        slab: the tensors of each storage; emptied, so that nothing holds the old storages.
+        slab: the tensors of each storage; emptied, so that nothing refers to the old storages.
         """
         region = self._make(size, self._device)
         self._weights.append(region)
@@ -180,7 +181,7 @@ class CudaSleepMemory(SleepMemory):
     @torch.inference_mode()
     def wake(self) -> None:
         try:
-            # Copies run while more pages are taken.
+            # Copies run while further pages are taken.
             for region, copy in zip(self._weights, self._copies, strict=True):
                 region.take()
                 region.bytes.copy_(copy, non_blocking=True)
@@ -206,7 +207,7 @@ class CudaSleepMemory(SleepMemory):
     def _pinned(self, size: int) -> Tensor:
         """Return uint8 [size] of host memory that is pinned for the device.
 
-        The memory has exactly this size: torch would round it up to a power of two. Huge pages are
+        It has exactly this size, as torch would round it up to a power of two. Huge pages are
         pinned many times faster.
         """
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -227,16 +228,16 @@ def sleep_memory(device: torch.device) -> SleepMemory:
 def _storage_bytes(tensors: Sequence[Tensor], num_bytes: int = -1) -> int:
     """Return the bytes that the tensors' storage takes in a region.
 
-    num_bytes: the size of the storage, if the tensors have left it.
+    num_bytes: the size of the storage, if the tensors have already left it.
     """
     size = tensors[0].untyped_storage().nbytes() if num_bytes < 0 else num_bytes
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
-    """Yield each tensor on the device that can be reached from root, however it is kept there.
+    """Yield each tensor on the device that can be reached from root through any references.
 
-    Kernel back ends are left out: their tensors are no model's.
+    Kernel back ends are skipped, because their tensors belong to no model.
     """
     seen, left = {id(root)}, [root]
     while left:
@@ -247,7 +248,7 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
             continue
         if isinstance(owner, types.ModuleType | type | Kernels):
             continue
-        # A function leads to its whole module.
+        # Only a function's closure: the function itself refers to its whole module.
         inside = (owner.__closure__,) if isinstance(owner, types.FunctionType) else (owner,)
         for referent in gc.get_referents(*inside):
             if id(referent) not in seen:

@@ -1,8 +1,9 @@
-"""StateCache: the states of recurrent layers, and snapshots from which other requests go on.
+"""StateCache: states of recurrent layers, and snapshots from which other requests continue.
 
-A slot has one state of each such layer. The first slots are the rows of requests, the rest are for
-snapshots (`engine.scheduling.snapshots` says of what), which also lie in rows that no request has.
-Layers know nothing of snapshots: a request goes on from one that was copied into its row.
+A slot has one state of each such layer. The first slots are the rows of requests, the others are
+for snapshots (see `engine.scheduling.snapshots`). Rows that no request has also hold snapshots.
+
+Layers know nothing of snapshots: a request continues from one that was copied into its row.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from engine.runner.caches.cache_memory import CacheMemory
 
 
 class StateRecord(Protocol):
-    """The record of a recurrent layer: what the layer keeps of a request."""
+    """The description of a recurrent layer: the shapes of a request's state."""
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -27,9 +28,9 @@ class StateCache:
     """The states of all recurrent layers, in slots.
 
     rows: the number of slots of running requests, padding included.
-    snapshots: the number of slots behind the rows.
-    layers: the tensors of each recurrent layer's record, [rows + snapshots, *shape] float32,
-        contiguous. A layer that keeps a single tensor has it twice.
+    snapshots: the number of slots after the rows.
+    layers: the tensors of each recurrent layer, [rows + snapshots, *shape] float32, contiguous. A
+        layer with a single tensor has it twice.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class StateCache:
         device: torch.device,
         memory: CacheMemory,
     ) -> None:
-        # Tensors of one shape lie together, [tensors, slots, *shape]: a slot is copied for all of
-        # them at once.
+        # Tensors of one shape are stacked, [tensors, slots, *shape], so that one copy moves a slot
+        # of all.
         self._storages: list[Tensor] = []
         shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for layer, record in recurrent:
@@ -60,7 +61,7 @@ class StateCache:
         }
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows to snapshots, in the order of the device's work.
+        """Copy rows to snapshots, in order with the device's work.
 
         pairs: (row, slot) of each copy; no slot is in two pairs.
         """
@@ -77,7 +78,7 @@ class StateCache:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the states of one row."""
+        """The bytes of one row's states."""
         return sum(storage[:, 0].nbytes for storage in self._storages)
 
     def copied(self, rows: Tensor) -> list[Tensor]:
@@ -85,11 +86,12 @@ class StateCache:
         return [storage.index_select(1, rows) for storage in self._storages]
 
     def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
-        """Write the copies that `copied` returned into these rows."""
+        """Write the copies that `copied` returned back into these rows."""
         for storage, copy in zip(self._storages, copies, strict=True):
             storage[:, rows] = copy
 
     def _copy(self, source: int, target: int) -> None:
-        # Slot by slot: an index copy of many would take as much memory again as what it copies.
+        # Slot by slot, because an index copy of many slots would need a temporary as large as the
+        # slots.
         for storage in self._storages:
             storage[:, target].copy_(storage[:, source])

@@ -1,8 +1,9 @@
-"""TokenPool: free KV blocks as a mask on the device, found by its cumulative sum.
+"""TokenPool: free KV blocks as a mask on the device, searched by its cumulative sum.
 
-LightLLM's memory manager: contiguous blocks if there are any, else the first free ones. The engine
-needs block ids on the host to write tables, so that taking some waits for a few small kernels, on a
-stream of their own; the default, a list on the host, waits for nothing. Kept to be compared with.
+This is LightLLM's memory manager: contiguous blocks if there are any, else the first free ones. The
+engine needs block ids on the host, so that taking blocks waits for a few small kernels on a
+separate stream. The default, a list on the host, waits for nothing. This one is kept for
+comparison.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ class TokenPool:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._count = num_blocks
-        self._returned: list[int] = []  # since blocks were last taken
+        self._returned: list[int] = []  # blocks returned since blocks were last taken
 
     def __len__(self) -> int:
         return self._count
@@ -40,8 +41,10 @@ class TokenPool:
             self.append(block)
 
     def take(self, count: int) -> list[int]:
-        """Remove `count` blocks (see FreeBlocks). Raises RuntimeError if a returned block was
-        free."""
+        """Remove `count` blocks (see FreeBlocks).
+
+        Raises RuntimeError if a block was freed twice.
+        """
         if not count:
             return []
         assert count <= self._count
@@ -65,7 +68,7 @@ class TokenPool:
         total = free.cumsum(0)
         last = len(free) - count + 1
         full = total[count - 1 :] - total[:last] + free[:last] == count
-        first = full.int().argmax()  # of the first run, if there is one
+        first = full.int().argmax()  # beginning of the first contiguous run, if there is one
         together = full.index_select(0, first[None])[0]  # full[first] would wait for the device
         apart = torch.searchsorted(total, index[1 : count + 1])  # the n-th free block, n = 1, 2 ..
         blocks = torch.where(together, first + index[:count], apart)

@@ -1,23 +1,24 @@
-"""Chunked prefill: how many prompt tokens a step computes while requests decode.
+"""Chunked prefill: chooses the number of prompt tokens in a step while requests decode.
 
 Prompt tokens that share a step with decodes delay the next token of every stream. A whole prompt in
-one step is one long gap. In two halves it is two shorter gaps, and the first token of that prompt
-comes later by one step of decodes. Each step therefore computes half of the waiting prompt tokens.
-This ends soon: 8,192 tokens take five steps. A long queue still fills whole steps, so throughput
-does not fall. A small share of the budget is computed at once: it takes about as long as a step of
-decodes (512 tokens of an 8B model on an H200: 10 ms), and halving it costs as much as it gains.
+one step is one long gap. In two halves it is two shorter gaps, and the prompt's first token comes
+later by one step of decodes. So each step computes half of the waiting prompt tokens. This ends
 
-On a slow device, or at the end of a long context, even that share is a gap that a reader sees: 512
-tokens at position 7,000 take seconds on one core. `PromptPace` therefore bounds a step in seconds
-as well, by what the last one took.
+soon: 8,192 tokens take five steps. A long queue still fills whole steps, so that throughput does
+not fall. A small share of the budget is computed at once: it takes about as long as a step of
+decodes (512 tokens of an 8B model on an H200: 10 ms), and halving it gains nothing.
+
+On a slow device, or at the end of a long context, even that share is a visible gap: 512 tokens at
+position 7,000 take seconds on one core. So `PromptPace` also bounds a step in seconds, by the time
+of the last one.
 """
 
 _SHARE = 16  # 1 / the share of the budget that is computed at once
-_SCORED = 2  # 1 / the share of the budget that may be scored beside decodes
+_SCORED = 2  # 1 / the share of the budget that may have log-probabilities next to decodes
 _LEAST = 32  # tokens; fewer do not fill the tiles of a matmul
-_SECONDS_BESIDE = 0.3  # of a step that computes prompt tokens while requests decode
-_SECONDS_ALONE = 1.0  # while none does: for a request that comes meanwhile
-_LEAST_TIMED = 8  # tokens that a step computes, however long they take
+_SECONDS_BESIDE = 0.3  # longest step with prompt tokens while requests decode
+_SECONDS_ALONE = 1.0  # longest step while none decodes, for requests that arrive meanwhile
+_LEAST_TIMED = 8  # prompt tokens that a step computes, however long they take
 
 
 def prefill_tokens(waiting: int, budget: int) -> int:
@@ -29,21 +30,21 @@ def prefill_tokens(waiting: int, budget: int) -> int:
 
 
 def scored_prefill_tokens(budget: int) -> int:
-    """Return the most prompt tokens with log-probabilities in a step beside decodes.
+    """Return the most prompt tokens with log-probabilities in a step with decodes.
 
-    Each of them also costs a row of logits over the whole vocabulary. For small models that is up
+    Each of them also costs a row of logits over the whole vocabulary. In small models that costs up
     to as much as the token itself.
     """
     return max(_LEAST, budget // _SCORED)
 
 
 def startable_tokens(tokens: int, requests: int, startable: int) -> int:
-    """Estimate the tokens of the first `startable` requests, if all `requests` have `tokens`."""
+    """Estimate the tokens of the first `startable` of `requests` that have `tokens` together."""
     return tokens * startable // max(1, requests)
 
 
 def steps_until_computed(tokens: int, budget: int) -> int:
-    """Return the most steps that `tokens` prompt tokens take in chunks of `prefill_tokens`."""
+    """Return the most steps for `tokens` prompt tokens, if `prefill_tokens` chooses each chunk."""
     steps = 0
     while tokens > 0:
         tokens -= prefill_tokens(tokens, budget)
@@ -52,26 +53,24 @@ def steps_until_computed(tokens: int, budget: int) -> int:
 
 
 class PromptPace:
-    """The number of prompt tokens that a step has time for, by what the last steps took.
+    """A bound on the prompt tokens of a step, from the time that the last steps took.
 
-    A step's seconds beyond those of decodes alone are its prompt tokens'. Decodes alone are the
-    faster of the last two steps without prompt tokens: a step can take long for another reason, say
-    because the process did not run. Such a step with prompt tokens makes the next two or three
-    smaller than they could be.
-
-    Where decodes alone take most of the bound, prompts get as much time as they do. Otherwise rows
-    would become free faster than prompts fill them.
+    A step's time beyond that of its decodes is attributed to its prompt tokens. The time of decodes
+    is the shorter of the last two steps without prompt tokens, as a step may be slow for other
+    reasons. A slow step with prompt tokens makes the next two or three smaller than necessary. If
+    decodes take most of the bound, prompts get as much time as decodes. Otherwise rows would become
+    free faster than prompts fill them.
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # a prompt token; 0: not known
-        self._decodes = (0.0, 0.0)  # the last two steps without prompt tokens
+        self._seconds = 0.0  # of a prompt token; 0: unknown
+        self._decodes = (0.0, 0.0)  # seconds of the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
-        """Learn from a step that took so many seconds.
+        """Learn from a step that took this many seconds.
 
-        decodes: decodes of the step.
-        context: tokens whose keys the decodes read together.
+        decodes: number of decodes in the step.
+        context: tokens whose keys the decodes read, together.
         tokens: prompt tokens of the step.
         """
         if tokens == 0:
@@ -80,15 +79,18 @@ class PromptPace:
             self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
 
     def rows(self, most: int) -> int:
-        """Return the number of requests that may run at once. most: rows that there are."""
+        """Return the number of requests that may run at once.
+
+        most: the number of rows.
+        """
         return most
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:
-        """Return `tokens`, or the number of prompt tokens that there is time for, if that is less.
+        """Return `tokens`, or a smaller number of prompt tokens for which there is time.
 
-        decodes: requests that wait for their next token. As many prompt tokens are computed however
-            long they take.
-        context: tokens whose keys these requests read together.
+        decodes: the number of requests that wait for their next token, and the least number of
+            prompt tokens.
+        context: tokens whose keys these requests read, together.
         """
         if not self._seconds:
             return tokens

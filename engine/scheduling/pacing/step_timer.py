@@ -1,4 +1,4 @@
-"""StepTimer: seconds of the last step and of all steps, for EngineStats."""
+"""StepTimer: measures the last step and all steps, for EngineStats."""
 
 import time
 
@@ -9,17 +9,22 @@ class StepTimer:
     step: seconds of the last step.
     total: seconds with work to do, between steps too, up to the last step with a result. So they
         match the counts of results.
-    between: the seconds that the last result added to `total`, which are the seconds between a
-        request's last tokens.
+    between: the seconds that the last result added to `total`, which is the time between a
+        request's last two tokens.
     """
 
     def __init__(self, micro_batches: int = 1) -> None:
-        self._results_at = [0.0] * micro_batches  # perf_counter() of the last result of each
+        self._results_at = [0.0] * micro_batches  # perf_counter() of each micro-batch's last result
         self.step = self.total = self.between = 0.0
         self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
 
     def stepped(self, began: float, *, result: bool, more: bool) -> None:
-        """Count a step that ends now. began: time.perf_counter(). more: work is left."""
+        """Count a step that ends now.
+
+        began: time.perf_counter() at its start.
+        result: whether it returned a result.
+        more: whether work is left.
+        """
         now = time.perf_counter()
         self.step = now - began
         since = self._since or began
@@ -30,8 +35,9 @@ class StepTimer:
         self._since = since if more else 0.0
 
     def since_last(self, micro_batch: int, began: float) -> float:
-        """Return the seconds that the micro-batch's requests have waited for the result that is
-        there now, those of other micro-batches included.
+        """Return the seconds that the micro-batch has waited for the result that has arrived now.
+
+        They include the time of other micro-batches.
 
         began: time.perf_counter() at the launch of the result's step.
         """
