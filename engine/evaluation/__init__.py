@@ -1,1 +1,1 @@
-"""Compares a model's numbers with transformers, with itself and with another format."""
+"""Comparisons of a model's numbers with transformers, with itself and with another format."""

@@ -1,4 +1,4 @@
-"""Divergence: how far next-token distributions are from exact ones."""
+"""Divergence: the difference between next-token distributions and exact ones."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torch import Tensor
 class Divergence:
     """Sums over the tokens of texts, and the divergence figures that follow from the sums.
 
-    kl: the mean of sum(p * log(p / q)), p exact, in nats (Kullback and Leibler 1951).
-    same_token: the share of tokens behind which both find the same token most likely.
-    largest: of the differences of log-probabilities of the texts' own tokens, in nats.
-    perplexities: exp of the mean loss of predicting the texts' tokens, each from those before it:
-        (exact, other). A text's first token is not predicted.
+    kl: the mean of sum(p * log(p / q)), where p is exact, in nats (Kullback and Leibler 1951).
+    same_token: the share of positions at which both distributions have the same most likely token.
+    largest: the largest difference of log-probabilities of the texts' own tokens, in nats.
+    perplexities: (exact, other) exp of the mean loss of predicting each token of the texts, except
+        each text's first.
     """
 
     tokens: int = 0
@@ -28,11 +28,11 @@ class Divergence:
         """Add the tokens of one text to the sums.
 
         ids: the text's token ids [n].
-        exact, other: log-probabilities behind each of the ids [n, vocab_size], float32.
+        exact, other: log-probabilities of the token after each of the ids [n, vocab_size], float32.
         """
         self.tokens += len(ids)
         self.predicted += len(ids) - 1
-        # Where p is 0, p log p is; a difference of infinities would be no number.
+        # Where p is 0, p log p is 0, but the difference of infinities would be NaN.
         terms = exact.exp() * (exact - other)
         self.divergence += float(terms.masked_fill_(exact.isneginf(), 0).sum())
         self.same += int((exact.argmax(-1) == other.argmax(-1)).sum())

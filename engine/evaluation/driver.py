@@ -1,4 +1,4 @@
-"""run: requests through an engine core in this process."""
+"""run: run requests through an engine core in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +34,11 @@ def run(
     seed: int = 1,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[Output]:
-    """Run all prompts at once, or one after another, and check that nothing is left.
+    """Run all prompts, together or one after another, and check that all blocks are free
+    afterwards.
 
-    adapters: of each prompt; none by default. progress: called after each step with the number of
-    tokens that there are.
+    adapters: the adapter of each prompt; () = none.
+    progress: called after each step with the number of tokens generated so far.
     """
     prompt_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]
@@ -50,7 +51,8 @@ def run(
     for wave in [requests] if together else [[request] for request in requests]:
         for request in wave:
             core.add_request(request)
-        while core.has_work() or core.scheduler.requests:  # an adapter may be on its way
+        # a request may still wait for its adapter to load
+        while core.has_work() or core.scheduler.requests:
             if not core.has_work():
                 continue
             for delta in core.step():

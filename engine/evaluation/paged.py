@@ -1,4 +1,4 @@
-"""Paged: a model with a KV cache of its own, whose steps give the logits of every token."""
+"""Paged: a model with its own KV cache, whose steps return the logits of every token."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,18 @@ from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
 from kernels.metadata import AttentionMeta, LoraStep
 
-# Of one request: (all token ids, its block ids, where the step begins).
+# A request: (all token ids, its block ids, the position where the step begins).
 Entry = tuple[Tensor, Sequence[int], int]
 
 
 def lay_out(
     entries: Sequence[tuple[Sequence[int], int, int]], block_size: int, padding: int = 0
 ) -> AttentionMeta:
-    """Return the AttentionMeta of a step, as the model runner makes it."""
+    """Return the AttentionMeta of a step, laid out as the model runner does it.
+
+    entries: (block ids, first position, number of tokens) of each request.
+    padding: number of padding tokens at the end.
+    """
     positions: list[int] = []
     slots: list[int] = []
     query_start, kv_len = [0], []
@@ -49,7 +53,7 @@ def lay_out(
 
 
 def load_model(resolved: Resolved) -> Model:
-    """The model alone, as an engine would load it."""
+    """Load the model without scheduler or runner, as an engine would load it."""
     config = resolved.config
     model = build_model(
         resolved.model,
@@ -64,9 +68,9 @@ def load_model(resolved: Resolved) -> Model:
 
 
 class Paged:
-    """A model with a KV cache of its own, whose steps give the logits of every token.
+    """A model with its own KV cache, whose steps return the logits of every token.
 
-    num_blocks: steps may name blocks 0 to num_blocks - 1.
+    num_blocks: the number of blocks; steps may use block ids 0 to num_blocks - 1.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Paged:
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
         groups = kv_groups(model.config, model.head_group.size, model.head_group.rank)
-        # Each group has blocks of its own, since all share one pool.
+        # Every group needs its own blocks, since all groups share one pool.
         count = num_blocks * len(groups.groups)
         self.kv = KVCache.allocate(
             groups, count, block_size, model.dtype, self.device, form, rows=num_blocks
@@ -89,14 +93,15 @@ class Paged:
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
-        """Compute tokens start to end of each entry. Returns logits [end - start, vocab_size]."""
+        """Compute each entry's tokens from `start` to the end; return logits [end - start,
+        vocab_size]."""
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )
         for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
             setattr(meta, name, getattr(meta, name).to(self.device))
         meta.lora = lora
-        # A request's state is where its first block's would be.
+        # A request's recurrent state lies in the row with the number of its first block.
         meta.rows = meta.block_table[:, 0].long()
         metas = []
         groups, size = self.kv.groups, self.block_size

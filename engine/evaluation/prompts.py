@@ -1,4 +1,4 @@
-"""Prompts to compare a model on: from a file, or the built-in ones."""
+"""Prompts on which a model is compared: from a file, or the built-in ones."""
 
 import json
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Reference: transformers' own model of a folder, which ours is compared with.
+"""Reference: transformers' own model of a folder, with which Manta's model is compared.
 
-The class is the one that config.json names, out of the library itself. A folder's own code is never
-run, and where the library has no such class there is no reference.
+The class is the one that config.json names, from the library itself. A folder's own code is never
+run, and without a class in the library there is no reference.
 """
 
 import math
@@ -21,21 +21,20 @@ from engine.runner.memory import GIB, available_host_memory
 from engine.text.token_ids import missing_ids
 from engine.weights.index import read_index
 
-# Names of a layer's children, as transformers' models have them.
+# Names of a layer's submodules in transformers' models.
 _ATTENTION = re.compile(r"(self_)?attn|(self_)?attention|temporal_block")
 _MLP = re.compile(r"mlp|feed_forward|ffn|ff|block_sparse_moe|feedforward")
 _OTHER_TOWERS = re.compile(r"vision|visual|audio|image", re.IGNORECASE)
 
 
 class NoReference(Exception):
-    """Raised where transformers' model cannot be run; the message says why."""
+    """The error for a model that transformers cannot run; the message says why."""
 
 
 class Reference:
     """The model of a folder as transformers computes it.
 
-    attention: transformers' implementation; its plain one knows sinks and soft caps.
-
+    attention: transformers' attention implementation; "eager" supports sinks and soft caps.
     Raises NoReference.
     """
 
@@ -53,8 +52,10 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """The most likely continuation, token by token, over ends of text; without ids that the
-        tokenizer lacks."""
+        """Return the most likely continuation, token by token, also beyond end tokens.
+
+        Ids that the tokenizer does not have are never chosen.
+        """
         output: list[int] = []
         step, cache = torch.tensor([ids]), None
         for _ in range(count):
@@ -129,7 +130,7 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype, attention: str)
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever its loader meets
+    except Exception as error:  # its loader may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise NoReference(f"transformers: {type(error).__name__}: {reason[:300]}") from None
     finally:
@@ -149,7 +150,7 @@ def _bytes(folder: Path, dtype: torch.dtype) -> int:
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder's, of a model that may have other towers."""
+    """Return the decoder's layers in a model that may have other towers."""
     for name, module in model.named_modules():
         there = isinstance(module, nn.ModuleList) and len(module) == count
         if there and not _OTHER_TOWERS.search(name):

@@ -1,4 +1,7 @@
-"""score: a model's perplexity on a text, its accuracy on tasks, and its KL from another model."""
+"""score: measure a model's perplexity on a text, and its accuracy on tasks.
+
+The text's log-probabilities can also be compared with another model's.
+"""
 
 import gc
 import tempfile
@@ -25,14 +28,14 @@ from engine.text.tokenizer import Tokenizer
 from kernels.kv.format import KVFormat
 
 BLOCK = 16
-PIECE = 512  # tokens of a text that are seen together
+PIECE = 512  # tokens of a text that are computed together, in one context
 
 
 @dataclass(slots=True)
 class Score:
     """The scores of one model.
 
-    perplexity: of the text, each piece by itself.
+    perplexity: of the text, where each piece of PIECE tokens is a context of its own.
     tasks: name -> accuracy and number of questions; "acc_norm" is the accuracy of log-probabilities
         divided by a choice's bytes.
     """
@@ -47,8 +50,8 @@ class Score:
 class Agreement:
     """The agreement of a model with another model on one text.
 
-    kl: the divergence from the other model to this one, in nats a token.
-    same_token: the share of tokens at which both models find the same token most likely.
+    kl: the divergence of this model from the other one, in nats a token.
+    same_token: the share of positions at which both models have the same most likely token.
     """
 
     kl: float
@@ -64,11 +67,11 @@ def score(
     keep: Path | None = None,
     beside: Path | None = None,
 ) -> tuple[Score, Agreement | None]:
-    """Score a model on a text and on tasks; compare it with another model's log-probabilities.
+    """Score a model on a text and on tasks, and compare it with another model's log-probabilities.
 
-    keep: a folder for the text's log-probabilities.
-    beside: the folder with another model's log-probabilities of the same tokens.
-    Raises ConfigError where the other model has other tokens.
+    keep: a folder where the text's log-probabilities are saved.
+    beside: a folder with another model's saved log-probabilities of the same tokens.
+    Raises ConfigError if the other model's tokens differ.
     """
     tokenizer = Tokenizer.load(config.model)
     result = Score(config.model)
@@ -108,7 +111,8 @@ def compare(
 ) -> tuple[Score, Score, Agreement | None]:
     """Score two models, one after the other, and compare their log-probabilities.
 
-    Raises ConfigError before either model is loaded, where the text has other tokens for one.
+    Raises ConfigError before either model is loaded, if their tokenizers give the text other
+    tokens.
     """
     if text and _tokens(config, text) != _tokens(against, text):
         raise _other_tokens(config)
@@ -121,7 +125,7 @@ def compare(
 
 
 def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Read the other model's log-probabilities of the same piece."""
+    """Load the other model's log-probabilities of the same piece of text."""
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
         raise _other_tokens(config)
@@ -150,7 +154,7 @@ def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def _logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
-    """Compute the log-probabilities of a piece: ids [n] -> [n, vocab_size] float32 on the CPU."""
+    """Return the log-probabilities of a piece, float32 [n, vocab_size] on the CPU, from ids [n]."""
     blocks = range(-(-len(ids) // BLOCK))
     (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1).cpu()
@@ -161,7 +165,7 @@ def _choose(model: Model, tokenizer: Tokenizer, task: Task, form: KVFormat) -> d
     for question in task.questions:
         sums = []
         for choice in question.choices:
-            # Spaces at the context's end belong to the choice, as tokens have them.
+            # Spaces at the context's end are counted with the choice, because tokens join them.
             before = tokenizer.encode(question.context.rstrip(), add_special_tokens=True)
             whole = question.context + choice
             ids = torch.tensor(tokenizer.encode(whole, add_special_tokens=True))

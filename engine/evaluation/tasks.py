@@ -1,10 +1,10 @@
-"""Tasks from local files in the format of lm-evaluation-harness: a YAML file, and documents as JSON
-lines beside it. No code of a task is run: templates are rendered in a sandbox, `!function` is
-refused.
+"""Tasks from local files in lm-evaluation-harness's format: a YAML file and JSON lines.
 
-Read are: task, output_type (multiple_choice, generate_until), dataset_kwargs.data_files,
-test_split, doc_to_text, doc_to_target, doc_to_choice, target_delimiter, generation_kwargs (until,
-max_gen_toks). Examples in the prompt (num_fewshot) and filters are refused.
+No code of a task is run: templates are rendered in a sandbox, and `!function` is refused.
+These keys are read: task, output_type (multiple_choice, generate_until),
+dataset_kwargs.data_files, test_split, doc_to_text, doc_to_target, doc_to_choice, target_delimiter,
+generation_kwargs (until, max_gen_toks). Examples in the prompt (num_fewshot) and filters are
+refused.
 """
 
 import ast
@@ -30,10 +30,11 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question of a task.
+    """A question of a task.
 
-    choices: of multiple_choice, with the delimiter before each; answer: the right one's number.
-    target: of generate_until, the right text.
+    choices: the choices of multiple_choice, each with the delimiter before it.
+    answer: the index of the right choice.
+    target: the right text of generate_until.
     """
 
     context: str
@@ -44,9 +45,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task: its questions, and how an answer is generated.
+    """A task: its questions, and the settings to generate answers.
 
-    until: strings; a generated answer ends before the first of them.
+    until: strings; a generated answer is cut before the first of them.
     max_tokens: the most tokens of a generated answer.
     """
 
@@ -159,7 +160,10 @@ class _Reader:
         return [str(choice) for choice in choices]
 
     def _value(self, key: str, number: int, document: dict[str, Any]) -> Any:
-        """Return a field of the document, a number, or a rendered template."""
+        """Return a field of the document, a number, or a rendered template.
+
+        key: the task's key that names one of these.
+        """
         asked = self._task.get(key)
         if isinstance(asked, str) and asked in document:
             return document[asked]

@@ -1,15 +1,14 @@
 """Traces: intermediate tensors of a model, at points that every decoder has.
 
-    embedding            what goes into the first layer
-    layers.3.attention   what attention of layer 3 makes, before it is normed or added
-    layers.3.mlp         the same of its MLP or experts; layers.3.mlp_and_experts where it has both,
-                         of which transformers has no such sum; so too
-                         layers.3.attention_and_mixer
-    layers.3             what comes out of layer 3
+ embedding            the input of the first layer
+ layers.3.attention   the output of attention of layer 3, before its norm and the residual
+ layers.3.mlp         the output of its MLP or experts, likewise
+ layers.3             the output of layer 3
 
-A layer without one of the two has no such point.
-
-Each [n, hidden_size], of n tokens. A trace also has the tokens ("ids") and the logits.
+A layer without attention or MLP lacks that point. A layer with an MLP and experts has
+layers.3.mlp_and_experts instead, a sum that transformers does not have. A layer with attention and
+a mixer has layers.3.attention_and_mixer.
+Each tensor is [n, hidden_size], for n tokens. A trace also has the tokens ("ids") and the logits.
 """
 
 from collections.abc import Iterator
@@ -31,10 +30,11 @@ Trace = dict[str, Tensor]
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest relative distance of a token's two vectors; infinite if not finite.
+    """Return the largest relative distance between the two vectors of a token; inf if not finite.
 
-    The relative distance is |ours - theirs| / |theirs|, of Euclidean lengths. ours, theirs: [n,
-    size].
+    The relative distance is |ours - theirs| / |theirs|, of Euclidean lengths.
+
+    ours, theirs: [n, size].
     """
     ours, theirs = ours.float(), theirs.float()
     length = theirs.norm(dim=-1).clamp(min=1e-30)
@@ -84,7 +84,7 @@ def _kept(values: Tensor, scale: float = 1.0) -> Tensor:
 class _BlockTap:
     """A stand-in for a block that records the block's output in the trace.
 
-    The tap adds the residual itself, so that the block's output is seen without it.
+    The stand-in adds the residual itself, so that the recorded output is without it.
     """
 
     def __init__(self, sublayer: Any, name: str, trace: Trace) -> None:

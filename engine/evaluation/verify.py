@@ -1,8 +1,8 @@
-"""verify: compares a checkpoint in the engine with transformers and with itself.
+"""verify: compare a checkpoint in the engine with transformers, and with itself.
 
-    reference   transformers' greedy text of each prompt, and its trace of prompt and text
-    text        the engine's greedy text: together, alone, from the prefix cache
-    trace       our trace of the same tokens; logits in chunks, in a batch, after a prefix
+ reference   transformers' greedy text of each prompt, and its trace of prompt and text
+ text        the engine's greedy text: together, alone, from the prefix cache
+ trace       the engine's trace of the same tokens; logits in chunks, in a batch, after a prefix
 
 One model is in memory at a time; the reference's traces wait on disk.
 """
@@ -35,15 +35,16 @@ from engine.resolve import Resolved, resolve
 from engine.sampling_params import SamplingParams
 
 BLOCK = 16
-FEW = 2  # of the prompts, for what takes a pass over each alone
+FEW = 2  # number of prompts in checks that need a separate pass for each
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The differences that rounding explains.
 
-    logits: the largest difference, relative to the largest logit; None where kl decides.
-    kl: nats a token. layer: of a layer's output, as `trace.distance` has it.
+    logits: the largest difference, relative to the largest logit; None = only kl is checked.
+    kl: nats a token.
+    layer: the largest `trace.distance` of a layer's output.
     tie: nats by which a token of a greedy text may be less likely than the most likely.
     """
 
@@ -56,7 +57,7 @@ class Bounds:
     def of(cls, resolved: Resolved, max_kl: float | None) -> "Bounds":
         """Return the bounds for the model's dtype and weights.
 
-        float32 differs by the order of sums alone, 16 bits by the rounding of each activation, and
+        float32 differs only by the order of sums, 16 bits by the rounding of each activation, and
         quantised weights by the rounding of the weights.
         """
         if in_fewer_bits(resolved):
@@ -67,7 +68,7 @@ class Bounds:
 
 
 def in_fewer_bits(resolved: Resolved) -> str:
-    """Return how weights are kept, if they are quantised; else ""."""
+    """Return the name of the weights' quantisation; "" if they are not quantised."""
     if resolved.model.quantized is not None:
         return resolved.model.quantized.name
     asked = resolved.config.quantization
@@ -76,9 +77,12 @@ def in_fewer_bits(resolved: Resolved) -> str:
 
 @dataclass(slots=True)
 class Difference:
-    """The difference of two ways to compute the same logits.
+    """The difference between two ways to compute the same logits.
 
-    logits: see Bounds. kl, logprob: nats.
+    logits: the largest difference, as in `Bounds`.
+    kl: nats a token.
+    logprob: the largest difference of the texts' own log-probabilities, in nats.
+    same_token: the share of positions with the same most likely token.
     """
 
     logits: float = 0.0
@@ -93,10 +97,10 @@ class Difference:
 
 @dataclass(slots=True)
 class Texts:
-    """The comparison of greedy texts with others.
+    """The comparison of greedy texts with other texts.
 
-    ties: the texts that differ first where both tokens are about equally likely.
-    different: one line for each of the other texts that differ.
+    ties: number of texts that first differ at two tokens of about equal probability.
+    different: one line for each text that differs otherwise.
     """
 
     texts: int = 0
@@ -107,14 +111,14 @@ class Texts:
 
 @dataclass(slots=True)
 class Report:
-    """The comparisons of a verification and their results.
+    """The results of a verification.
 
-    reference: what was compared with, "" for nothing; no_reference says why.
-
-    layers: point of a trace -> its largest distance over all tokens. begins: the first layer
-        beyond the bound, and what of its blocks is; "" if none.
-    own: ways to compute -> difference from the whole text in one step.
-    problems: what is beyond the bounds, a line each.
+    reference: the name of the reference model; "" = none, and no_reference says why.
+    layers: point of a trace -> its largest distance over all tokens.
+    begins: the first layer beyond the bound, and which of its blocks are; "" if none.
+    own: another kind of step -> its difference from one step over the whole text.
+    own_text: another way to run the prompts -> the comparison of the greedy texts.
+    problems: one line for each difference beyond the bounds.
     """
 
     model: str
@@ -148,15 +152,19 @@ class Report:
 
 
 class _Logits:
-    """The sums over texts that a Difference is made of."""
+    """Sums over texts from which a Difference is computed."""
 
     def __init__(self) -> None:
         self._divergence = Divergence()
         self._largest = 0.0
 
     def add(self, ids: Tensor, ours: Tensor, theirs: Tensor) -> None:
-        """Add the logits of one text. theirs: the exact ones. Logits [n, vocab_size] behind each of
-        ids [n]."""
+        """Add the logits of one text.
+
+        ids: token ids [n].
+        ours: logits of the token after each id [n, vocab_size].
+        theirs: the exact logits, likewise.
+        """
         ours, theirs = ours.float().cpu(), theirs.float().cpu()
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
         self._largest = max(self._largest, difference if math.isfinite(difference) else math.inf)
@@ -172,8 +180,9 @@ class _Logits:
 class Options:
     """The options of a verification.
 
-    max_tokens: of each greedy text. reference: a folder of the same weights that transformers
-    reads; None asks it nothing. dump: a folder for the traces.
+    max_tokens: tokens of each greedy text.
+    reference: a folder of the same weights that transformers can read; None = no reference.
+    dump: a folder where the traces are saved.
     """
 
     max_tokens: int = 16
@@ -261,7 +270,7 @@ def _ask_reference(
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[list[int]]:
-    """Generate the reference's greedy texts and save its traces; [] without a reference."""
+    """Generate the reference's greedy texts and save its traces; return [] without a reference."""
     if options.reference is None:
         report.no_reference = "it was not asked for"
         return []
@@ -293,7 +302,8 @@ def _texts(
     max_tokens: int,
     progress: Callable[[str], None],
 ) -> list[Output]:
-    """Generate the engine's greedy texts; report whether a text depends on how it was computed."""
+    """Generate the engine's greedy texts, and report those that depend on how they were
+    computed."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
@@ -389,7 +399,7 @@ def _trace(
 
 
 def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
-    """Compare the points that both traces have, in the order of the network."""
+    """Update the largest distances of points that both traces have, in the order of the network."""
     for name, values in ours.items():
         if name in theirs and name not in ("ids", "logits"):
             there = report.layers.get(name, 0.0)
@@ -397,10 +407,10 @@ def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
 
 
 def _begins(report: Report) -> str:
-    """Describe the first layer beyond the bound, and its blocks.
+    """Describe the first layer beyond the bound, and which of its blocks are.
 
-    Some of transformers' blocks add the residual themselves: such a block is judged by its layer
-    alone.
+    Some of transformers' blocks add the residual themselves. Such a block is judged only by its
+    layer.
     """
     bound = report.bounds.layer
     for name, off in report.layers.items():
@@ -417,13 +427,13 @@ def _begins(report: Report) -> str:
 def consistency(
     model: Model, sequences: Sequence[Tensor], progress: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Difference]:
-    """Compare logits of other kinds of steps with one step over the whole sequence alone.
+    """Compare logits of other kinds of steps with one step over each whole sequence.
 
     Only the few longest sequences are computed, [n] token ids each.
     """
     sequences = sorted(sequences, key=len)[-FEW:]
     blocks = _blocks(max(map(len, sequences))) + 1
-    # Blocks out of order; behind the tables as many, which no sequence has.
+    # Block tables in random order, and `others`, blocks of no sequence.
     order = torch.randperm(blocks * len(sequences), generator=torch.Generator().manual_seed(0))
     tables = order.view(len(sequences), blocks).tolist()
     others = list(range(blocks * len(sequences), blocks * len(sequences) + blocks))
@@ -441,8 +451,8 @@ def consistency(
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
         sums_of["chunks"].add(ids, torch.cat(parts), want)
-        # Layers that keep a state have taken in the whole text by now: a step goes on from the
-        # state behind its first tokens, so these are computed again.
+        # Recurrent layers have taken in the whole text by now, and the step continues from the
+        # state after the first tokens. So the first tokens are computed again.
         paged.run((ids[: count - 1], table, 0))
         last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
         sums_of["decode"].add(ids[-1:], last, want[-1:])

@@ -17,7 +17,10 @@ from engine.text.tokenizer import Tokenizer
 
 
 class AsyncEngine(RequestManager):
-    """Made by `start`. Coroutines belong to the loop it was started on; handles may go anywhere."""
+    """An engine process for asyncio, made by `start`.
+
+    Coroutines must run on the event loop of `start`; request handles may be used anywhere.
+    """
 
     @classmethod
     async def start(
@@ -42,10 +45,10 @@ class AsyncEngine(RequestManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield new output as it comes; options as for `start_request`. Closing the iterator, or
-        cancelling the task that iterates, cancels the request.
+        """Yield new output as it comes; options are those of `start_request`.
 
-        Raises RequestFailed when a choice failed, after everything else was yielded.
+        Closing the iterator, or cancelling the task that iterates, cancels the request.
+        Raises RequestFailed if a choice failed, after all other output was yielded.
         """
         failed: RequestFailed | None = None
         with self.start_request(prompt, params, **options) as handle:
@@ -59,28 +62,34 @@ class AsyncEngine(RequestManager):
             raise failed
 
     async def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
-        """Make a PEFT adapter known, or replace the one of that name: requests that run finish on
-        the old weights. Raises AdapterError, EngineDead.
+        """Register a PEFT adapter, or replace the one of that name; running requests keep the old
+        weights.
+
+        Raises AdapterError, EngineDead.
         """
         return await self._client.add_adapter(name, folder)
 
     async def remove_adapter(self, name: str) -> AdapterInfo:
-        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
+        """Remove an adapter; running requests finish with it. Raises AdapterError, EngineDead."""
         return await self._client.remove_adapter(name)
 
     async def stats(self) -> EngineStats:
-        """The engine's state after all that was asked of it before. Raises EngineDead."""
+        """Return the engine's state after all earlier calls. Raises EngineDead."""
         return await self._stats()
 
     async def sleep(self) -> None:
-        """Give the memory of weights and caches back once no request is left; the weights stay in
-        host memory. Returns when that is so. The next request, or `wake`, takes it again. Raises
-        ConfigError without `sleep_in_host_memory`, EngineDead."""
+        """Move the weights to host memory and free the caches, once no request is left.
+
+        Returns when the memory is free. The next request, or `wake`, takes the memory again. Raises
+        ConfigError without `sleep_in_host_memory`, EngineDead.
+        """
         await self._sleep()
 
     async def wake(self) -> None:
-        """End the sleep; returns when the engine could go on. Raises EngineDead, with the code
-        device_taken where the device has no room any more."""
+        """End the sleep; return when the engine can run again.
+
+        Raises EngineDead, with the code device_taken if the device no longer has the memory.
+        """
         await self._wake()
 
     async def close(self) -> None:

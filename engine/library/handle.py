@@ -1,6 +1,6 @@
 """RequestHandle: one request in flight, read from threads or from asyncio.
 
-The engine's frames push to it on one thread; any thread or event loop reads.
+The thread that receives the engine's frames writes to it; any thread or event loop reads.
 """
 
 import asyncio
@@ -17,45 +17,46 @@ from engine.library.outputs import RequestOutput, RequestStatus
 from engine.library.progress import RequestProgress
 from engine.messages import Delta
 
-Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: it is not there yet
+Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: there is no output yet
 Wake = Callable[[], None]
 
 
 class RequestHandle:
     """A request that `start_request` of an `LLM` or `AsyncEngine` started.
 
-        for out in handle: ...          blocking, what is new          get, get_nowait
-        async for out in handle: ...    the same for asyncio
-        handle.sync()                   blocking, the whole request
-        await handle                    the same for asyncio
-        with handle: ...                releases it at the end
+      for out in handle: ...          blocking, the new output       get, get_nowait
+      async for out in handle: ...    the same for asyncio
+      handle.sync()                   blocking, the whole request
+      await handle                    the same for asyncio
+      with handle: ...                releases it at the end
 
-    Blocking calls must not be made on the event loop that an AsyncEngine runs on. Everything but
-    release raises RequestReleased after ``release``, and what waits raises EngineDead when the
-    engine process ends first (what had come before can still be read). A wait that ends early
-    (timeout, cancellation) leaves the request running.
+    Blocking calls must not be made on the event loop that an AsyncEngine runs on. After ``release``
+    everything but release raises RequestReleased. Waiting calls raise EngineDead if the engine
+    process ends first; earlier output can still be read. A wait that ends early (timeout,
+    cancellation) leaves the request running.
     """
 
     def __init__(
         self, progress: RequestProgress, ids: Sequence[int], abort: Callable[[list[int]], None]
     ) -> None:
-        """Make the handle of a request's choices.
+        """Make the handle of a request.
 
-        ids: the choices' ids in the engine, by choice.
-        abort: called with the ids of open choices; each then ends with an "abort" delta.
+        ids: the engine's id of each choice.
+        abort: called with the ids of open choices; each of them then ends with an "abort" delta.
         """
-        self._progress: RequestProgress | None = progress  # None: released
+        self._progress: RequestProgress | None = progress  # None = released
         self._ids = ids
         self._abort = abort
         self._error: MantaError | None = None
         self._lock = threading.Lock()
-        self._waits: dict[Wake, Find] = {}  # each waiting reader, and what it waits for
+        # wake function of each waiting reader -> the output that it waits for
+        self._waits: dict[Wake, Find] = {}
 
-    # For `RequestManager`, which started the request.
+    # Called by `RequestManager`, which started the request.
 
     def _push(self, choice: int, delta: Delta) -> bool:
-        """Take a delta. Returns True if a stop string ended the choice, which the engine must be
-        told."""
+        """Add a choice's delta; return whether a stop string ended it, so that the engine must
+        abort it."""
         with self._lock:
             if self._progress is None:
                 return False
@@ -70,7 +71,7 @@ class RequestHandle:
                 self._error = error
                 self._wake()
 
-    # For the caller.
+    # Called by the user of the library.
 
     def status(self) -> RequestStatus:
         with self._lock:
@@ -78,7 +79,7 @@ class RequestHandle:
             return RequestStatus.INTERRUPTED if self._error else progress.status()
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
-        """Wait for new output and return only the new part; None when all has ended and been read.
+        """Wait for new output and return it; None when the request has ended and all was read.
 
         Raises TimeoutError after timeout seconds.
         """
@@ -91,7 +92,8 @@ class RequestHandle:
         return None if out is ... else out
 
     def sync(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end and return the whole request; `get` still gives what it had not given.
+        """Wait for the end and return the whole request; `get` still returns what it has not
+        returned.
 
         Raises TimeoutError after timeout seconds.
         """
@@ -100,14 +102,16 @@ class RequestHandle:
         return out
 
     def stop(self) -> None:
-        """Cancel the request. The engine frees the request's memory in its next step; the generated
-        output stays readable."""
+        """Cancel the request; its output so far stays readable.
+
+        The engine frees the request's memory in its next step.
+        """
         with self._lock:
             choices = self._unreleased().open()
         self._abort([self._ids[choice] for choice in choices])
 
     def release(self) -> None:
-        """Cancel if it runs, and give the memory back. Idempotent; any later use is an error."""
+        """Cancel the request if it runs, and free its memory. Idempotent; later use is an error."""
         with self._lock:
             progress, self._progress = self._progress, None
             self._wake()
@@ -133,7 +137,7 @@ class RequestHandle:
         assert out is not None
         return out
 
-    # Waiting: `find` is asked under the lock, again after each wake.
+    # Waiting: `find` is called under the lock, and again after each wake.
 
     def _block(self, find: Find, timeout: float | None) -> RequestOutput | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -162,7 +166,8 @@ class RequestHandle:
                 raise
 
     def _ask(self, find: Find, wake: Wake) -> RequestOutput | EllipsisType | None:
-        """Return the output that `find` finds; else call `wake` once when there may be some."""
+        """Return the output that `find` finds; else register `wake`, to be called once there may
+        be some."""
         with self._lock:
             output = find()
             if output is ...:
@@ -173,7 +178,7 @@ class RequestHandle:
         with self._lock:
             self._waits.pop(wake, None)
 
-    # Under the lock.
+    # The methods below are called with the lock held.
 
     def _wake(self) -> None:
         if not self._waits:
@@ -206,7 +211,7 @@ class RequestHandle:
 def _resolve(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
     """Resolve a future of the event loop, from any thread."""
     if asyncio._get_running_loop() is not loop:
-        with contextlib.suppress(RuntimeError):  # that loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_set, future)
     else:
         _set(future)

@@ -1,4 +1,4 @@
-"""LLM: offline generation. One engine process and blocking calls."""
+"""LLM: offline generation with one engine process and blocking calls."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,10 @@ _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 
 
 def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
-    """An EngineConfig from keyword arguments. Raises ConfigError naming an unknown or wrong one."""
+    """Return an EngineConfig from keyword arguments.
+
+    Raises ConfigError naming an unknown or invalid one.
+    """
     known = EngineConfig.__struct_fields__
     for name in fields:
         if name not in known:
@@ -43,17 +46,17 @@ def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
 
 
 class LLM(RequestManager):
-    """A model in a process of its own.
+    """A model in its own engine process, with blocking calls. Thread-safe.
 
-        with LLM("folder", max_model_len=2048) as llm:
-            outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
-
+     with LLM("folder", max_model_len=2048) as llm:
+      outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
     model: a folder with config.json, weights and tokenizer.json; `deployments.checkpoints.resolve`
         makes one of "default", a .gguf file or a hub name.
-    tokenizer: another folder, or a Tokenizer; default the model's.
-    progress(phase, fraction): called while it starts. timeout: seconds it may take.
-    fields: of `EngineConfig`.
-    Thread-safe. Raises ConfigError if it cannot start with these settings, EngineDead if it dies.
+    tokenizer: another folder, or a Tokenizer; None = the model's.
+    progress: called with (phase, fraction) while the engine starts.
+    timeout: seconds that the start may take.
+    fields: fields of `EngineConfig`.
+    Raises ConfigError if it cannot start with these settings, EngineDead if it dies.
     """
 
     def __init__(
@@ -85,11 +88,14 @@ class LLM(RequestManager):
     ) -> list[RequestOutput]:
         """Generate for one prompt or many (text or token ids); the outputs are in the same order.
 
-        params: for all, or one for each. adapter: a name known by `add_adapter`, or one for each
-        prompt; "" = the model itself. detokenize=False leaves text "" (and saves its time).
-        progress: show a bar; default only at a terminal.
+        params: for all prompts, or one for each.
+        adapter: a name known by `add_adapter`, for all prompts or one for each; "" = the model
+            itself.
+        detokenize: False leaves text "", which saves time.
+        progress: whether to show a progress bar; None = only at a terminal.
         All prompts are checked before any is run. A request that fails while the others go on has
-        finish_reason "error". Raises InvalidRequest, EngineDead.
+        finish_reason "error".
+        Raises InvalidRequest, EngineDead.
         """
         many = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
@@ -110,7 +116,7 @@ class LLM(RequestManager):
     ) -> list[RequestOutput]:
         """Generate the answer to one chat or many, rendered by the model's chat template.
 
-        template: variables for it, e.g. enable_thinking=False.
+        template: variables of the template, e.g. enable_thinking=False.
         """
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
@@ -127,14 +133,16 @@ class LLM(RequestManager):
         adapter: str | Sequence[str] = "",
         progress: bool | None = None,
     ) -> "list[NDArray[np.float32]]":
-        """Return the embedding of each text, pooled as the checkpoint's sentence-transformers files
-        say: [elements] float32.
+        """Return the embedding of each text, [elements] float32.
 
-        prompt_name: one of the checkpoint's prompts goes before each text; "" = none. dimensions:
-        only the first elements, of models that were trained for it. truncate: a text that is too
-        long is cut at its end. Raises InvalidRequest, EngineDead, RequestFailed.
+        The checkpoint's sentence-transformers files decide the pooling.
+
+        prompt_name: the name of a checkpoint's prompt that goes before each text; "" = none.
+        dimensions: number of first elements to keep, for models trained for that; None = all.
+        truncate: whether too long texts are cut at their end.
+        Raises InvalidRequest, EngineDead, RequestFailed.
         """
-        # NumPy and torch, for programs alone that ask for vectors
+        # Only programs that ask for embeddings need NumPy and torch.
         from engine.pooled_checkpoint import read_pooling
         from engine.pooling import as_array
 
@@ -183,19 +191,20 @@ class LLM(RequestManager):
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())
         finally:
-            for handle in handles:  # also when a wait was interrupted: nothing may go on running
+            # also after an interrupted wait, so that no request goes on running
+            for handle in handles:
                 handle.release()
         return outputs
 
     def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
-        """Make a PEFT adapter known, or replace the one of that name. Needs max_loras > 0.
+        """Register a PEFT adapter, or replace the one of that name. Needs max_loras > 0.
 
         Raises AdapterError, EngineDead.
         """
         return self._loop.call(self._client.add_adapter(name, folder))
 
     def remove_adapter(self, name: str) -> AdapterInfo:
-        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
+        """Remove an adapter; running requests finish with it. Raises AdapterError, EngineDead."""
         return self._loop.call(self._client.remove_adapter(name))
 
     def stats(self) -> EngineStats:
@@ -213,7 +222,7 @@ class LLM(RequestManager):
     def wake(self) -> None:
         """End the sleep; return when the engine can run again.
 
-        Raises EngineDead, with the code device_taken where the device has no room any more.
+        Raises EngineDead, with the code device_taken if the device no longer has the memory.
         """
         self._loop.call(self._wake())
 

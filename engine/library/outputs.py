@@ -1,4 +1,4 @@
-"""RequestOutput, which a caller of the library gets back, with one CompletionOutput a choice."""
+"""RequestOutput and CompletionOutput: the results of a request and of each of its choices."""
 
 import enum
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ class RequestStatus(enum.StrEnum):
     """The status of a request. FINISHED and INTERRUPTED are final."""
 
     INIT = "init"  # no token yet
-    CONTEXT_FINISHED = "context_finished"  # the prompt is computed, the first token is there
+    CONTEXT_FINISHED = "context_finished"  # the prompt is computed and the first token sampled
     GENERATING = "generating"
-    FINISHED = "finished"  # an end token, a stop string or the length
+    FINISHED = "finished"  # ended by an end token, a stop string or the length
     INTERRUPTED = "interrupted"  # stopped by the caller, or failed
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A choice: whole in a result, only the new part in a stream.
+    """The output of one choice: all of it in a result, only the new part in a stream.
 
     text: "" when the request was started with detokenize=False.
     token_ids: the tokens of the output, the end token included.
     finish_reason: None while it runs; "stop", "length", "abort" or "error".
     stop_reason: the stop string or the id from stop_token_ids that ended it.
     logprobs: one for each of token_ids, if asked for.
-    error: with finish_reason "error": "code: message".
-    vector: of the prompt, with `pooled`: float32 little-endian.
+    error: "code: message" with finish_reason "error".
+    vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
     """
 
     index: int
@@ -41,13 +41,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The choices of a request: all of them in a result, those with a new part in a stream.
+    """The output of a request: all its choices in a result, those with new output in a stream.
 
     prompt: the text if the caller gave text.
     num_cached_tokens: prompt tokens that came from the prefix cache; None while unknown.
-    prompt_logprobs: None for the first token, then one for each; only if asked for, and in a
-        stream only with the output they arrived with.
-    finished: every choice has ended, and this output is the last.
+    prompt_logprobs: None for the first prompt token, then one for each token; only if asked for. A
+        stream has them only with the output with which they arrived.
+    finished: whether every choice has ended, so that this output is the last.
     """
 
     prompt: str | None

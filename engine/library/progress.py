@@ -1,6 +1,6 @@
-"""RequestProgress: the outputs of a request, and how much of them was read. Knows no threads.
+"""RequestProgress: the outputs of a request, and how much of them was read. Not thread-safe.
 
-Text is made when it is read, in bulk, except where a stop string must be seen at once.
+Text is decoded in bulk when it is read, except where a stop string must be found at once.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 class _ChoiceState:
-    """A choice: the tokens that came, how many are text already, and how many were read."""
+    """The state of a choice: its tokens, how many were decoded to text, and how many were read."""
 
     __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
 
     def __init__(self, index: int, decoder: "ChoiceDecoder | None", eager: bool) -> None:
-        self.whole = CompletionOutput(index)  # all so far; its text only after `all`
+        self.whole = CompletionOutput(index)  # all output so far; its text is only set by `all`
         self._decoder = decoder
         self._eager = eager
         self._texts: list[str] = []
-        self._decoded = 0  # of whole.token_ids, in _texts
-        self._read = (0, 0)  # of whole.token_ids and of _texts; (-1, -1) once the end was read
+        self._decoded = 0  # number of whole.token_ids decoded into _texts
+        # number of whole.token_ids and of _texts that were read; (-1, -1) once the end was read
+        self._read = (0, 0)
         self._stop_token: int | None = None
 
     @property
@@ -38,7 +39,7 @@ class _ChoiceState:
         return read >= 0 and (self.ended or read < len(self.whole.token_ids))
 
     def push_delta(self, delta: Delta) -> bool:
-        """Add a delta. Returns whether the choice has ended with it."""
+        """Add a delta; return whether it ended the choice."""
         whole, tokens, logprobs = self.whole, delta.token_ids, delta.logprobs
         finish = delta.finish or None
         self._stop_token = delta.stop_token
@@ -63,7 +64,7 @@ class _ChoiceState:
         return decoded.finish_reason, decoded.num_tokens
 
     def _catch_up(self) -> None:
-        """Make text of what has come since the last time."""
+        """Decode the tokens that have come since the last call."""
         decoder, tokens = self._decoder, self.whole.token_ids
         if decoder is None or self._eager or decoder.finished:
             return
@@ -71,7 +72,7 @@ class _ChoiceState:
         self._decoded = len(tokens)
 
     def take_output(self) -> CompletionOutput:
-        """Return what is new since the last call. Legal if has_news."""
+        """Return the output since the last call; has_news must be true."""
         self._catch_up()
         whole, (tokens, texts) = self.whole, self._read
         self._read = (-1, -1) if self.ended else (len(whole.token_ids), len(self._texts))
@@ -92,9 +93,11 @@ class _ChoiceState:
 
 
 class RequestProgress:
-    """All choices of a request. running: how many have not ended.
+    """The state of all choices of a request.
 
-    decoders: of each choice; None: its text stays "". eager: make text of each delta as it comes.
+    running: the number of choices that have not ended.
+    decoders: the decoder of each choice; None leaves its text "".
+    eager: whether to decode each delta as it comes.
     """
 
     def __init__(
@@ -114,8 +117,8 @@ class RequestProgress:
         self._prompt_logprobs_read = 0
 
     def push_delta(self, index: int, delta: Delta) -> bool:
-        """Take a delta of a choice. True: a stop string has ended it, of which the engine does not
-        know."""
+        """Add a delta of a choice; return whether a stop string ended it, which the engine does
+        not know."""
         choice = self._choices[index]
         if choice.ended:
             return False
@@ -128,7 +131,7 @@ class RequestProgress:
         return ended and not delta.finish
 
     def open(self) -> list[int]:
-        """The choices that run."""
+        """Return the indices of the choices that still run."""
         return [choice.whole.index for choice in self._choices if not choice.ended]
 
     def status(self) -> RequestStatus:
@@ -141,7 +144,7 @@ class RequestProgress:
         return names[min(most, 2)]
 
     def take_output(self) -> RequestOutput | None:
-        """Return what is new since the last call; None: nothing."""
+        """Return the output since the last call; None if there is none."""
         outputs = [choice.take_output() for choice in self._choices if choice.has_news]
         if not outputs:
             return None

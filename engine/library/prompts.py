@@ -1,4 +1,4 @@
-"""Prompts: encodes text, token ids or chat messages into the token ids of a model, checked."""
+"""Prompts: encodes text, token ids or chat messages into checked token ids of a model."""
 
 import logging
 import operator
@@ -16,14 +16,14 @@ logger = logging.getLogger("manta.engine")
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int]  # or an array of NumPy, torch or DLPack
+Prompt = str | Sequence[int]  # or an array of NumPy, torch or any DLPack library
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
-    """Return the given tokenizer, or the model folder's.
+    """Return the given tokenizer, or that of the model folder.
 
-    Returns None for a folder without one, and for a fake engine: prompts are token ids then, and
-    answers have no text.
+    Returns None for a folder without a tokenizer, and for a fake engine. Prompts must then be token
+    ids, and answers have no text.
     """
     if isinstance(given, Tokenizer):
         return given
@@ -79,7 +79,10 @@ class Prompts:
     def encode_chats(
         self, chats: Sequence[Messages], options: Mapping[str, Any]
     ) -> list[list[int]]:
-        """Encode many chats. options: as in `Tokenizer.encode_chat`."""
+        """Encode many chats.
+
+        options: arguments of `Tokenizer.encode_chat`.
+        """
 
         def encode(chat: Messages) -> list[int]:
             return self._checked(self._text().encode_chat(chat, **options))
@@ -122,7 +125,7 @@ class Prompts:
     def _checked(self, ids: list[int], limit: int | None = None) -> list[int]:
         """Return the ids of a prompt after checking them.
 
-        limit: the number of tokens that the prompt must stay below; None = the context.
+        limit: the prompt must have fewer tokens than this; None = the context.
         """
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -140,7 +143,7 @@ class Prompts:
 
 
 def as_list(prompt: Any) -> Any:
-    """Convert arrays of NumPy, torch and other DLPack libraries to lists; return the rest as it is.
+    """Convert arrays of NumPy, torch and other DLPack libraries to lists; return others unchanged.
 
     Raises InvalidRequest for a single number.
     """
@@ -161,7 +164,7 @@ def as_list(prompt: Any) -> Any:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether the value is one integer; an array of one integer is a prompt."""
+    """Whether the value is one integer. An array of one integer is a prompt instead."""
     return isinstance(value, int) or (
         hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
     )
@@ -182,7 +185,7 @@ def _each(name: str, items: Sequence[T], encode: Callable[[T], list[int]]) -> li
 
 
 def _token_id(token: object) -> int:
-    """Return the value as an int, also from NumPy or torch. Raises InvalidRequest."""
+    """Return a token id as an int, also from NumPy or torch. Raises InvalidRequest."""
     try:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:

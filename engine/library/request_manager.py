@@ -1,4 +1,4 @@
-"""RequestManager: starts the requests of one engine and brings its frames to their handles."""
+"""RequestManager: starts the requests of one engine and passes its frames to their handles."""
 
 import asyncio
 import contextlib
@@ -18,17 +18,18 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
 
-_POLL_SECONDS = 0.02  # between polls of whether the engine sleeps
+_POLL_SECONDS = 0.02  # seconds between polls for the engine's sleep
 
 
 class RequestManager:
-    """The base class of `LLM` and `AsyncEngine`. Coroutines belong to the event loop that `_start`
-    ran on, other methods to any thread.
+    """The base class of `LLM` and `AsyncEngine`.
 
-    tokenizer: None allows only prompts of token ids and gives no text.
+    Coroutines must run on the event loop of `_start`; other methods may run on any thread.
+
+    tokenizer: None allows only prompts of token ids, and answers have no text.
     """
 
-    ready: Ready  # once started
+    ready: Ready  # set once started
     _prompts: Prompts
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
@@ -36,8 +37,9 @@ class RequestManager:
         self.tokenizer = tokenizer
         self._client = EngineClient(self._on_frame, self._on_death)
         self._ids = itertools.count(1)
-        self._open: dict[int, tuple[RequestHandle, int]] = {}  # engine id -> handle, choice
-        self._asked: dict[int, asyncio.Future[EngineStats]] = {}  # by the ticket of the order
+        self._open: dict[int, tuple[RequestHandle, int]] = {}  # engine id -> (handle, choice)
+        # by ticket, which the engine returns with its answer
+        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
 
     @property
     def pid(self) -> int:
@@ -56,8 +58,10 @@ class RequestManager:
     ) -> RequestHandle:
         """Start a request from text, token ids or chat messages, and return at once.
 
-        detokenize: False leaves text "". priority: smaller runs earlier. cache_salt: cached
-        prefixes are shared within one salt only. adapter: a name known by `add_adapter`.
+        detokenize: False leaves text "".
+        priority: smaller runs earlier.
+        cache_salt: only requests of the same salt share cached prefixes.
+        adapter: a name known by `add_adapter`.
         Raises InvalidRequest, EngineDead.
         """
         (params,) = each_params(params, 1, self.tokenizer)
@@ -82,7 +86,7 @@ class RequestManager:
         cache_salt: str = "",
         adapter: str = "",
     ) -> RequestHandle:
-        """Start n engine requests with one seed for a checked prompt."""
+        """Start one engine request for each of n choices of a checked prompt, all with one seed."""
         params.check_vocabulary(self.ready.vocab_size)
         tokenizer = self.tokenizer if detokenize else None
         if params.stop and tokenizer is None:
@@ -121,7 +125,7 @@ class RequestManager:
         return handle
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Raises EngineDead."""
+        """Drop all cached prefixes. Raises EngineDead."""
         self._client.control("reset_prefix_cache")
 
     async def _sleep(self) -> None:
@@ -140,10 +144,10 @@ class RequestManager:
 
     def _abort(self, ids: list[int]) -> None:
         if ids:
-            with contextlib.suppress(EngineDead):  # then there is nothing to stop
+            with contextlib.suppress(EngineDead):  # a dead engine has nothing to abort
                 self._client.abort(ids)
 
-    # On the loop.
+    # The methods below run on the event loop.
 
     async def _start(self, timeout: float, progress: OnProgress | None) -> None:
         """Start the engine process. Raises ConfigError, EngineDead."""
@@ -167,12 +171,13 @@ class RequestManager:
     def _on_frame(self, frame: StepFrame) -> None:
         try:
             self._deliver(frame)
-        except Exception as error:  # what was in this frame is lost: its readers would wait
+        # this frame's output is lost, and its readers would wait for ever
+        except Exception as error:
             self._on_death(EngineDead(f"reading the engine's frames failed: {error!r}"))
             raise
 
     def _deliver(self, frame: StepFrame) -> None:
-        cut: list[int] = []  # by a stop string
+        cut: list[int] = []  # ids of choices that a stop string ended
         for delta in frame.deltas:
             entry = self._open.get(delta.id)
             if entry is None:

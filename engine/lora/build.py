@@ -17,7 +17,7 @@ from engine.resolve import Resolved
 def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     """Return (purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes.
 
-    On the CPU, adapters are used where they were read to.
+    On the CPU adapters are used in the host memory where they were read to.
     """
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens
@@ -36,7 +36,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
         parts.append((f"LoRA slots ({slots} of rank {config.max_lora_rank})", size))
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
-        if cuda:  # the CPU keeps prefixes where they were read to, too
+        if cuda:  # the CPU uses prefixes where they were read to
             part = resolved.head_ranks, model.head_group.rank
             token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, *part)
         parts.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
@@ -45,7 +45,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAdapters:
-    """The adapters on the device, and the loader that fills them."""
+    """The adapters on the device, and the loader that fills their slots."""
 
     loader: AdapterLoader
     lora: LoraDevice

@@ -1,7 +1,8 @@
 """LoraDevice: the adapters on the device, and the adapter of each token of a step.
 
-Slots have fixed addresses and the metadata of decode steps too, so that graphs can read both. The
-metadata is small and made on the host: one upload a step, and none for a step without adapters.
+Slots, and the metadata of decode steps, have fixed addresses, so that CUDA graphs can read them.
+
+The metadata is small and made on the host: one upload for each step with adapters.
 """
 
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ def slot_sizes(
 ) -> tuple[int, int, int]:
     """Return the sizes of the tensors for adapters on CUDA.
 
-    The sizes are elements of the slots, int32s of their tables, and float32s of partial sums of
-    steps.
+    The sizes are elements of the slots, int32s of their tables, and float32s of a step's partial
+    sums.
 
     tokens: the most tokens of a step.
     """
     try:
         from kernels.lora import partial_size
-    except ImportError:  # no Triton, so planned here for another machine: some MiB are left out
+    except ImportError:  # without Triton the plan is for another machine, and misses some MiB
         return slots * slot_elements, slots * num_parts * 4, 0
     partial = partial_size(tokens, max_rank, deterministic)
     return slots * slot_elements, slots * num_parts * 4, partial
@@ -39,8 +40,8 @@ def slot_sizes(
 class _Layout:
     """The buffers for the metadata of steps on CUDA."""
 
-    meta: Tensor  # int32 on the device
-    # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
+    meta: Tensor  # int32, on the device
+    # Step n + 1 is packed while n runs. Step n + 2 reuses n's buffer after n has ended.
     staging: list[Tensor]
     staging_index: int = 0
 
@@ -71,8 +72,7 @@ class LoraDevice:
     num_parts: the number of parts of the `LoraLayout`.
     deterministic: see `LoraStep`.
     steps: the number of steps in flight at once.
-    layouts: the number of layouts of a step: 2, where a layout of some of its tokens lies beside
-        that of all.
+    layouts: the layouts that a step needs: 2 if some of its tokens need a separate one.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LoraDevice:
         device = uploader.device
         self.num_slots = slots
         self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
-        self._used = False  # any row has ever had an adapter
+        self._used = False  # whether any row has ever had an adapter
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
         self._cuda = device.type == "cuda"
         tokens = max(max_tokens, max_rows)
@@ -118,8 +118,10 @@ class LoraDevice:
     # ---- slots ---------------------------------------------------------------------------------
 
     def upload(self, weights: HostLora, slot: int) -> None:
-        """Copy an adapter into a slot that no step uses; from any thread. Returns when the copy is
-        done."""
+        """Copy an adapter into a slot that no step uses; return when the copy is done.
+
+        Thread-safe.
+        """
         if not self._cuda:
             self._parts[slot] = weights.parts
             return
@@ -127,10 +129,10 @@ class LoraDevice:
         self._uploader.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
     def pretend(self, num_tokens: int) -> LoraStep:
-        """Return a step for warm-up, whose tokens evenly have adapters of the largest rank on all
+        """Return a step for warm-up, in which all slots have adapters of the largest rank on all
         parts.
 
-        Call `forget` afterwards. CUDA only.
+        Tokens are spread evenly over the slots. Call `forget` afterwards. CUDA only.
         """
         self._table[:, :, 0] = padded(self.max_rank)
         return self.lay_out((np.arange(num_tokens) % self.num_slots).astype(np.int16))
@@ -146,7 +148,7 @@ class LoraDevice:
         self._used |= slot >= 0
 
     def slots_of(self, batch: Batch) -> "np.ndarray[Any, np.dtype[np.int16]] | None":
-        """The slot of each token, -1 = none; None if none has any."""
+        """Return the slot of each token, -1 = no adapter; None if no token has an adapter."""
         if not self._used:
             return None
         slots = self._row_slots[batch.rows]
@@ -155,10 +157,10 @@ class LoraDevice:
         return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
     def step(self, batch: Batch, *, beside: bool = False) -> LoraStep | None:
-        """Lay out an eager step; None if no token of the step has an adapter.
+        """Lay out an eager step; return None if no token of the step has an adapter.
 
-        beside: whether the batch is some tokens of the step that was laid out last, whose layout
-            stays.
+        beside: whether the batch is a part of the step that was laid out last, whose layout must
+            stay.
         """
         slots = self.slots_of(batch)
         return None if slots is None else self.lay_out(slots, beside=beside)
@@ -168,7 +170,7 @@ class LoraDevice:
     ) -> LoraStep:
         """Lay out an eager step with these slots.
 
-        slots: the slot of each token; -1 = none.
+        slots: the slot of each token; -1 = no adapter.
         beside: see `step`.
         """
         if self._cuda:
@@ -192,7 +194,8 @@ class LoraDevice:
         self._upload(padded_slots, self._layouts[0])
 
     def graph_step(self, num_tokens: int) -> LoraStep:
-        """Return the step to capture a CUDA graph with: the place where `upload_step` writes."""
+        """Return the step for capturing a CUDA graph; it reads the buffers that `upload_step`
+        writes."""
         return self._view(num_tokens, self._layouts[0])
 
     def _tile_rows(self, tokens: int) -> int:
@@ -201,8 +204,8 @@ class LoraDevice:
         return tile_rows(1 if self._deterministic else tokens, self.num_slots)
 
     def _max_tiles(self, tokens: int, block: int) -> int:
-        """Return the most tiles of a step: each group of equal slots has one tile at most that is
-        not full."""
+        """Return the most tiles of a step: each group of equal slots has at most one partial
+        tile."""
         return tokens // block + min(self.num_slots + 1, tokens)
 
     def _upload(self, slots: "np.ndarray[Any, Any]", layout: "_Layout") -> LoraStep:
@@ -242,8 +245,10 @@ class LoraDevice:
 
 
 def make_tiles(slots: "np.ndarray[Any, Any]", block: int) -> "np.ndarray[Any, Any]":
-    """Cut sorted slots [n] into tiles of one slot each: [num_tiles, 3] of (slot, first, count <=
-    block)."""
+    """Cut sorted slots [n] into tiles of one slot each.
+
+    Returns [num_tiles, 3]: (slot, first token, number of tokens <= block).
+    """
     first = np.flatnonzero(np.diff(slots, prepend=-2))
     counts = np.diff(first, append=len(slots))
     per = -(-counts // block)

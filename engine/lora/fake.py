@@ -1,4 +1,4 @@
-"""FakeLoader: real configurations and errors, no weights, and uploads of a chosen duration."""
+"""FakeLoader: an adapter loader with real configurations and errors, but no weights."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,10 @@ from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 
 
 class FakeLoader:
-    """See `engine.lora.tiers.adapter.Loader`. seconds: of an upload."""
+    """A `Loader` (`engine.lora.tiers.adapter`) without weights.
+
+    seconds: duration of an upload.
+    """
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds

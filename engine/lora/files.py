@@ -1,6 +1,6 @@
-"""An adapter's tensors, read from its file.
+"""Reads an adapter's tensors from its file.
 
-In few large operations: each time that Python is needed in between, a step may have to wait for it.
+It uses few large operations, because a step may have to wait each time that Python code runs.
 """
 
 import os
@@ -27,9 +27,10 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 def read_tensors(
     stored: Sequence[StoredTensor], digest: Callable[[memoryview], None]
 ) -> list[Tensor]:
-    """The values of all of `list_tensors`, as they are stored; digest sees the whole file.
+    """Read the values of all tensors of `list_tensors`, as they are stored.
 
-    Raises AdapterError if the file is not as long as it was.
+    digest: called with the whole file's bytes.
+    Raises AdapterError if the file's length has changed.
     """
     path, size = stored[0].file, stored[-1].offset + stored[-1].num_bytes
     data = torch.empty(size, dtype=torch.uint8)
@@ -56,7 +57,7 @@ def read_tensors(
 def check_finite(stored: Sequence[StoredTensor], values: Sequence[Tensor], copied: Tensor) -> None:
     """Raise AdapterError naming the tensor that holds a NaN or infinity.
 
-    copied: all values, as they will be computed with.
+    copied: all values, in the dtype in which they will be used.
     """
     if not torch.isfinite(copied).all():
         for tensor, value in zip(stored, values, strict=True):

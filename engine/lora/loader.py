@@ -20,7 +20,7 @@ logger = logging.getLogger("manta.engine")
 
 @contextmanager
 def _named(path: str, entry: CachedFolder) -> Iterator[None]:
-    """Replace the copy's path by the given URL in errors."""
+    """Replace the path of the cached copy by the given URL in errors."""
     folder = str(entry.folder)
     try:
         yield
@@ -29,12 +29,13 @@ def _named(path: str, entry: CachedFolder) -> Iterator[None]:
 
 
 class AdapterLoader:
-    """See `engine.lora.tiers.adapter.Loader`. prompts: None if the engine takes none.
+    """A `Loader` (`engine.lora.tiers.adapter`) of LoRA and virtual-token adapters.
 
-    model: its folder. An adapter that was trained for one of another name is read, with a warning:
-    folders and fine-tuned models have all kinds of names, and shapes are checked.
-    disk: what came from object stores is kept there by its digest. An adapter whose digest is known
-    is read there without asking the store; one that is added by hand is always fetched.
+    prompts: reader and device of virtual tokens; None = such adapters are refused.
+    model: the model's folder. An adapter that was trained for a model of another name is read with
+        a warning: names vary between folders and fine-tuned models, and shapes are checked.
+    disk: the cache, by digest, of adapters from object stores. An adapter whose digest is known is
+        read from it without asking the store; one that is added by hand is always fetched.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class AdapterLoader:
         self._prompts = prompts
         self._disk = disk or DiskCache()
         self._model = model
-        self._warned: set[str] = set()  # digests
+        self._warned: set[str] = set()  # digests of adapters with a warning already
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not is_remote(path):
             return self._describe(Path(path), stamp(Path(path)))
         copy = self._disk.find(digest)
         if copy is not None:
-            with copy, suppress(AdapterError):  # damaged; `read` finds it out
+            with copy, suppress(AdapterError):  # a damaged copy; `read` will find out
                 return self._describe(copy.folder, digest)
         entry = self._disk.open()
         with fetched(path, entry, weights=False) as seen, _named(path, entry):

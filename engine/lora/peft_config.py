@@ -1,6 +1,6 @@
 """PeftConfig: the supported part of an adapter's adapter_config.json. No torch here.
 
-The fields are PEFT's. What would change the result and is not supported is refused, never ignored.
+Fields are PEFT's. A field that would change the result and is not supported is refused.
 """
 
 import json
@@ -19,18 +19,22 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")  # safe in a path, a URL and a log line
 PREFIX = "prefix_tuning"
-KINDS = ("lora", "prompt_tuning", "p_tuning", PREFIX)  # PEFT's names of them, in small letters
+KINDS = ("lora", "prompt_tuning", "p_tuning", PREFIX)  # PEFT's names of the kinds, in lower case
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The configuration of one adapter.
 
-    kind: a value of KINDS. base: base_model_name_or_path; see `engine.lora.base_model`.
-    rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
-    targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
-    everywhere: all modules of these names are adapted: none may be missing.
-    virtual_tokens: of the other kinds. layers, heads: of the model it was made for; 0 = unknown.
+    kind: a value of KINDS.
+    base: base_model_name_or_path; see `engine.lora.base_model`.
+    rank, alpha: those of every layer that no pattern names.
+    rslora: whether the scale is alpha / sqrt(rank).
+    targets: the last parts of the module names that it may adapt ("q_proj"); None = those in its
+        file.
+    everywhere: whether all modules of these names must be adapted.
+    virtual_tokens: number of virtual tokens, of kinds other than LoRA.
+    layers, heads: those of the model it was made for; 0 = unknown.
     """
 
     kind: str
@@ -47,15 +51,15 @@ class PeftConfig:
     heads: int = 0
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module.
+        """Return the LoRA rank of a module.
 
-        module: its full name in the model of the training, e.g.
+        module: its full name in the trained model, e.g.
             model.language_model.layers.0.self_attn.q_proj.
         """
         return int(_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """The factor of the product of its two matrices."""
+        """Return the factor of the product of a module's two LoRA matrices."""
         rank = self.rank_of(module)
         alpha = _match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -76,8 +80,9 @@ def check_name(name: str) -> None:
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """The regular file `name` of the folder. Raises AdapterError if it is not there, or a link
-    that leads out of the folder.
+    """Return the path of a regular file in the folder.
+
+    Raises AdapterError if the file is missing, or is a link that leads out of the folder.
     """
     try:
         root = folder.resolve(strict=True)
@@ -102,8 +107,10 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read an adapter's configuration. Raises AdapterError naming the field that is wrong or not
-    supported."""
+    """Read an adapter's configuration.
+
+    Raises AdapterError naming the field that is wrong or not supported.
+    """
     path = file_in(folder, CONFIG_FILE)
     try:
         with path.open("rb") as file:
@@ -122,7 +129,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 
 def stamp(folder: Path) -> str:
-    """Changes when the adapter's files do; without reading them. Raises AdapterError."""
+    """Return a text that changes when the adapter's files do, without reading the files.
+
+    Raises AdapterError.
+    """
     state = blake2b(digest_size=16)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:
@@ -133,7 +143,7 @@ def stamp(folder: Path) -> str:
     return state.hexdigest()
 
 
-# Fields that change what an adapter computes: PEFT's default, which is all that is supported.
+# Fields that change what an adapter computes -> the supported values, which are PEFT's default.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "use_dora": (None, False),
@@ -142,7 +152,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (None, False, True),  # of the base matrix, not of the adapter's
+    "fan_in_fan_out": (None, False, True),  # the base matrix is transposed, not the adapter's
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "megatron_config": (None,),
@@ -150,7 +160,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None, {}),
     "loftq_config": (None, {}),
-    # Others begin by changing the model's own weights, so the adapter alone would be wrong.
+    # Other values begin by changing the model's own weights, so that the adapter alone would be
+    # wrong.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "corda_config": (None, {}),
 }
@@ -208,7 +219,8 @@ class _Reader:
 
     def _targets(self) -> tuple[str, ...] | None:
         value = self._fields.get("target_modules")
-        if value is None or isinstance(value, str):  # a pattern: the weights say what it matched
+        # a pattern; the weights show which modules it matched
+        if value is None or isinstance(value, str):
             return None
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self._error("target_modules", "must be names or a pattern")
@@ -221,7 +233,7 @@ class _Reader:
         return ends
 
     def _everywhere(self) -> bool:
-        """Whether target_modules are bare names that nothing narrows down."""
+        """Whether target_modules are bare names that no other field restricts."""
         value = self._fields.get("target_modules")
         narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
         return (
@@ -247,7 +259,7 @@ class _Reader:
                 simple = len(key) <= 1000 and repeats <= 3 and not re.search(r"\)[*+{]", key)
             except (re.error, RecursionError):
                 simple = False
-            if not simple:  # nested repeats could take for ever to match
+            if not simple:  # matching nested repeats could take for ever
                 raise self._error(field, f"{key[:80]!r} is not a pattern that is supported")
         return value
 
@@ -276,7 +288,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _match(pattern: tuple[tuple[str, float], ...], module: str, default: float) -> float:
-    """PEFT's rule: the first pattern that matches the end of the name, at a dot."""
+    """Return the value of the first pattern that matches the end of a name, as PEFT does."""
     for key, value in pattern:
         if re.match(rf"(.*\.)?({key})$", module):
             return value

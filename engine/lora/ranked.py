@@ -1,4 +1,4 @@
-"""RankedLoader: adapters of a model whose ranks each have a part of them. No torch here."""
+"""RankedLoader: loads adapters of a model that is divided among ranks. No torch here."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,7 @@ from engine.parallel.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class _OnRanks:
-    """The weights of rank 0's part, and where the other ranks read theirs."""
+    """The weights of rank 0's part, and the path where the other ranks read theirs."""
 
     weights: Any
     path: str
@@ -17,8 +17,11 @@ class _OnRanks:
 
 
 class RankedLoader:
-    """See `engine.lora.tiers.adapter.Loader`. The other ranks read an adapter when it gets a slot,
-    and only if it is still what rank 0 has read."""
+    """A `Loader` (`engine.lora.tiers.adapter`) of which each rank has a part.
+
+    The other ranks read an adapter when it gets a slot, and only if it has the digest that rank 0
+    read.
+    """
 
     def __init__(self, loader: Loader, ranks: Ranks) -> None:
         self._loader = loader

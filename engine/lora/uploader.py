@@ -1,20 +1,21 @@
-"""AdapterUploader: copies adapters from host memory to the device, beside the step loop."""
+"""AdapterUploader: copies adapters from host memory to the device while steps run."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-# Of each of two buffers. One engine of the device does all copies to it, each whole: a step's small
-# upload waits for the piece before it, 0.1 to 0.2 ms; of 16 MB it would be half a millisecond.
+# Bytes of each of two buffers. One copy engine does all copies to the device, one after the other.
+# So a step's small upload may wait 0.1 to 0.2 ms for a piece of 4 MB; pieces of 16 MB would make it
+# half a millisecond.
 STAGING_BYTES = 4 << 20
 
 
 class AdapterUploader:
-    """The copies of adapters to the device, on a stream of their own; for one thread at a time.
+    """A copier with its own CUDA stream and two pinned staging buffers, for one thread at a time.
 
-    They go through memory that is pinned once, because pinning would hold up steps that run. On the
-    CPU they are plain copies.
+    Pinning memory while steps run would stall them, so buffers are pinned once. On the CPU it
+    copies directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,10 +28,9 @@ class AdapterUploader:
             ]
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy (source, target) pairs, contiguous and of one dtype, and return when the copies are
-        done.
+        """Copy each source to its target, and return when all copies are done.
 
-        No step may use the targets.
+        pairs: (source, target), contiguous and of one dtype; no step may use the targets.
         """
         if self.device.type != "cuda":
             for source, target in pairs:
@@ -44,7 +44,7 @@ class AdapterUploader:
             done.synchronize()
 
     def _send(self, source: Tensor, target: Tensor) -> None:
-        """One buffer is filled while the other is on its way."""
+        """Copy a tensor in pieces; one buffer is filled while the other is being copied."""
         step = STAGING_BYTES // source.element_size()
         for at in range(0, source.numel(), step):
             piece = source[at : at + step]

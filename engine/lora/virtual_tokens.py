@@ -1,9 +1,9 @@
 """Virtual tokens: learned vectors without an id that an adapter puts before every prompt.
 
-Prompt tuning and p-tuning have a vector for each, which takes the place of a token's embedding.
-Prefix tuning has keys and values for each and layer, which take the place of what a layer would
-compute. Either way virtual token i is the request's token i: it has a position and a place in a KV
-block, and what was said of chunks, prefix cache and preemption holds for it.
+Prompt tuning and p-tuning have a vector for each token, used instead of an embedding. Prefix tuning
+has keys and values for each token and layer, used instead of computed ones. In both cases virtual
+token i is the request's token i. It has a position and a place in a KV block, and chunks, prefix
+cache and preemption treat it like any other token.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,17 +31,19 @@ from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.uploader import AdapterUploader
 from engine.parallel.group import TensorParallelGroup
 
-PutKV = Callable[[Tensor, Tensor, Tensor], None]  # blocks, places in them, values
+PutKV = Callable[[Tensor, Tensor, Tensor], None]  # (block ids, places in the blocks, values)
 
-TENSOR = "prompt_embeddings"  # the only one of its file; PEFT has run the encoder, if there is one
+# the only tensor of its file; PEFT has already run the encoder, if there is one
+TENSOR = "prompt_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class HostVirtualTokens:
     """The virtual tokens of an adapter in host memory.
 
-    values: a row for each virtual token: [n, hidden_size] embeddings, or if `prefix` [n, 2 *
-        num_layers, num_kv_heads, head_dim] the first layer's keys, its values, the second's ...
+    values: a row for each virtual token. Without `prefix` [n, hidden_size] embeddings; with
+        `prefix` [n, 2 * num_layers, num_kv_heads, head_dim], the first layer's keys, its values,
+        the second's ...
     """
 
     values: Tensor
@@ -64,8 +66,12 @@ class VirtualTokensReader:
         group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
         layers: range | None = None,
     ) -> None:
-        """group: whose rank keeps the keys and values of its heads. layers: that keep any here;
-        None = all."""
+        """Make the reader.
+
+        max_tokens: the most virtual tokens of an adapter.
+        group: ranks that divide the heads; this rank reads only keys and values of its heads.
+        layers: the layers whose keys and values are read; None = all.
+        """
         self._group = group
         self._layers = range(model.num_layers) if layers is None else layers
         self._model = model
@@ -76,7 +82,7 @@ class VirtualTokensReader:
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
         """Describe an adapter from its configuration.
 
-        seen: the stamp of the description.
+        seen: the stamp for the description.
         """
         return self._describe(folder, read_peft_config(folder), seen)
 
@@ -122,7 +128,7 @@ class VirtualTokensReader:
         return AdapterDescription(config.kind, 0, 0, [], seen, count)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """Read a whole adapter, and check its names, shape and numbers (finite)."""
+        """Read a whole adapter, and check its names, shape, and that its numbers are finite."""
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
@@ -165,10 +171,10 @@ class VirtualTokensReader:
 
 
 class VirtualTokensDevice:
-    """Room for `max_tokens` virtual tokens in each of `slots` slots.
+    """Device memory for `max_tokens` virtual tokens in each of `slots` slots.
 
-    embedding: [vocab_size + slots * max_tokens, hidden_size], the model's own table, so that a
-    virtual token is looked up as any other, by an id behind the vocabulary.
+    embedding: [vocab_size + slots * max_tokens, hidden_size], the model's own table, so that
+        virtual tokens have ids after the vocabulary and are looked up like others.
     """
 
     def __init__(
@@ -182,8 +188,12 @@ class VirtualTokensDevice:
         group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
         layers: range | None = None,
     ) -> None:
-        """layers: that keep keys here; None = all. The embedding of a stage that has none is on
-        torch's "meta" device, and takes vectors without keeping them."""
+        """Allocate the memory.
+
+        group: ranks that divide the heads.
+        layers: the layers on this stage; None = all. A later stage has its embedding on torch's
+            "meta" device, which keeps no vectors.
+        """
         assert embedding.shape[0] == model.vocab_size + slots * max_tokens
         self._max_tokens = max_tokens
         self._vocab_size = model.vocab_size
@@ -193,7 +203,7 @@ class VirtualTokensDevice:
         _, (begin, end) = group.heads(model.num_heads, model.num_kv_heads)
         count = model.num_layers if layers is None else len(layers)
         shape = (slots, max_tokens, 2 * count, end - begin, model.head_dim)
-        if not self._cuda:  # which uses host memory
+        if not self._cuda:  # the CPU uses host memory
             shape = (slots, 0, 0, 0, 0)
         self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=uploader.device))
 
@@ -202,8 +212,10 @@ class VirtualTokensDevice:
         return self._vectors.nbytes + sum(prefix.nbytes for prefix in self._prefixes)
 
     def upload(self, prompt: HostVirtualTokens, slot: int) -> None:
-        """Copy an adapter into a slot that no step uses; from any thread. Returns when the copy is
-        done."""
+        """Copy an adapter into a slot that no step uses; return when the copy is done.
+
+        Thread-safe.
+        """
         values, count = prompt.values, len(prompt.values)
         if not prompt.prefix and self._vectors.is_meta:
             return
@@ -216,13 +228,15 @@ class VirtualTokensDevice:
             self._prefixes[slot] = values
 
     def name(self, new: NewRow) -> None:
-        """Give a row's virtual tokens the ids under which the model finds their vectors."""
+        """Replace a row's placeholder ids by the embedding ids of its adapter's virtual tokens."""
         first = self._vocab_size + new.virtual_slot * self._max_tokens
         new.token_ids[: new.num_virtual] = range(first, first + new.num_virtual)
 
     def copy(self, prefixes: Sequence[PrefixCopy], size: int, put: PutKV) -> None:
-        """Keys and values of prefixes into blocks of `size` tokens, before the step that reads
-        them. put: `KVCache.put`."""
+        """Copy keys and values of prefixes into blocks of `size` tokens, before a step reads them.
+
+        put: `KVCache.put`.
+        """
         for prefix in prefixes:
             source = self._prefixes[prefix.slot][prefix.start : prefix.stop]
             tokens = torch.arange(prefix.stop - prefix.start)

@@ -1,9 +1,9 @@
-"""HostLora: a LoRA adapter read from PEFT's files, laid out in host memory as a device slot is.
+"""HostLora: a LoRA adapter read from PEFT's files, in the layout of a device slot.
 
-A model's linear layers are numbered parts (`LoraLayout`). Of each part that the adapter changes, A
-[rank, in] and then B [out, rank] follow each other in one blob; ranks are filled up with zeros to
-multiples of 16, and B holds the scale. Hence moving an adapter to the device is one copy of its own
-size, whatever ranks the slot has room for.
+A model's linear layers are numbered parts (`LoraLayout`). One blob has A [rank, in] and then B
+[out, rank] of each part that the adapter changes. Ranks are padded with zeros to multiples of 16,
+and B contains the scale. So an upload is one copy of the adapter's own size, whatever ranks the
+slot has room for.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,8 +31,8 @@ from engine.weights.parameter import num_rows, take_rows
 from engine.weights.stored import StoredTensor
 from kernels.metadata import LoraLinear
 
-UNIT = 16  # ranks are multiples of it, and offsets are counted in it
-PREFIX = "base_model.model."  # of PEFT's tensor names
+UNIT = 16  # ranks are multiples of it, and it is the unit of offsets
+PREFIX = "base_model.model."  # beginning of PEFT's tensor names
 
 
 def padded(rank: int) -> int:
@@ -40,24 +40,24 @@ def padded(rank: int) -> int:
 
 
 class LoraLayout:
-    """The parts of a model: parts[i] is a checkpoint matrix, or this rank's shard of one."""
+    """The parts of a model: parts[i] is a checkpoint matrix, or this rank's shard of it."""
 
     def __init__(self, specs: Iterable[LinearSpec]) -> None:
         self.parts: list[Part] = []
-        self.layers: list[LoraLinear] = []  # of each spec
+        self.layers: list[LoraLinear] = []  # one for each spec
         for spec in specs:
             outs = tuple(_height(part) for part in spec.parts)
             self.layers.append(LoraLinear(len(self.parts), spec.in_features, outs))
             self.parts += spec.parts
 
     def num_elements(self, rank: int) -> int:
-        """The number of elements of an adapter of this rank on all parts."""
+        """Return the number of elements of an adapter of this rank on all parts."""
         return padded(rank) * sum(_width(part) + _height(part) for part in self.parts)
 
 
 def _module_of(tensor: StoredTensor) -> str:
-    """Return the module's name in the model that the adapter was trained on, which its patterns
-    match."""
+    """Return the module's name in the adapter's own base model, as the adapter's patterns have
+    it."""
     return tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
@@ -75,7 +75,7 @@ class HostLora:
 
     blob: all matrices, 1-D in the model's activation dtype.
     table: [num_parts, 4] int32, as `LoraStep.table`.
-    parts: views, part -> (A, B).
+    parts: part number -> views (A, B) of the blob.
     """
 
     blob: Tensor
@@ -84,12 +84,11 @@ class HostLora:
 
 
 class LoraReader:
-    """A reader of adapters for one model. Raises AdapterError for whatever is wrong with an
-    adapter.
+    """A reader of LoRA adapters for one model; raises AdapterError for a broken adapter.
 
-    renamed: the record's name of a module of the model.
-    elsewhere: the modules that other ranks have.
-    ignored: whether texts alone never reach a module of this name.
+    renamed: gives the record's name of a module.
+    elsewhere: the modules that only other ranks have.
+    ignored: whether a text-only model never uses the module of this name.
     """
 
     def __init__(
@@ -108,12 +107,12 @@ class LoraReader:
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
         self._dtype = dtype
         self._max_rank = max_rank
-        self._filling = Lock()  # several threads at it would keep Python from the step loop
+        self._filling = Lock()  # several threads at once would keep Python from the step loop
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
         """Describe an adapter from its configuration.
 
-        seen: the stamp of the description.
+        seen: the stamp for the description.
         """
         return self._describe(folder, read_peft_config(folder), seen)
 
@@ -127,7 +126,8 @@ class LoraReader:
         return AdapterDescription(config.kind, config.max_rank, 0, targets, seen)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """Read a whole adapter, and check its names, shapes, ranks and numbers (finite)."""
+        """Read a whole adapter, and check its names, shapes, ranks, and that its numbers are
+        finite."""
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
@@ -147,7 +147,7 @@ class LoraReader:
     def _match(
         self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig
     ) -> dict[int, dict[str, StoredTensor]]:
-        """Pair the tensors on disk: part -> its "A" and "B"."""
+        """Return part number -> its "A" and "B" tensors on disk."""
         pairs: dict[int, dict[str, StoredTensor]] = {}
         used = [tensor for tensor in stored if not self._ignored(_module_of(tensor))]
         for tensor in used:
@@ -201,7 +201,7 @@ class LoraReader:
 
     def _allocate(self, pairs: dict[int, dict[str, StoredTensor]]) -> HostLora:
         table = torch.zeros(len(self._layout.parts), 4, dtype=torch.int32)
-        spans: dict[int, tuple[int, int, int]] = {}  # part -> rank, start of A, start of B
+        spans: dict[int, tuple[int, int, int]] = {}  # part -> (padded rank, start of A, start of B)
         at = 0
         for number, sides in pairs.items():
             part = self._layout.parts[number]

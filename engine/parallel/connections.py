@@ -1,6 +1,6 @@
-"""Connections between rank 0 and the nodes of a cluster that other ranks are on.
+"""Connections between rank 0 and other nodes of a cluster with further ranks.
 
-They carry what pipes do inside a machine: Python objects, pickled. So both sides prove first that
+They carry what pipes carry inside a machine: pickled Python objects. So both sides first prove that
 they have the same key. Nothing is encrypted.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 _CONNECT_SECONDS = 20.0
 _HANDSHAKE_SECONDS = 5
-# A node that says nothing any more, as after a power cut, is given up after about 8 seconds.
+# A node that does not answer, as after a power cut, is given up after about 8 seconds.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3
 _UNANSWERED_MS = 8000
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
@@ -26,8 +26,8 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 class RemoteRanks(msgspec.Struct, frozen=True):
     """The ranks of an engine on other nodes.
 
-    address: the address of rank 0's node, at which the other nodes reach it.
-    hosts: address and port of the `RankHost` of each other node, in the order of their ranks.
+    address: the address of rank 0's node, at which other nodes reach it.
+    hosts: address and port of each other node's `RankHost`, in the order of ranks.
     key: the secret that both sides have.
     """
 
@@ -57,7 +57,7 @@ def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
 def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
     """Accept the next connection whose other side has the key.
 
-    Raises OSError where the listener is closed.
+    Raises OSError once the listener is closed.
     """
     while True:
         endpoint, _ = listener.accept()
@@ -82,16 +82,16 @@ def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> No
 
 
 def use_interface(address: str) -> None:
-    """Have gloo and NCCL use the interface that has this address, here and in child processes.
+    """Make gloo and NCCL use the interface of this address, here and in child processes.
 
-    Nothing changes if the environment names an interface, or none has the address as its first.
+    Nothing changes if the environment names an interface, or no interface has this first address.
     """
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             try:
                 asked = struct.pack("256s", name.encode()[:15])
                 packed = ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
         if socket.inet_ntoa(packed) == address:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -112,7 +112,7 @@ def _connection(ours: socket.socket) -> "Connection[Any, Any]":
 
 
 def _set_timeout(connection: "Connection[Any, Any]", seconds: int) -> None:
-    """Set the timeout of each read and write; 0 is no timeout."""
+    """Set the timeout of each read and write; 0 = no timeout."""
     value = struct.pack("ll", seconds, 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

@@ -1,5 +1,4 @@
-"""TensorParallelGroup: which part of a layer this process holds, and the all-reduces of the
-parts."""
+"""TensorParallelGroup: the part of a layer that this process has, and all-reduces over parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """The ranks that layers are divided among. Every rank makes the same calls in the same order.
+    """The ranks that divide layers. Every rank makes the same calls in the same order.
 
-    Layers ask the group which part they keep. With size 1 a layer keeps everything, and nothing is
-    communicated. With more ranks this class only knows the parts. `SharedMemoryGroup` and
+    Layers ask the group which part they keep. With size 1 a layer keeps everything and nothing is
+    communicated. With more ranks this class only computes the parts; `SharedMemoryGroup` and
     `DistributedGroup` also communicate.
     """
 
@@ -26,8 +25,11 @@ class TensorParallelGroup:
     size: int = 1
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """Return this rank's half-open range of ``total`` units. ConfigError if ranks do not divide
-        them."""
+        """Return this rank's half-open range of ``total`` units.
+
+        what: the units' name for the error.
+        Raises ConfigError if the ranks do not divide them.
+        """
         if total % self.size:
             raise ConfigError(
                 f"{what}: {total} cannot be divided among {self.size} ranks; tensor_parallel must"
@@ -40,7 +42,7 @@ class TensorParallelGroup:
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return this rank's half-open ranges of query and key heads; see `divide_heads`.
 
-        ConfigError if the heads cannot be divided.
+        Raises ConfigError if the heads cannot be divided.
         """
         if self.size > num_kv_heads:
             self.part(num_heads, "num_attention_heads")
@@ -51,65 +53,63 @@ class TensorParallelGroup:
     def share(self, total: int, rank: int | None = None) -> tuple[int, int]:
         """Return a rank's half-open range of units, such as rows of a vocabulary.
 
-        Unlike `part`, the last ranks have fewer units, or none, where ranks do not divide the
-        total.
+        Unlike `part`, the last ranks have fewer units, or none, if ranks do not divide the total.
+
         rank: None = this one.
         """
         rank, units = self.rank if rank is None else rank, -(-total // self.size)
         return min(rank * units, total), min((rank + 1) * units, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """All-reduce x in place: the sum over the ranks has the same bits on every rank."""
+        """All-reduce x in place; the sum has the same bits on every rank."""
         self._alone()
         return x
 
     def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the all-reduced x to the residual, in place, and return the residual."""
+        """Add the all-reduce of x to the residual in place, and return the residual."""
         return residual.add_(self.all_reduce(x))
 
     def norm_reduced(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor | None:
-        """Run `add_reduced` and the RMSNorm of the residual as one kernel; None without such a
-        kernel.
+        """Run `add_reduced` and the RMSNorm of the residual as one kernel; return the norm.
 
-        Returns the norm in new memory. With None nothing was done.
+        The norm is in new memory. Without such a kernel the method does nothing and returns None.
         """
         return None
 
     @property
     def recordable(self) -> bool:
-        """Whether all-reduces can stand in a program (`kernels.cpu.codegen.program`)."""
+        """Whether a compiled program may contain all-reduces (`kernels.cpu.codegen.program`)."""
         return self.size == 1
 
     def all_can(self, attempt: Callable[[], bool]) -> bool:
-        """Whether `attempt` succeeds on all ranks. All-reduces inside it add up nothing."""
+        """Return whether `attempt` succeeds on all ranks; its all-reduces change nothing."""
         return attempt()
 
     def check(self) -> None:
-        """Raise RankFailed where an all-reduce of the last program, or of the last GPU step,
-        failed."""
+        """Raise RankFailed if an all-reduce of the last program or GPU step failed."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x of each rank, of one shape -> [ranks, *x.shape] on all ranks."""
+        """Gather the ranks' tensors x of one shape; return [ranks, *x.shape] on all ranks."""
         self._alone()
         return x[None]
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        """Gather each rank's [n, columns], its `share` of total -> [n, total] on rank 0.
+        """Gather each rank's [n, columns], its `share` of total; return [n, total] on rank 0.
 
-        The result on other ranks has no meaning.
+        The result on other ranks is not valid.
         """
         self._alone()
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Write rank 0's x over the x of the other ranks."""
+        """Overwrite x on all other ranks with rank 0's."""
         self._alone()
         return x
 
     def least(self, number: int) -> int:
-        """Return the smallest number that any rank gives. This is also a barrier."""
+        """Return the smallest number that any rank passes. This is also a barrier."""
         self._alone()
         return number
 
@@ -122,7 +122,8 @@ class TensorParallelGroup:
 class DistributedGroup(TensorParallelGroup):
     """The group of ranks that communicate over torch.distributed, with NCCL between GPUs.
 
-    All calls but `least` can be captured in a CUDA graph.
+    All calls except `least` can be captured in a CUDA graph.
+
     process_group: a ``torch.distributed`` group of ``size`` processes.
     device: this rank's device.
     """
@@ -143,13 +144,13 @@ class DistributedGroup(TensorParallelGroup):
         return self.beside(self.gather(self.padded(x, total)), total)
 
     def padded(self, x: Tensor, total: int) -> Tensor:
-        """Return x [n, columns], padded to as many columns as the first rank has."""
+        """Return x [n, columns], padded to the number of columns of the first rank."""
         lacking = -(-total // self.size) - x.shape[1]
         return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
 
     @staticmethod
     def beside(parts: Tensor, total: int) -> Tensor:
-        """Join the `padded` parts of all ranks, [ranks, n, columns] -> [n, total]."""
+        """Join the `padded` parts of all ranks, [ranks, n, columns], to [n, total]."""
         return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

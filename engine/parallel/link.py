@@ -1,15 +1,15 @@
-"""Links: the activations that a pipeline's stages send, each to the next and the last to the first.
+"""Links: they send a pipeline's activations from each stage to the next, and from last to first.
 
-`SharedMemoryLink` is for processes of one machine. It has memory with a line of counters and some
-slots for each stage:
+`SharedMemoryLink` is for processes of one machine. Its memory has a line of counters and some slots
+for each stage:
 
-    counters | stage 0: sent, failed | stage 1: sent, failed | ...
-    slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
+ counters | stage 0: sent, failed | stage 1: sent, failed | ...
+ slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
 
-As many steps are in flight as a stage has slots. The first launches the next one when it has the
-oldest one's result, which has then been through all stages: a slot is free when it is written
-again. Where a stage has several ranks, which all have the same activations, each hands them to its
-like in the next one, by a link of its own.
+The number of steps in flight is that of a stage's slots. The first stage launches a step after it
+has the oldest step's result, which has then passed all stages. So a slot is free when it is written
+again. Where a stage has several ranks, all have the same activations, and each sends them to its
+counterpart in the next stage by its own link.
 """
 
 import mmap
@@ -25,24 +25,24 @@ from torch import Tensor
 from engine.parallel.shared_memory import LINE_WORDS, RankFailed, SharedMemoryGroup, wait_for
 from engine.parallel.stages import Stage
 
-_SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
+_SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # indices of words in a line
 
 
 class Link(Protocol):
     """The link of a rank to the stages before and after it. Steps pass in the order of launches."""
 
     def begin(self) -> None:
-        """Count a step that is launched on this rank."""
+        """Count a step that this rank launches."""
         ...
 
     def send(self, x: Tensor) -> None:
-        """Send x [n, hidden_size] of the step begun last to the next stage. Does not wait."""
+        """Send x [n, hidden_size] of the last begun step to the next stage, without waiting."""
         ...
 
     def receive(self, rows: int) -> Tensor:
-        """Receive the output [rows, hidden_size] of the stage before, which may be written over.
+        """Receive the output [rows, hidden_size] of the stage before, which may be overwritten.
 
-        The output is that of the oldest step that was not received yet. Raises RankFailed.
+        It is that of the oldest step not yet received. Raises RankFailed.
         """
         ...
 
@@ -51,11 +51,11 @@ class SharedMemoryLink:
     """The link between stages that are processes of one machine.
 
     world: the group of all ranks.
-    descriptor: the descriptor of the memory's file; it can be closed afterwards.
+    descriptor: the descriptor of the shared file; it can be closed afterwards.
     at: the offset of the first link's memory in the file.
     number: the number of this link, and of this rank in its stage.
     steps: the number of steps in flight at once.
-    shape: the most tokens of a step, and hidden_size.
+    shape: (the most tokens of a step, hidden_size).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SharedMemoryLink:
         lines = self._size * 8 * LINE_WORDS
         length = lines + self._size * steps * slot
         begin = at + number * length
-        # Pages are taken when they are first used.
+        # Memory pages are only allocated when they are first used.
         if os.fstat(descriptor).st_size < begin + length:
             os.ftruncate(descriptor, begin + length)
         self._memory = mmap.mmap(descriptor, begin + length)
@@ -85,7 +85,7 @@ class SharedMemoryLink:
             self._size, steps, slot
         )
         self._begun = self._received = 0
-        self._waiting = 0  # the step that rank 0 waits for
+        self._waiting = 0  # the step whose output rank 0 waits for
 
     def begin(self) -> None:
         self._begun += 1
@@ -93,14 +93,15 @@ class SharedMemoryLink:
     def send(self, x: Tensor) -> None:
         x = x.to(self._dtype)
         self._place(self._rank, self._begun)[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        with self._world.fence:  # it is written before it is counted, on any processor
+        # the fence makes the data visible before the count, on any processor
+        with self._world.fence:
             self._words[self._rank * LINE_WORDS + _SENT] = self._begun
 
     def receive(self, rows: int) -> Tensor:
-        # Rank 0 launches others before it takes the oldest one's result.
+        # Rank 0 launches further steps before it takes the oldest one's result.
         step = self._begun if self._rank else self._received + 1
         before = (self._rank - 1) % self._size
-        self._check(step)  # what follows a failed step here has nothing to go on from
+        self._check(step)  # a step after a failed one has no valid input
         self._waiting = step
         wait_for(self._words, before * LINE_WORDS + _SENT, step, lambda: self._check(step))
         self._waiting = 0
@@ -122,15 +123,15 @@ class SharedMemoryLink:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return the stage that this one waits for, and how many steps that stage has done."""
+        """Return the stage that this one waits for, and how many steps that stage has finished."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]
 
     def fail(self) -> None:
-        """Tell the stages that wait for this rank that the step begun last has failed."""
+        """Tell the stages that wait for this rank that the last begun step has failed."""
         line = self._rank * LINE_WORDS
-        if self._words[line + _FAILED] <= self._world.round:  # the first counts
+        if self._words[line + _FAILED] <= self._world.round:  # only the first failure is recorded
             self._words[line + _FAILED_STEP] = self._begun
             with self._world.fence:
                 self._words[line + _FAILED] = self._world.round + 1
@@ -144,11 +145,11 @@ class SharedMemoryLink:
 class DistributedLink:
     """The link between stages that communicate over torch.distributed.
 
-    Each of the ring's links has a group of its own, so that no link waits for another. Sent tensors
-    lie on the way, behind the kernels that made them, while the sender goes on.
+    Each link of the ring has its own process group, so that no link waits for another. Sending is
+    asynchronous and ordered after the kernels that compute the tensors.
 
-    ranks: the ranks of the stages that this link is between, in their order.
-    outward, inward: the groups of this rank with the next rank and with the one before.
+    ranks: the ranks of the stages that this link connects, in their order.
+    groups: this rank's process groups with the next rank and with the rank before.
     steps: the number of steps in flight at once, whose tensors are kept.
     """
 
@@ -173,10 +174,10 @@ class DistributedLink:
     def send(self, x: Tensor) -> None:
         if not x.numel():
             return
-        # gloo reads the tensor while the next step is computed, which may use its memory again.
+        # gloo reads the tensor while the next step runs, which may reuse its memory.
         x = x.to(self._dtype, copy=self._device.type == "cpu").contiguous()
         self._sent.append((dist.isend(x, self._next, group=self._outward), x))
-        if len(self._sent) > self._steps:  # which has been received long ago
+        if len(self._sent) > self._steps:  # the oldest was received long ago
             work, _ = self._sent.pop(0)
             work.wait()
 
@@ -190,7 +191,7 @@ class DistributedLink:
 
 
 def ring(ranks: Sequence[int]) -> list[Any]:
-    """Make a group of each rank with its next one; all ranks make the groups in one order."""
+    """Make a process group of each rank and the next one; all ranks make them in the same order."""
     return [dist.new_group([rank, ranks[(at + 1) % len(ranks)]]) for at, rank in enumerate(ranks)]
 
 

@@ -1,9 +1,9 @@
-"""Nodes of a machine (NUMA): cores with memory of their own, and how a process is bound to one.
+"""Nodes of a machine (NUMA), and how a process is bound to one.
 
-A core reads the memory of its own node at full rate, and that of others through a link that all
-share. So a process whose threads are on one node and whose weights are on another is slower than
-one that is bound. `place` says which node each rank of an engine gets. `bind` is called in the rank
-itself, before its threads start and its memory is touched.
+A core reads its own node's memory at full rate, and other nodes' memory through a shared link. So a
+process with threads on one node and weights on another is slower than a bound one. `place` chooses
+the node of each rank. `bind` is called in the rank itself, before its threads start and its memory
+is touched.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from engine.errors import ConfigError
 SYSFS = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 
-# Of <linux/mempolicy.h>: from this node as long as it has memory, then from others. MPOL_BIND would
-# have the kernel end the process instead.
+# From <linux/mempolicy.h>: prefer this node's memory, then use others. With MPOL_BIND the kernel
+# would kill the process when the node is full.
 MPOL_PREFERRED = 1
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MASK_WORDS = 16  # of 64 nodes each: as many nodes as Linux can have
+_MASK_WORDS = 16  # of 64 nodes each: all nodes that Linux can have
 
 logger = logging.getLogger("manta.engine")
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node, or a share of one.
+    """A NUMA node, or a share of one.
 
     cores: the cores that may be used, ascending.
-    memory: whether the process may take memory there.
+    memory: whether the process may allocate memory there.
     """
 
     number: int
@@ -60,7 +60,7 @@ def said(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read numbers that `said`, or Linux, has written."""
+    """Read numbers in the format of `said`, which Linux uses too."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -73,9 +73,10 @@ def read_nodes(
 ) -> list[Node]:
     """Return the nodes whose cores this process may use, each with these cores.
 
-    Cores that a container, a cpuset or taskset has taken away are left out. Where the system lists
-    no nodes, all cores are one node.
-    allowed: the cores that may be used; None = by this process's affinity.
+    Cores that a container, a cpuset or taskset excludes are left out. If the system lists no nodes,
+    all cores are one node.
+
+    allowed: the cores that may be used; None = this process's affinity.
     """
     cores = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     memory: set[int] | None = None
@@ -94,9 +95,9 @@ def read_nodes(
 
 
 def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node]:
-    """Return each rank's share of the nodes that an engine uses, which are no more than ranks.
+    """Return each rank's share of the nodes; there are no more nodes than ranks.
 
-    Ranks that follow each other, which communicate the most, are on one node. Raises ConfigError.
+    Consecutive ranks, which communicate the most, share a node. Raises ConfigError.
     """
     per_node, left = divmod(ranks, len(nodes))
     if left:
@@ -115,7 +116,7 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
                 param="numa",
             )
         for at in range(per_node):
-            # What is left over would make one rank wait for the others.
+            # Remaining cores stay unused: a rank with more cores would only wait for the others.
             shares.append(Node(node.number, node.cores[at * count : (at + 1) * count], node.memory))
     least = min(len(node.cores) for node in shares)
     if num_threads > least:
@@ -131,10 +132,10 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 class Places:
     """The nodes that engines of this user have taken on this machine.
 
-    Each engine holds a lock on a file, which ends with the process, however that ends.
+    Each engine locks a file, and the lock ends with its process in any case.
 
-    folder: None = in the machine's temporary folder. Where none can be written, nodes are taken in
-        their order.
+    folder: None = in the machine's temporary folder. If no folder can be written, nodes are taken
+        in order.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -143,10 +144,7 @@ class Places:
         self._held: list[int] = []
 
     def take(self, nodes: Sequence[Node], count: int) -> list[Node]:
-        """Take the nodes that the fewest other engines have; return them in order.
-
-        The nodes are held until this process ends.
-        """
+        """Take and return the nodes that the fewest engines use, until this process ends."""
         chosen: list[Node] = []
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -174,7 +172,7 @@ class Places:
 
 
 def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = None) -> list[Node]:
-    """Return the node of each rank on this machine; nothing where numa is "none".
+    """Return the node of each rank on this machine; [] if numa is "none".
 
     nodes: the nodes to choose from; None = this machine's.
     Raises ConfigError.
@@ -207,10 +205,10 @@ def bind(
     set_affinity: Callable[[int, Collection[int]], None] | None = None,
     set_memory: Callable[[int, int], None] = set_mempolicy,
 ) -> None:
-    """Bind this thread, and all threads that it starts from now on, to the node's cores.
+    """Bind this thread, and all threads that it starts later, to the node's cores.
 
-    Their memory comes from the node as long as the node has some. Raises ConfigError where the
-    process cannot have the cores.
+    Their memory comes from the node while it has some. Raises ConfigError if the process may not
+    use the cores.
     """
     try:
         (set_affinity or os.sched_setaffinity)(0, node.cores)
@@ -225,5 +223,5 @@ def bind(
     try:
         set_memory(MPOL_PREFERRED, node.number)
     except OSError as error:
-        # A page is then taken where it is first touched, by threads that are bound.
+        # Without a policy a page is allocated where it is first touched, by threads that are bound.
         logger.info("numa: memory has no policy (%s)", error)

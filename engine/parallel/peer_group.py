@@ -1,6 +1,6 @@
-"""PeerGroup: ranks that are GPUs which see each other's memory.
+"""PeerGroup: ranks on GPUs that can access each other's memory.
 
-Small all-reduces go through that memory, large ones through NCCL.
+Small all-reduces use peer memory, large ones NCCL.
 """
 
 import logging
@@ -15,10 +15,10 @@ from engine.parallel.group import DistributedGroup
 from engine.parallel.shared_memory import RankFailed
 from kernels.device_memory import reaches
 
-# Ranks -> bytes of a message up to which one shot is taken, and up to which memory is, beyond which
-# it is NCCL. `python -m bench.kernels.sums` measures where the ways cross. Two ranks: on two H200
-# with NVLink, where one shot is fastest as far as the memory reaches. Four and eight: as others
-# measured them there (vLLM pull requests 24111 and 24532).
+# Number of ranks -> (largest message in bytes for one-shot all-reduce, largest for peer memory,
+# above which NCCL is used). `python -m bench.kernels.sums` measures these limits. Two ranks: on two
+# H200 with NVLink, where one shot is fastest up to the memory's limit. Four and eight: as measured
+# by vLLM (pull requests 24111 and 24532).
 CROSSINGS = {2: (16 << 20, 16 << 20), 4: (1 << 20, 8 << 20), 8: (256 << 10, 8 << 20)}
 
 logger = logging.getLogger("manta.engine")
@@ -26,13 +26,12 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup(DistributedGroup):
-    """The group of ranks that are GPUs which see each other's memory.
+    """The group of ranks on GPUs that can access each other's memory.
 
-    memory: `kernels.all_reduce.PeerMemory`, whose kernels can be captured.
-    exact: an all-reduce has the same bits however large the message is. NCCL, which chooses its
-        order by size, then makes none.
-    NCCL is not used either where process_group is of another back end, as where ranks share a
-    device.
+    memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured.
+    exact: whether an all-reduce must have the same bits for any message size. NCCL, which chooses
+        its order of additions by size, is then not used for all-reduces.
+    NCCL is not used either if process_group has another backend, as where ranks share a device.
     """
 
     memory: Any = None
@@ -85,7 +84,7 @@ class PeerGroup(DistributedGroup):
         return x.copy_(self._gather(x, 1)[0])
 
     def _gather(self, x: Tensor, ranks: int) -> Tensor:
-        """Gather x of the first `ranks` ranks -> [ranks, *x.shape]."""
+        """Gather x of the first `ranks` ranks; return [ranks, *x.shape]."""
         flat = x.contiguous().view(-1)
         pieces = [self.memory.gather(flat[begin:end], ranks) for begin, end in self._pieces(x)]
         gathered = (
@@ -94,7 +93,10 @@ class PeerGroup(DistributedGroup):
         return gathered.view(ranks, *x.shape)
 
     def _beyond(self, x: Tensor, exact: bool = False) -> bool:
-        """Whether x goes through NCCL: it is large, and NCCL is allowed."""
+        """Whether x goes through NCCL: it is large and NCCL is allowed.
+
+        exact: NCCL is not allowed.
+        """
         library = not exact and dist.get_backend(self.process_group) == "nccl"
         return library and x.nbytes > self.crossings[1]
 
@@ -111,7 +113,7 @@ class PeerGroup(DistributedGroup):
 def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> DistributedGroup:
     """Return a PeerGroup of the group's ranks, or the group itself with a warning in the log.
 
-    The group is returned where the devices do not see each other's memory. All ranks call this
+    The group is returned if the devices cannot access each other's memory. All ranks call this
     together.
     """
     here = torch.tensor([device.index], device=group.device)
@@ -134,7 +136,7 @@ def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> Di
 
 
 def _open(group: DistributedGroup, device: torch.device) -> Any:
-    import torch.distributed._symmetric_memory as symmetric  # of CUDA alone, as Triton is
+    import torch.distributed._symmetric_memory as symmetric  # only on CUDA, like Triton
 
     from kernels.all_reduce import PeerMemory, region_bytes
 
@@ -142,5 +144,5 @@ def _open(group: DistributedGroup, device: torch.device) -> Any:
     region.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(region, group.process_group)
-    group.least(0)  # none signals before all have zeros
+    group.least(0)  # no rank may signal before all memory is zeroed
     return PeerMemory.over(group.rank, handle.buffer_ptrs, device, holder=(region, handle))

@@ -1,4 +1,4 @@
-"""RankHost: the ranks of an engine that are on another node than rank 0."""
+"""RankHost: runs the ranks of an engine on another node than rank 0's."""
 
 import contextlib
 import socket
@@ -14,14 +14,14 @@ from engine.parallel.ranks import RankProcesses, RankReport
 
 
 class RankHost(RankProcesses):
-    """The ranks of one node, as another node than rank 0's runs them.
+    """The host of an engine's ranks on another node than rank 0's.
 
-    The host waits for rank 0, starts this node's ranks and passes on what they report. It ends them
-    when rank 0's connection ends. The ranks end with this process too.
+    It waits for rank 0, starts this node's ranks and forwards their reports. It ends them when rank
+    0's connection ends. The ranks end with this process too.
 
     config: rank 0's config, but with this node's model folder.
     node: the number of this node, from 1 on.
-    address: the address at which others reach this node.
+    address: the address at which other nodes reach this one.
     key: see `RemoteRanks`.
     port: the port that the host listens on.
     Raises ConfigError, OSError.
@@ -36,7 +36,7 @@ class RankHost(RankProcesses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        # The kernel ends the ranks with the thread that has started them.
+        # The kernel kills the ranks when the thread that started them ends.
         self._thread = threading.Thread(target=self._run, name="rank-host", daemon=True)
         self._thread.start()
 
@@ -45,12 +45,12 @@ class RankHost(RankProcesses):
             with self._listener:
                 reports = self._reports = accept(self._listener, self._key)
                 ends = [self._accept_pair() for _ in range(self.per_node)]
-        except OSError:  # closed before rank 0 came
+        except OSError:  # closed before rank 0 connected
             return
         try:
             for number, (calls, adapters) in enumerate(ends, self._first):
                 self._spawn(number, calls, adapters)
-            reports.recv()  # nothing comes but the end
+            reports.recv()  # rank 0 only ever closes the connection
         except MantaError as error:
             self._report(number, RankReport(error.message, error.code, error.param))
         except (EOFError, OSError):
@@ -75,10 +75,10 @@ class RankHost(RankProcesses):
         self._report(number, last, status)
 
     def close(self) -> None:
-        """End the ranks, and wait for their end. Idempotent."""
+        """End the ranks and wait for their end. Idempotent."""
         self._closing = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which ends a wait for rank 0
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends a wait for rank 0
         with self._reports_lock:
             if self._reports is not None:
                 hang_up(self._reports, socket.SHUT_RDWR)

@@ -1,9 +1,10 @@
-"""Ranks: the worker processes that hold the other parts of a model, and their calls.
+"""Ranks: the worker processes with the other parts of a model, and calls to them.
 
 Rank 0 is the engine process. It calls methods of the others (`engine.process.rank.RankLoop`)
-through a pipe, or through a connection where they are on other nodes of a cluster. A call that went
-well is not answered: ranks of a step wait for each other in its all-reduces. When a rank exits, the
-pipe of its reports closes and rank 0 stops the engine. The ranks end with rank 0.
+through a pipe, or through a connection to another node of the cluster. A successful call has no
+
+reply: ranks wait for each other in a step's all-reduces. When a rank exits, the pipe of its reports
+closes and rank 0 stops the engine. The ranks end with rank 0.
 """
 
 import contextlib
@@ -34,11 +35,11 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankStart(msgspec.Struct, forbid_unknown_fields=True):
-    """The line on a rank's stdin.
+    """The start order on a rank's stdin.
 
-    memory: the descriptor of the memory that ranks share.
+    memory: the descriptor of the file that ranks share.
     calls, adapters, reports: the descriptors of the rank's ends of its pipes.
-    node: the node that the rank binds itself to; None: to none.
+    node: the node that the rank binds itself to; None = no node.
     """
 
     config: EngineConfig
@@ -76,17 +77,16 @@ class _Process:
 
 
 class RankProcesses:
-    """The processes of this machine that are ranks of an engine.
+    """The processes on this machine that are ranks of an engine.
 
-    The processes end with the one that makes this object, whose thread has to live as long as they
-    shall.
+    They end when the thread ends that makes this object.
 
     nodes: the node of each rank of this machine, if they are bound (`engine.parallel.nodes.place`).
-    address: the address of this machine in a cluster, if other ranks are on other nodes of it.
-    memory: the descriptor of the file that the ranks share, which has no name.
+    address: this machine's address in a cluster, if there are ranks on other nodes.
+    memory: the descriptor of the unnamed file that the ranks share.
     """
 
-    PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # what Python runs
+    PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # arguments of Python
 
     def __init__(
         self, config: EngineConfig, nodes: Sequence[Node] = (), address: str | None = None
@@ -96,7 +96,7 @@ class RankProcesses:
         self.size, self.stages = config.num_ranks, config.pipeline_parallel
         self.per_node = config.ranks_per_node
         self.memory = os.memfd_create("manta-ranks")
-        # More than what is laid out in it: a page is taken when it is first used.
+        # Larger than needed: memory pages are only allocated when they are first used.
         os.ftruncate(self.memory, 1 << 40)
         self._config = config
         self._nodes = nodes
@@ -112,9 +112,10 @@ class RankProcesses:
     def _spawn(
         self, number: int, calls: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
     ) -> None:
-        """Start a rank's process and the thread that watches it. Raises EngineDead.
+        """Start a rank's process and the thread that watches it.
 
         calls, adapters: the rank's ends of its pipes, which are closed here.
+        Raises EngineDead.
         """
         reports, last = Pipe(duplex=False)
         passed = (self.memory, calls.fileno(), adapters.fileno(), last.fileno())
@@ -133,7 +134,10 @@ class RankProcesses:
         threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
 
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
-        """Start a rank's process and write its line. passed: the descriptors that it inherits."""
+        """Start a rank's process and write its start order.
+
+        passed: the descriptors that it inherits.
+        """
         process = subprocess.Popen(
             [sys.executable, *self.PROGRAM],
             cwd=ROOT,
@@ -142,7 +146,8 @@ class RankProcesses:
             pass_fds=passed,
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
+        # it has ended already, which the watch will notice
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             process.stdin.flush()
         return process
@@ -164,11 +169,11 @@ class RankProcesses:
             self._on_exit(rank.number, status, last)
 
     def _on_log(self, number: int, line: RankReport) -> None:
-        """Handle a line of a rank's log. Called from a thread."""
+        """Handle a line of a rank's log; called from a thread."""
         raise NotImplementedError
 
     def _on_exit(self, number: int, status: int, last: RankReport | None) -> None:
-        """Handle the exit of a rank that was not asked to exit. Called from a thread.
+        """Handle the unexpected exit of a rank; called from a thread.
 
         last: the rank's last report.
         """
@@ -186,11 +191,10 @@ class RankProcesses:
 class Ranks(RankProcesses):
     """The ranks 1 to config.num_ranks - 1, which begin to import and load at once.
 
-    Ranks of this machine are processes. Ranks of other nodes are reached through the `RankHost`
-    there.
+    Ranks of this machine are processes. Ranks of other nodes are reached through their `RankHost`.
 
-    on_death: called with the error, from a thread, once a rank has ended that was not asked to.
-    remote: the hosts of the other nodes, if there are some.
+    on_death: called with the error, from a thread, once a rank has ended unexpectedly.
+    remote: the hosts of the other nodes, if there are any.
     Raises ConfigError, EngineDead.
     """
 
@@ -260,16 +264,16 @@ class Ranks(RankProcesses):
                     self._on_exit(number, status, report, f" on {address}")
         last = first + self.per_node - 1
         which = f"rank {first}" if last == first else f"ranks {first} to {last}"
-        # The process or the node that they were on has ended, or the network between.
+        # Their process, their node or the network has failed.
         lost = f"{which} of {self.size} of the engine: the connection to {address} has ended"
         self._lost(EngineDead(lost, code="engine_killed"))
 
     # ---- calls
 
     def call(self, method: str, *arguments: Any, below: int | None = None) -> None:
-        """Call a method of `engine.process.rank.RankLoop` on all ranks; does not wait for it.
+        """Call a method of `engine.process.rank.RankLoop` on all ranks, without waiting for it.
 
-        below: only the ranks below this number.
+        below: call only the ranks below this number.
         Raises EngineDead.
         """
         for rank in self._ranks[: None if below is None else below - 1]:
@@ -279,7 +283,10 @@ class Ranks(RankProcesses):
                 raise EngineDead(f"rank {rank.number} of {self.size} is gone") from None
 
     def replies(self) -> list[Any]:
-        """Return each rank's reply to the last call, which has one. Raises EngineDead."""
+        """Return each rank's reply to the last call, which must be one with a reply.
+
+        Raises EngineDead.
+        """
         replies = []
         for rank in self._ranks:
             try:
@@ -289,9 +296,9 @@ class Ranks(RankProcesses):
         return replies
 
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
-        """Load an adapter into a slot of each rank that no step uses. Raises AdapterError.
+        """Load an adapter into a slot of every rank that no step uses. Thread-safe.
 
-        May be called from any thread.
+        Raises AdapterError.
         """
         refusals = []
         with self._adapters_lock:
@@ -322,9 +329,9 @@ class Ranks(RankProcesses):
         self._on_death(error)
 
     def check(self, seconds: float) -> None:
-        """Raise the error of a rank that has exited, after a step has failed.
+        """Raise the error of a rank that has exited; called after a step has failed.
 
-        seconds: how long to wait for such a report.
+        seconds: how long to wait for a report of an exit.
         """
         if self._dead.wait(seconds) and self._death is not None:
             raise self._death
@@ -332,14 +339,14 @@ class Ranks(RankProcesses):
     def close(self) -> None:
         super().close()
         for reports, _ in self._hosts:
-            hang_up(reports)  # the host ends its ranks, and then the connection
+            hang_up(reports)  # the host ends its ranks and then closes the connection
         for _, watch in self._hosts:
             if watch.ident is not None:
                 watch.join(STOP_SECONDS)
 
 
 def _death(number: int, size: int, where: str, status: int, last: RankReport | None) -> MantaError:
-    """Return the error that says how a rank ended.
+    """Return the error that describes how a rank ended.
 
     where: " on NODE"; "" for this node.
     """

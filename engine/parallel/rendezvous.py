@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks of a model come together, once each knows its device."""
+"""Rendezvous: connects the ranks of a model, once each knows its device."""
 
 import logging
 import os
@@ -21,9 +21,9 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
 
-BACKEND = "nccl"  # of torch.distributed, between GPUs; between CPUs of several nodes it is gloo
+BACKEND = "nccl"  # of torch.distributed, between GPUs; CPUs of several nodes use gloo
 _HOST = "127.0.0.1"
-_STRAGGLER_SECONDS = (5, 30, 300)  # after which a rank that others wait for is logged
+_STRAGGLER_SECONDS = (5, 30, 300)  # delays after which a rank that others wait for is logged
 
 logger = logging.getLogger("manta.engine")
 
@@ -33,10 +33,10 @@ class Place:
     """The place of one rank among all ranks.
 
     world: the group of all ranks, in which they agree on numbers.
-    group: the group that layers are divided among, which is a stage's.
-    stage: which layers this rank has.
+    group: the group that divides layers, which is that of the rank's stage.
+    stage: the pipeline stage, which decides the rank's layers.
     link: the link to the stages before and after this one.
-    groups: on rank 0, the groups of all stages, if they are others than the world.
+    groups: on rank 0, the groups of all stages, if they differ from the world.
     """
 
     world: TensorParallelGroup = TensorParallelGroup()  # noqa: RUF009, it is frozen
@@ -47,14 +47,16 @@ class Place:
 
     @property
     def recovers(self) -> bool:
-        """Whether the ranks can go on after a failed step: GPU kernels that wait cannot be
-        ended."""
+        """Whether ranks can continue after a failed step.
+
+        GPU kernels that wait cannot be aborted.
+        """
         return isinstance(self.world, SharedMemoryGroup)
 
     def fail(self, error: Exception) -> None:
         """Tell the ranks that wait for this rank that its step has failed with this error.
 
-        A rank in both a stage's group and a link passes the failure of one on to the other.
+        A rank with a stage group and a link forwards a failure from either to the other.
         """
         assert self.recovers
         meets = [meeting for meeting in (self.link, self.group) if meeting is not None]
@@ -65,19 +67,19 @@ class Place:
                 meeting.fail()
 
     def begin_round(self) -> None:
-        """End the other ranks' waits for the failed step. On rank 0 only."""
+        """End the other ranks' waits for the failed step. Only on rank 0."""
         for group in (self.world, *self.groups):
             assert isinstance(group, SharedMemoryGroup)
             group.begin_round()
 
     def join_round(self) -> None:
-        """Start counting anew after a failed step. Legal when no rank is in a step."""
+        """Reset counters after a failed step. Legal when no rank is in a step."""
         for meeting in (self.world, self.group, self.link):
             if isinstance(meeting, SharedMemoryGroup | SharedMemoryLink):
                 meeting.join_round()
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return the ranks that rank 0 waits for in a step, and how far each has come."""
+        """Return (rank, progress) of the ranks that rank 0 waits for in a step."""
         world, link, per_stage = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)
         if not isinstance(link, SharedMemoryLink):
@@ -95,7 +97,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The activations that stages hand on: of `steps` steps at once, each of at most `tokens`
+    """The activations that pipeline stages send: `steps` steps at once, of up to `tokens`
     tokens."""
 
     steps: int
@@ -104,8 +106,8 @@ class Activations:
     dtype: torch.dtype
 
 
-# Where a rank computes, what it hands on, and whether sums have to have the same bits whatever the
-# size of the message -> its place.
+# (device, activations that a rank sends, whether all-reduces must have the same bits for any
+# message size) -> the rank's place.
 Open = Callable[[torch.device, Activations, bool], Place]
 
 
@@ -127,7 +129,8 @@ def first(ranks: Ranks) -> Open:
             return place
         host = ranks.address or _HOST
         family = AF_INET6 if ":" in host else AF_INET
-        listener = create_server((host, 0), family=family, backlog=size)  # of no other interface
+        # listens on this interface only
+        listener = create_server((host, 0), family=family, backlog=size)
         port = listener.getsockname()[1]
         store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -142,7 +145,7 @@ def first(ranks: Ranks) -> Open:
 def other(
     rank: int, config: EngineConfig, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> Open:
-    """Return the function that opens another rank's place.
+    """Return the function that opens the place of a rank other than 0.
 
     meet: waits for the address that rank 0 sends by `meet_at`.
     """
@@ -164,9 +167,9 @@ def other(
 
 
 def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -> None:
-    """Raise ConfigError where the GPUs of this rank's node are of another kind than rank 0's.
+    """Raise ConfigError if the GPUs of this rank's node are of another kind than rank 0's.
 
-    GPUs of one node are compared by `engine.resolve`.
+    `engine.resolve` compares the GPUs of one node.
     """
     if device.type == "cpu" or rank % per_node:
         return
@@ -175,9 +178,10 @@ def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -
 
 
 def same_kind(store: Store, rank: int, kind: str) -> None:
-    """Check that this rank's GPU is of rank 0's kind. Raises ConfigError.
+    """Check that this rank's GPU is of the same kind as rank 0's.
 
-    kind: the GPU of this rank, in words.
+    kind: this rank's GPU, in words.
+    Raises ConfigError.
     """
     if not rank:
         store.set("kind", kind)
@@ -200,7 +204,7 @@ def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activatio
     world = SharedMemoryGroup.open(rank, size, memory)
     if stages == 1:
         return Place(world, world)
-    per_stage = size // stages  # ranks of a stage, which follow each other
+    per_stage = size // stages  # number of a stage's ranks, which are consecutive
     number, member = divmod(rank, per_stage)
     at = world.num_bytes(size)
     group, groups = TensorParallelGroup(), []

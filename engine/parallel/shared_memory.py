@@ -1,14 +1,15 @@
 """SharedMemoryGroup: ranks that are processes of one machine, with all-reduce in shared memory.
 
-The memory is a file without a name that rank 0 makes and the others inherit. It has a line of
-counters for each rank, and two slots for each rank that take turns:
+The memory is an unnamed file that rank 0 creates and the others inherit. It has a line of counters
+for each rank, and two slots for each rank, used alternately:
 
-    counters | rank 0: meetings, failed | rank 1: meetings, failed | ...
-    slots    | turn 0: rank 0, rank 1, ... | turn 1: rank 0, rank 1, ...
+ counters | rank 0: meetings, failed | rank 1: meetings, failed | ...
+ slots    | turn 0: rank 0, rank 1, ... | turn 1: rank 0, rank 1, ...
 
-In a meeting each rank copies its piece into its slot, counts, waits until all have counted as many,
-and reads all slots. One wait is enough. A rank writes into the slots of meeting k again in meeting
-k + 2, and has then seen all others count k + 1, which they do when they have read those of k.
+In a meeting each rank copies its piece into its slot, increments its counter, waits until all
+counters are as high, and reads all slots. One wait is enough: a rank reuses the slots of meeting k
+in meeting k + 2. By then it has seen all others count k + 1, which they do after reading those of
+k.
 """
 
 import contextlib
@@ -34,18 +35,18 @@ from kernels.cpu.meeting import (
 
 __all__ = ["LINE_WORDS", "RankFailed", "SharedMemoryGroup", "wait_for"]
 
-SLOT = 1 << 22  # bytes of a piece; what is larger goes in several
-_LOOKS = 4000  # before a rank lets others have its core: longer than two ranks that both run differ
-_YIELDS = 2000  # of these before it sleeps
-_SLEEP, _NAP = 5e-5, 5e-3  # seconds
+SLOT = 1 << 22  # bytes of a piece; larger tensors are sent in several
+_LOOKS = 4000  # polls before a rank yields its core; longer than two running ranks usually differ
+_YIELDS = 2000  # yields before it sleeps
+_SLEEP, _NAP = 5e-5, 5e-3  # seconds: shortest and longest sleep
 
 
 class RankFailed(Exception):
-    """The error of a step that cannot come to its end because another rank's step has failed."""
+    """The error of a step that cannot finish because another rank's step has failed."""
 
 
 def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None]) -> None:
-    """Wait until words[at] is as large as wanted.
+    """Wait until words[at] >= wanted.
 
     check: called now and then; an exception from it ends the wait.
     """
@@ -60,25 +61,28 @@ def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None])
     began = time.monotonic()
     while words[at] < wanted:
         check()
-        # Longer and longer: one that waits for ever shall not look as if it computed.
+        # Sleeps get longer, so that a rank that waits for ever does not look busy.
         time.sleep(min(max(_SLEEP, (time.monotonic() - began) / 20), _NAP))
 
 
 @dataclass(slots=True)
 class _State:
     memory: mmap.mmap
-    words: memoryview  # int64, of all lines
+    words: memoryview  # int64, all counter lines
     slots: list[list[Tensor]]  # [2][size] uint8
-    kernel: Meeting | None  # None: this machine generates none
-    dry: bool = False  # sums add up nothing
-    agrees: bool = False  # in `least`, where a rank may still read weights for minutes
+    kernel: Meeting | None  # None: this machine cannot compile it
+    dry: bool = False  # all-reduces change nothing
+    agrees: bool = False  # in `least`, where another rank may still read weights for minutes
     round: int = 0
     fence: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryGroup(TensorParallelGroup):
-    """The group of ranks that are processes of one machine. state: see `open`."""
+    """The group of ranks that are processes of one machine.
+
+    state: made by `open`.
+    """
 
     state: _State | None = None
 
@@ -86,8 +90,8 @@ class SharedMemoryGroup(TensorParallelGroup):
     def open(cls, rank: int, size: int, descriptor: int, at: int = 0) -> "SharedMemoryGroup":
         """Open the group in a file that all ranks have open.
 
-        descriptor: the file's descriptor; it can be closed afterwards. The file's pages are taken
-            when they are first used.
+        descriptor: the file's descriptor, which can be closed afterwards. Memory pages are only
+            allocated when they are first used.
         at: the offset of the group's memory in the file, a multiple of 64.
         """
         lines = size * 8 * LINE_WORDS
@@ -105,7 +109,7 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the bytes of a group's memory; other contents of the file begin behind it."""
+        """Return the bytes of a group's memory; other contents of the file follow after it."""
         return size * (8 * LINE_WORDS + 2 * SLOT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -155,7 +159,7 @@ class SharedMemoryGroup(TensorParallelGroup):
                 kernel.all_reduce(piece)
                 self.check()
                 continue
-            # In the order of ranks, on every rank.
+            # Added in the order of ranks on every rank, so that all have the same bits.
             first, second, *others = self._meet(piece)
             torch.add(first, second, out=piece)
             for other in others:
@@ -172,7 +176,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         widths = [end - begin for begin, end in (self.share(total, r) for r in range(self.size))]
         flat, step = x.reshape(-1), SLOT // x.itemsize
         parts = [x.new_empty(rows * width) for width in widths] if self.rank == 0 else []
-        for at in range(0, rows * widths[0], step):  # rank 0 has the most
+        for at in range(0, rows * widths[0], step):  # rank 0 has the most columns
             met = self._meet(flat[at : at + step])
             for part, piece in zip(parts, met, strict=False):
                 mine = part[at : at + step]
@@ -200,9 +204,9 @@ class SharedMemoryGroup(TensorParallelGroup):
         return minimum
 
     def _meet(self, piece: Tensor) -> list[Tensor]:
-        """Return each rank's piece, all of this piece's length. Raises RankFailed.
+        """Exchange pieces of equal length; return each rank's piece. Raises RankFailed.
 
-        The pieces have to be read before the next meeting but one.
+        The pieces have to be read before the meeting after the next one.
         """
         state = self.state
         assert state is not None
@@ -210,7 +214,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         wanted, size = words[mine] + 1, piece.nbytes
         slots = state.slots[words[mine] & 1]
         slots[self.rank][:size].view(piece.dtype).copy_(piece)
-        with state.fence:  # the piece is written before it is counted, on any processor
+        with state.fence:  # the fence makes the piece visible before the count, on any processor
             words[mine] = wanted
         for rank in range(self.size):
             self._wait(state, rank * LINE_WORDS, wanted)
@@ -222,19 +226,19 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @property
     def fence(self) -> threading.Lock:
-        """The lock that orders writes: whoever sees a write made under it sees all earlier
+        """The lock that orders writes: a reader that sees a write under it sees all earlier
         writes."""
         assert self.state is not None
         return self.state.fence
 
     @property
     def round(self) -> int:
-        """The number of failed steps that this rank has put behind it."""
+        """The number of failed steps that this rank has recovered from."""
         assert self.state is not None
         return self.state.round
 
     def check_round(self) -> None:
-        """Raise RankFailed where rank 0 has given up the steps of this round."""
+        """Raise RankFailed if rank 0 has given up the steps of this round."""
         assert self.state is not None
         if self.state.words[ROUND] != self.state.round:
             raise RankFailed("the step was given up")
@@ -246,9 +250,9 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Return (rank, meetings) of each rank that has come to fewer meetings than another one.
+        """Return (rank, meetings) of each rank that is behind another one.
 
-        The list is empty where no rank is in a meeting.
+        The list is empty if no rank is in a meeting.
         """
         assert self.state is not None
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
@@ -268,17 +272,17 @@ class SharedMemoryGroup(TensorParallelGroup):
     def fail(self) -> None:
         """Tell the ranks that wait for this rank that its step has failed."""
         assert self.state is not None
-        if self.state.words[FAILED] <= self.state.round:  # the first counts
+        if self.state.words[FAILED] <= self.state.round:  # only the first failure is recorded
             self.state.words[FAILED_ON] = self.rank
             self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
-        """End the other ranks' waits of this round. On rank 0 only."""
+        """End the other ranks' waits of this round. Only on rank 0."""
         assert self.state is not None and self.rank == 0
         self.state.words[ROUND] += 1
 
     def join_round(self) -> None:
-        """Start counting anew. Legal when no other rank is in a meeting, or about to be."""
+        """Reset the counters. Legal when no other rank is in a meeting or about to enter one."""
         state = self.state
         assert state is not None
         state.round = state.words[ROUND]

@@ -1,14 +1,11 @@
-"""Stage: the layers of a model that a rank has, in a pipeline.
+"""Stage: the layers that a rank has in a pipeline. No torch here.
 
-The first stage has the embedding and the head too. So requests, scheduler and sampler are where
-tokens go in and where logits come out, a token never leaves that rank, and a head that is the
-embedding is there once:
+The first stage also has the embedding and the head. So requests, scheduler and sampler are on the
+rank where tokens enter and logits leave, tokens are never sent, and a tied head exists only once:
 
-    rank 0   embedding, layers 0 .. a      head, sampler
-    rank 1                     layers a .. b  |
-    rank 2                         layers b .. end
-
-No torch here.
+ rank 0   embedding, layers 0 .. a      head, sampler
+ rank 1                     layers a .. b  |
+ rank 2                         layers b .. end
 """
 
 from collections.abc import Sequence
@@ -40,22 +37,24 @@ class Stage:
         """Return the layers of this stage, at least one.
 
         costs: the cost of each layer, in any unit.
-        ends: the cost of what the first stage has besides.
+        ends: the cost of embedding and head, which the first stage has in addition.
         """
         cuts = divide(costs, ends, self.count)
         return range(cuts[self.number], cuts[self.number + 1])
 
 
 def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
-    """Return where to cut a row of layers into `count` pieces, so that the dearest is cheapest.
+    """Return the cuts of a row of layers into `count` pieces that minimise the largest cost.
 
     The result is 0, the first layer of each other piece, and the number of layers.
+
     costs: the cost of each layer, in any unit.
     ends: the further cost of the first piece.
     """
     sums = list(accumulate(costs, initial=0))
     total = len(costs)
-    # best[i]: the dearest of the pieces so far, if these have the layers before i; cut where.
+    # best[i]: the least possible largest cost of the pieces so far, if they have the layers before
+    # i.
     best = [ends + sums[i] for i in range(total + 1)]
     cuts: list[list[int]] = []
     for piece in range(1, count):

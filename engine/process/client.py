@@ -1,4 +1,4 @@
-"""EngineClient: one engine process seen from its parent, a whole frame at a time.
+"""EngineClient: the parent's side of one engine process, which passes on whole frames.
 
 It keeps nothing for each request: its user maps ids to requests.
 """
@@ -39,10 +39,11 @@ from engine.process.supervisor import EngineProcess
 
 logger = logging.getLogger("manta.engine")
 
-START_SECONDS = 600.0  # a large checkpoint from a slow disk
+START_SECONDS = 600.0  # enough for a large checkpoint on a slow disk
 STOP_SECONDS = 5.0
-LAST_FRAMES_SECONDS = 0.02  # after its end, for what it had sent to come through the socket
-MAX_FRAMES_A_TURN = 64  # then other callbacks of the loop get their turn
+# time for the last messages of an ended process to come through the socket
+LAST_FRAMES_SECONDS = 0.02
+MAX_FRAMES_A_TURN = 64  # then other callbacks of the event loop run
 
 OnFrame = Callable[[StepFrame], None]
 OnDeath = Callable[[MantaError], None]
@@ -54,10 +55,10 @@ class EngineClient:
 
     start, callbacks and close run on one event loop; submit, abort and control on any thread.
 
-    on_frame: a function that is called with every StepFrame, in order.
-    on_death: a function that is called once with the error, when the engine ended without being
-        closed; no frame comes after it, and every request that was open is lost.
-    remote: where the engine's ranks of other nodes wait for it, if it has some.
+    on_frame: called with every StepFrame, in order.
+    on_death: called once with the error if the engine ended without being closed. No frame follows,
+        and every open request is lost.
+    remote: the engine's ranks on other nodes, if there are any.
     stats: the state in the last frame.
     """
 
@@ -74,12 +75,12 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._engine: EngineProcess | None = None
         self._failed: Failed | None = None
-        self._error: MantaError | None = None  # why it is of no use any more
+        self._error: MantaError | None = None  # why the engine cannot be used any more
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # by ticket
         self.ready: Ready | None = None
         self.stats = EngineStats()
-        self.pulses = 0  # signs of life, and the last of them
+        self.pulses = 0  # number of signs of life received
         self.pulse = Pulse()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
@@ -94,8 +95,10 @@ class EngineClient:
     ) -> Ready:
         """Spawn the process and wait until it can serve.
 
-        progress(phase, fraction): called as it goes. Raises ConfigError for a configuration that
-        cannot be used, EngineDead when it dies or takes longer than timeout seconds.
+        timeout: seconds that the start may take.
+        progress: called with (phase, fraction) during the start.
+        Raises ConfigError for a configuration that cannot be used, EngineDead if the process dies
+        or takes too long.
         """
         assert self._engine is None, "a client starts once"
         loop = self._loop = asyncio.get_running_loop()
@@ -104,7 +107,7 @@ class EngineClient:
         self._engine = EngineProcess(config, self._exited_elsewhere, self._remote)
         self._fd = int(self._engine.frames.FD)
         loop.add_reader(self._fd, self._readable)
-        self._readable()  # the descriptor tells of changes only
+        self._readable()  # the descriptor only signals changes
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(self._started)
@@ -123,13 +126,14 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The process id of the engine process. Legal after start."""
+        """The process id of the engine process; legal after start."""
         assert self._engine is not None
         return self._engine.pid
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand over one choice; its id must not be in use. Never blocks, any thread. Raises
-        EngineDead.
+        """Send one choice of a request; its id must not be in use. Never blocks. Thread-safe.
+
+        Raises EngineDead.
         """
         self._live().send(request)
 
@@ -158,10 +162,11 @@ class EngineClient:
         load: bool = True,
         digest: str = "",
     ) -> AdapterInfo:
-        """Make a PEFT adapter known to the engine, or replace the one of that name: requests that
-        were submitted before finish on the old weights. See `AddAdapter`.
+        """Register a PEFT adapter with the engine, or replace the one of that name.
 
-        Raises AdapterError (nothing has changed then), EngineDead.
+        Requests that were submitted before finish with the old weights. Parameters: see
+        `AddAdapter`.
+        Raises AdapterError, after which nothing has changed, and EngineDead.
         """
         path = str(folder) if "://" in str(folder) else os.path.abspath(folder)
         return await self._ask(
@@ -169,7 +174,7 @@ class EngineClient:
         )
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        """Forget an adapter; accepted requests finish on it. Raises AdapterError, EngineDead."""
+        """Remove an adapter; accepted requests finish with it. Raises AdapterError, EngineDead."""
         return await self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
 
     async def close(self, timeout: float = STOP_SECONDS) -> None:
@@ -181,7 +186,8 @@ class EngineClient:
         if self._started is not None:
             self._started.cancel()
         if engine is not None:
-            patience = timeout if self.ready is not None else 0.0  # while it starts it cannot hear
+            # a starting engine reads no messages
+            patience = timeout if self.ready is not None else 0.0
             await asyncio.get_running_loop().run_in_executor(None, engine.close, patience)
 
     async def _ask(self, message: Callable[[int], AddAdapter | RemoveAdapter]) -> AdapterInfo:
@@ -196,7 +202,7 @@ class EngineClient:
     def _answer(self, answer: AdapterAnswer) -> None:
         future = self._asked.get(answer.ticket)
         if future is None or future.done():
-            return  # the caller has given up
+            return  # the caller no longer waits
         if answer.info is not None:
             future.set_result(answer.info)
         else:
@@ -237,7 +243,7 @@ class EngineClient:
             self._on_progress(message.phase, message.fraction)
 
     def _death(self, status: int) -> MantaError:
-        """Return the error that says why the engine ended."""
+        """Return the error that describes why the engine ended."""
         failed = self._failed
         if failed is not None:
             if failed.param is not None or failed.code == ConfigError.code:
@@ -261,15 +267,15 @@ class EngineClient:
                 self._started.set_result(self.ready)
             return
         except BaseException:
-            self._loop.call_soon(self._readable)  # a callback failed: the frames behind it go on
+            # a callback failed; the frames after it are still read
+            self._loop.call_soon(self._readable)
             raise
         self._loop.call_soon(self._readable)
 
     def _exited_elsewhere(self, status: int) -> None:
-        """Report the process's exit to the event loop; called in the thread that waits for the
-        process."""
+        """Report the process's exit to the event loop, from the thread that waits for it."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and its callbacks with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it its callbacks
             self._loop.call_soon_threadsafe(self._exited, status)
 
     def _exited(self, status: int) -> None:
@@ -281,7 +287,7 @@ class EngineClient:
         if self._fd < 0:
             return  # closed meanwhile
         assert self._loop is not None and self._engine is not None
-        if self._engine.frames.poll(0):  # what it said before it ended comes first
+        if self._engine.frames.poll(0):  # its last messages are read first
             self._loop.call_soon(self._dead, status)
             self._readable()
             return

@@ -1,10 +1,10 @@
-"""A core without a model, for tests and benchmarks of everything around the engine.
+"""FakeCore: an engine core without a model, for tests and benchmarks of everything around it.
 
-Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of a sequence is
-first + p % (vocab_size - first), a function of the position alone (and of the adapter's name and
-revision, which shift p), and its log-probability one of the token: so a stream that went on
-elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
-model's. The vector of a text is [tokens, their sum, the first, the last].
+`EngineConfig(model="fake:key=value,...")` selects it. The token at position p of a sequence is
+first + p % (vocab_size - first). It depends only on the position, and on the adapter's name and
+revision, which shift p. A token's log-probability depends only on the token. So a stream that was
+resumed elsewhere can be checked for gaps and repeats, and the CPU cost of router and client is
+measured without a model's. The embedding of a text is [tokens, their sum, the first, the last].
 """
 
 import os
@@ -34,26 +34,29 @@ from engine.messages import (
 from engine.scheduling.pacing.step_timer import StepTimer
 
 PREFIX = "fake:"
-STEP_TOKENS = 2048  # what it says; a step takes whatever waits
+STEP_TOKENS = 2048  # reported value; a step takes whatever waits
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys of the model name.
+    """The keys of the fake model's name.
 
     first: smallest token id produced.
-    tokens_per_step: of each running request.
-    step_seconds: each step sleeps as long.
-    answer_tokens: end with the end token after as many; 0 = never.
+    tokens_per_step: tokens of each running request in a step.
+    step_seconds: duration of each step.
+    answer_tokens: tokens after which an answer ends with the end token; 0 = never.
     eos: the end token.
     poison: a prompt with this token fails alone.
-    adapter_seconds: an adapter takes as long to reach the device.
-    fail_start, fail_step, exit_step, hang_step: raise at start, raise at that step, exit without a
-        word, or never end it.
-    lethal: a prompt with this token ends the process, in the step that would give its token number
-        lethal_at of the answer (from 0), or a later one, and not before it has given lethal_after
-        tokens here.
-    lost_at_signal: SIGUSR1 takes the device away: the step after it raises.
-    wake_seconds: of waking. fail_wake: raise instead.
+    adapter_seconds: time that an adapter takes to reach the device.
+    fail_start: raise at start.
+    fail_step: the step that raises.
+    exit_step: the step in which the process exits without a message.
+    hang_step: the step that never ends.
+    lethal: a prompt with this token ends the process.
+    lethal_at: number of the answer's token, from 0, in whose step the process ends, or later.
+    lethal_after: tokens that the request must have produced in this process before.
+    lost_at_signal: after SIGUSR1 the next step raises, as if the device were lost.
+    wake_seconds: duration of a wake.
+    fail_wake: raise at a wake.
     """
 
     vocab_size: int = 1000
@@ -88,7 +91,10 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FakeCore:
-    """The interface of `engine.scheduling.core.EngineCore`; what waits runs in the next step."""
+    """A core with the interface of `engine.scheduling.core.EngineCore`, without a model.
+
+    All waiting requests run in the next step.
+    """
 
     on_device = False
 
@@ -102,8 +108,8 @@ class FakeCore:
         )
         self._requests: dict[int, EngineRequest] = {}  # in order of arrival
         self._new: set[int] = set()
-        self._ended: list[Delta] = []  # refused or aborted since the last step
-        # Memory for as many of the longest requests as can run: rows are what runs out.
+        self._ended: list[Delta] = []  # deltas of requests refused or aborted since the last step
+        # Memory for the longest requests in all rows, so that rows are the limit.
         self._blocks = -(-self._max_len // config.block_size)
         self._stats = EngineStats(
             total_blocks=self._blocks * self._limit, block_size=config.block_size, rows=self._limit
@@ -113,9 +119,10 @@ class FakeCore:
         self._adapters: dict[int, Adapter] = {}  # by request
         self._slots: dict[int, int] = {}  # by request that has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
-        self.lost = False  # the device
+        self.lost = False  # whether the device was lost
         self.end_process: Callable[[int], object] = os._exit
-        self._lethal: dict[int, int] = {}  # requests that end it -> tokens when they came
+        # requests that will end the process -> their tokens at arrival
+        self._lethal: dict[int, int] = {}
         self._timer = StepTimer()
 
     def ready(self) -> Ready:
@@ -170,9 +177,9 @@ class FakeCore:
             self._store.claim(adapter)
 
     def _can_run(self, request: EngineRequest) -> bool:
-        """Whether the request has its adapter's slot, or gets it now.
+        """Return whether the request has its adapter's slot, or gets it now.
 
-        A request whose adapter cannot be loaded ends.
+        A request whose adapter cannot be loaded ends here.
         """
         adapter = self._adapters.get(request.id)
         if adapter is None or request.id in self._slots:
@@ -282,8 +289,8 @@ class FakeCore:
         return delta
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
-        """Return the log-probability of a token, which is the likeliest, and of the k tokens from
-        it on."""
+        """Return the log-probability of a token, which is the most likely, and of k following
+        tokens."""
         first, size = self._options.first, self._options.vocab_size
         ids = [first + (token - first + place) % (size - first) for place in range(k)]
         best = -1.0 - token / size

@@ -1,8 +1,9 @@
-"""FirstStart: the compilers' help where an engine starts for the first time on a machine.
+"""FirstStart: compiles kernels in parallel where an engine starts first on a machine.
 
-A later start finds its kernels in Triton's cache and would only lose time by looking for them. What
-tells the two apart is an empty file in that cache, named after all that kernels depend on. Another
-kind of device in front of the same cache is not among that: its kernels are compiled one by one.
+A later start finds its kernels in Triton's cache, and would only lose time by looking for them. An
+empty file in that cache, named after all that kernels depend on, marks a finished first start. The
+
+name does not include the kind of device: another kind's kernels are compiled one by one.
 """
 
 import logging
@@ -18,21 +19,23 @@ from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
 
 _ROOT = Path(__file__).resolve().parents[2]
-_DRIVER = Path("/dev/nvidiactl")  # there where a CUDA device is, and asked without importing torch
+# exists on a machine with CUDA devices; checked without importing torch
+_DRIVER = Path("/dev/nvidiactl")
 
 logger = logging.getLogger("manta.engine")
 
 
 class FirstStart:
-    """The compilers of an engine's first start, for a with block.
+    """A context manager that runs kernel compilers during an engine's first start.
 
-    compilers: they run to the end of the block; None for later starts, or without a device that
-        they could compile for.
+    compilers: the compilers, closed when the context ends; None for later starts or without a CUDA
+        device.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.compilers: Compilers | None = None
-        # With several ranks what is between them cannot be left out, as launches are then.
+        # With several ranks, communication cannot be left out when kernels are launched to be
+        # compiled.
         if config.device == "cpu" or config.num_ranks > 1 or not _DRIVER.exists():
             return
         try:
@@ -68,8 +71,10 @@ class FirstStart:
 
 
 def _digest(config: EngineConfig) -> str:
-    """Return a digest of configuration, model and code. Raises OSError where the model has no
-    config.json."""
+    """Return a digest of configuration, model and code.
+
+    Raises OSError if the model has no config.json.
+    """
     state = blake2b(msgspec.json.encode(config), digest_size=16)
     state.update((Path(config.model) / "config.json").read_bytes())
     for package in ("torch", "triton"):

@@ -1,4 +1,4 @@
-"""The first acts of a process of the engine: tie its life to its parent's, and set its threads."""
+"""The first steps of an engine process: tie its life to its parent's, and set its threads."""
 
 import ctypes
 import os
@@ -10,9 +10,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_start() -> bytes:
-    """Read the line on stdin that says what to do; b"" where the parent has ended.
+    """Read the start order, one line on stdin; return b"" if the parent has ended.
 
-    Nothing else ever comes, and stdin's end is the parent's.
+    Nothing else is ever written to stdin, and its end is the parent's end.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -31,7 +31,7 @@ def tie_to_parent(parent: int) -> None:
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
@@ -42,14 +42,14 @@ def _watch_parent() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set OpenMP's environment before torch is imported, as OpenMP reads it once.
+    """Set OpenMP's environment before torch is imported, as OpenMP reads it only once.
 
     count: the number of threads; 0 leaves the choice to the core.
     """
-    # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
-    # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
-    # engines on two cores, six times slower each); these are a millisecond, several times what
-    # lies between two matmuls of a step.
+    # A thread that waits for the others of its step burns a core. GNU OpenMP spins 300,000 times by
+    # default, 14 ms, in which a second engine or a router on the same cores gets nothing done. Two
+    # engines on two cores were measured at a sixth of their speed. 30,000 spins take a millisecond,
+    # several times the pause between two matmuls of a step.
     os.environ["GOMP_SPINCOUNT"] = "30000"
     if count:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

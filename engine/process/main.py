@@ -1,8 +1,8 @@
-"""The engine process: `python -m engine.process.main`, started by `EngineProcess` and owned by it.
+"""The engine process: `python -m engine.process.main`, started by its owner `EngineProcess`.
 
 It reads its configuration as one line of JSON from stdin, connects to two sockets that the parent
-has bound, and runs the step loop. It never outlives its parent: stdin stays open as a lifeline
-whose end is the parent's, and on Linux the kernel kills it when the parent's spawning thread ends.
+has bound, and runs the step loop. It never outlives its parent: stdin closes when the parent ends,
+and on Linux the kernel kills it when the parent's spawning thread ends.
 """
 
 import contextlib
@@ -48,25 +48,25 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 logger = logging.getLogger("manta.engine")
 
-LAST_FRAME_MS = 1000  # how long to wait for the parent to take the last frame
-RANK_EXIT_SECONDS = 0.2  # the same, in seconds, where the step loop may hang in an all-reduce
+LAST_FRAME_MS = 1000  # how long to wait until the parent has read the last frame
+RANK_EXIT_SECONDS = 0.2  # the same in seconds, where the step loop may hang in an all-reduce
 PULSE_SECONDS = 0.5
-# Idle milliseconds before the invariants are checked. That takes 11 ms for the blocks of a large
-# device, and a client that sends one request after the other would wait for it each time.
+# Idle milliseconds before invariants are checked. The check takes 11 ms for a large device's
+# blocks, and a client that sends one request after another would wait for it each time.
 QUIET_MS = 500
-# Without work, before the core is asked again: it lets go of adapters that were not used for a day.
+# Longest wait without work; the core then drops adapters that were not used for a day.
 IDLE_MS = 3_600_000
 
 
 class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
     """The order on stdin that starts an engine process.
 
-    core: the name in CORES.
-    directory: the folder to work in, so that relative paths mean what they did there.
+    core: a key of CORES.
+    directory: the working directory, so that relative paths mean the same as in the parent.
     inbox, outbox: zmq addresses to pull from and push to.
     parent: the parent's process id.
     spawned: monotonic seconds just before the process was created.
-    remote: where ranks of other nodes are, if there are some.
+    remote: ranks on other nodes, if there are any.
     """
 
     core: str
@@ -80,12 +80,12 @@ class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Core(Protocol):
-    """The part of an engine core that the loop needs.
+    """The interface of an engine core to the loop.
 
-    Errors of one request come as its delta, not as exceptions.
+    Errors of one request are reported in its delta, not raised.
     """
 
-    on_device: bool  # the step waits for the device
+    on_device: bool  # whether the step is waiting for the device
 
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, ids: list[int]) -> None: ...
@@ -101,16 +101,18 @@ class Core(Protocol):
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
     def answers(self) -> list[AdapterAnswer]:
-        """Return the adapter answers that came since the last call."""
+        """Return the adapter answers since the last call."""
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """Set the function that is called, from any thread, when `has_work` or `answers` has news
-        that no message and no step brought: an adapter was read."""
+        """Set the function to call, from any thread, when an adapter was loaded.
+
+        `has_work` or `answers` then changes without a message or a step.
+        """
         ...
 
 
-Report = Callable[[str, float], None]  # phase, fraction done
+Report = Callable[[str, float], None]  # (phase, fraction done)
 Fail = Callable[[MantaError], None]  # ends this process, from any thread
 
 
@@ -119,15 +121,16 @@ def _model(
 ) -> tuple[Core, Ready]:
     began, config = time.monotonic(), start.config
     report("imports", 0.0)
-    # Before the imports, so that those of the compilers, or of the other ranks, run beside ours.
+    # Started before the imports, so that compilers or other ranks import at the same time.
     nodes = place(config, Places())
     first, ranks = FirstStart(config), None
     if config.num_ranks > 1:
         ranks = Ranks(config, fail, nodes, start.remote)
         ends.callback(ranks.close)
-    if nodes:  # of this process, once the others have what it may use
+    if nodes:  # binds this process only after the others, as they inherit its affinity
         bind(nodes[0])
-    from engine.factory import build  # brings torch, seconds that a fake core must not pay
+    # imports torch, which takes seconds that a fake core must not pay
+    from engine.factory import build
     from kernels.launch.compiling import report_late
 
     imported = time.monotonic()
@@ -156,23 +159,23 @@ CORES: dict[
 
 
 class EngineLoop:
-    """The loop of an engine process: input, step, one frame out.
+    """The engine process's loop: take messages, run a step, send one frame.
 
-    The loop blocks, for an hour at a time, while there is nothing to do.
+    Without work it waits for messages, an hour at most.
     """
 
     def __init__(
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
     ) -> None:
         self.stepping = False
-        self._waiting = False  # for input
+        self._waiting = False  # waits for input
         self._core = core
         self._inbox = inbox
         self._send = send
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._refused: list[Delta] = []
         self._stopped = False
-        self._ticket = 0  # of the last order carried out
+        self._ticket = 0  # ticket of the last order carried out
         self._taken: list[int] = []  # requests that no frame has counted yet
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
@@ -183,14 +186,15 @@ class EngineLoop:
         core.on_loaded(self._wake)
 
     def _wake(self) -> None:
-        """End the wait for input; from any thread."""
-        with contextlib.suppress(BlockingIOError):  # full of earlier calls, so it wakes anyway
+        """End the wait for input. Thread-safe."""
+        # the pipe is full of earlier calls, so the loop wakes anyway
+        with contextlib.suppress(BlockingIOError):
             os.write(self._waker, b"x")
 
     def run(self) -> None:
         """Run the loop until "stop".
 
-        Raises what `Core.step` raises: a step that fails leaves no state to go on from.
+        Raises what `Core.step` raises: after a failed step no valid state is left.
         """
         core = self._core
         checked = False
@@ -199,7 +203,7 @@ class EngineLoop:
             if busy:
                 checked = False
             elif not checked and not self._wait_for_input(QUIET_MS):
-                core.check_integrity()  # a leak shows here, when nothing should be held
+                core.check_integrity()  # a leak shows here, where no request should hold anything
                 checked = True
             asked = self._take_input(block=not busy)
             if self._stopped:
@@ -218,7 +222,7 @@ class EngineLoop:
                 self._send(StepFrame(core.stats(), deltas, ticket=self._ticket, taken=taken))
 
     def pulse(self) -> Pulse:
-        """Return a sign of life of the loop, for a thread beside it."""
+        """Return a sign of life of the loop; called from another thread."""
         doing = "input" if self._waiting else ""
         if self.stepping:
             doing = "device" if self._core.on_device else "step"
@@ -231,7 +235,7 @@ class EngineLoop:
         return bool(events)
 
     def _take_input(self, *, block: bool) -> bool:
-        """Handle everything that has arrived; returns whether the state is to be shown.
+        """Handle all messages that have arrived; return whether a frame was asked for.
 
         block: whether to wait for a message first.
         """
@@ -282,7 +286,7 @@ class EngineLoop:
             self._stopped = True
 
     def _refuse(self, raw: bytes, reason: str) -> None:
-        """Refuse one malformed request, which must not end the others."""
+        """Refuse one malformed request, without ending the others."""
         fields = msgspec.msgpack.decode(raw)
         if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):
             self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
@@ -291,7 +295,7 @@ class EngineLoop:
 
 
 class LogToParent(logging.Handler):
-    """The handler that sends this process's log lines to the parent, which has the only log."""
+    """A logging handler that sends this process's log lines to the parent."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         super().__init__()
@@ -303,7 +307,7 @@ class LogToParent(logging.Handler):
 
 
 def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
-    """Send signs of life while a step takes its time; a process that is stopped sends none."""
+    """Send signs of life, also during long steps; a stopped process sends none."""
     while True:
         send(loop.pulse())
         time.sleep(PULSE_SECONDS)
@@ -325,8 +329,8 @@ def main() -> int:
     tie_to_parent(start.parent)
     os.chdir(start.directory)
     set_threads(start.config.num_threads)
-    # A thread that reads an adapter, or gives a sign of life, may keep the step loop waiting for as
-    # long; by default for 5 ms, which is a step.
+    # Another thread that runs Python may keep the step loop waiting this long. The default is 5 ms,
+    # the time of a step.
     sys.setswitchinterval(5e-4)
     began = time.monotonic()
 
@@ -334,7 +338,7 @@ def main() -> int:
     inbox = context.socket(zmq.PULL)
     outbox = context.socket(zmq.PUSH)
     for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
-        socket.set_hwm(0)  # the parent takes frames or is gone; a limit would stall the step loop
+        socket.set_hwm(0)  # the parent reads frames or is gone; a limit would stall the step loop
         socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
 
@@ -359,7 +363,7 @@ def main() -> int:
             send(Progress(phase, fraction))
 
     def fail(error: MantaError) -> None:
-        """End the process because a rank has exited: the running step would never end."""
+        """End the process after a rank has exited, because the running step would never end."""
         send(_failure(error, "a rank has ended"))
         time.sleep(RANK_EXIT_SECONDS)
         os._exit(1)
@@ -369,7 +373,7 @@ def main() -> int:
         core, ready = CORES[start.core](start, report, fail, ends)
         ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
         gc.collect()
-        gc.freeze()  # what lives as long as the process need not be looked at again
+        gc.freeze()  # garbage collection need not scan objects that live as long as the process
         ready.start_seconds["total"] = round(time.monotonic() - start.spawned, 3)
         send(ready)
     except Exception as error:
@@ -391,7 +395,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # No interpreter shutdown: destructors of device libraries can hang, and nothing needs them.
+    # The interpreter is not shut down: destructors of device libraries can hang, and none is
+    # needed.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""A rank's process: `python -m engine.process.rank`, started by `engine.parallel.ranks.Ranks`,
-or on another node than rank 0's by `engine.parallel.rank_host.RankHost`.
+"""The process of a rank: `python -m engine.process.rank`.
 
-It holds its part of the model and runs each step with rank 0, whose choice of tokens it receives.
-It knows nothing of requests.
+`engine.parallel.ranks.Ranks` starts it, or on another node `engine.parallel.rank_host.RankHost`. It
+holds its part of the model and runs each step with rank 0, from which it receives the sampled
+tokens. It knows nothing of requests.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankLoop:
-    """The loop that runs rank 0's calls, each the name of a method here and its arguments."""
+    """The loop that runs rank 0's calls: each is the name of a method here and its arguments."""
 
     def __init__(
         self, runner: "ModelRunner", place: "Place", calls: "Connection[Any, Any]"
@@ -45,7 +45,8 @@ class RankLoop:
         self._runner = runner
         self._place = place
         self._calls = calls
-        self._launched: deque[DeviceResult | StagedResult | None] = deque()  # None: has failed
+        # None: the step has failed
+        self._launched: deque[DeviceResult | StagedResult | None] = deque()
 
     def run(self) -> None:
         """Run rank 0's calls until rank 0 ends."""
@@ -62,14 +63,14 @@ class RankLoop:
         self._launched.append(None)
         with self._failing():
             self._launched[-1] = self._runner.launch(batch)
-            # At most two are in flight, as on rank 0; those that `conclude` ends are more.
+            # At most two steps are in flight, as on rank 0; steps that `conclude` ends may be more.
             over = getattr(self._launched[0], "concluded", not self._concludes)
             if len(self._launched) > 1 and over:
                 self._wait_for_oldest()
 
     def conclude(self) -> None:
-        """Conclude the oldest step that has no end yet, on the first of several pipeline stages of
-        several ranks."""
+        """Conclude the oldest unfinished step, on the first of several stages that have several
+        ranks."""
         for at, launched in enumerate(self._launched):
             if launched is None:
                 del self._launched[at]
@@ -90,9 +91,9 @@ class RankLoop:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Fail the step on the ranks that wait for this rank, if an exception is raised inside.
+        """Fail the step on the ranks that wait for this rank, if the block raises an exception.
 
-        Rank 0 has the step given up.
+        Rank 0 then gives up the step on all ranks.
         """
         from engine.parallel.shared_memory import RankFailed
 
@@ -120,7 +121,7 @@ class RankLoop:
 
 
 def _load_adapters(loader: "AdapterLoader", asked: "Connection[Any, Any]") -> None:
-    """Load adapters that rank 0 asks for, in a thread of its own; see `Ranks.load_adapter`."""
+    """Load adapters when rank 0 asks for them, in a separate thread; see `Ranks.load_adapter`."""
     while True:
         try:
             path, digest, slot = asked.recv()
@@ -151,9 +152,9 @@ class _LogToRank0(logging.Handler):
 
 
 def run(start: RankStart) -> None:
-    """Load the rank, then run rank 0's calls until rank 0 ends.
+    """Load the rank's part, then run rank 0's calls until rank 0 ends.
 
-    Raises what loading and steps raise.
+    Raises errors of loading and of steps.
     """
     calls: Connection[Any, Any] = Connection(start.calls)
 
@@ -190,7 +191,7 @@ def main() -> int:
     ours = logging.getLogger("manta")
     ours.addHandler(_LogToRank0(reports))
     ours.propagate = False
-    ours.setLevel(logging.WARNING)  # rank 0 says what all do
+    ours.setLevel(logging.WARNING)  # rank 0 logs what is common to all ranks
     try:
         if start.node is not None:
             bind(start.node)
@@ -206,7 +207,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # No interpreter shutdown, as of the engine process.
+    # The interpreter is not shut down, as in the engine process.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

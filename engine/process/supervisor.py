@@ -1,4 +1,4 @@
-"""EngineProcess: the parent's side of one engine process, its sockets and its end."""
+"""EngineProcess: the parent's side of one engine process, with its sockets."""
 
 import contextlib
 import os
@@ -25,15 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
-    """The owner of an engine process, from its spawn to its end.
+    """The owner of an engine process, from its start to its end.
 
-    frames: zmq PULL socket to read from (one thread only, the caller's).
-    remote: where its ranks of other nodes are, if it has some.
-    A thread of its own creates the process and then waits for it, for two reasons: the kernel's
-    parent-death signal follows the thread that forked, not the process, and waiting there reports
-    the end at once without polling. on_exit(exit status) is called from that thread.
-    Raises ConfigError when there is no folder for its sockets, EngineDead when no process can be
-    made.
+    A separate thread creates the process and then waits for it. The kernel's parent-death signal
+    follows the thread that forked, not the process, and waiting there reports the end without
+    polling.
+
+    on_exit: called from that thread with the exit status.
+    remote: the engine's ranks on other nodes, if there are any.
+    frames: zmq PULL socket to read from, in one thread only.
+    Raises ConfigError if there is no folder for its sockets, EngineDead if no process can be
+    created.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class EngineProcess:
     ) -> None:
         self._config = config
         self._on_exit = on_exit
-        self._folder = str(private_folder(MAX_PATH))  # mode 0700: no other user may connect
+        self._folder = str(private_folder(MAX_PATH))  # mode 0700, so that no other user can connect
         inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
         self._start = EngineStart(
             core="fake" if config.model.startswith(FAKE) else "model",
@@ -57,7 +59,7 @@ class EngineProcess:
             remote=remote,
         )
         self._encoder = msgspec.msgpack.Encoder()
-        self._send_lock = threading.Lock()  # requests may come from any thread
+        self._send_lock = threading.Lock()  # requests may be sent from any thread
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self.frames = self._context.socket(zmq.PULL)
@@ -87,10 +89,11 @@ class EngineProcess:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine.process.main"],
-                cwd=ROOT,  # where the package is, installed or not; the child then changes to ours
+                # the package's folder, installed or not; the child then changes to our directory
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
-                stdout=2,  # what libraries print belongs with the log
-                process_group=0,  # Ctrl-C at a terminal is for the parent alone
+                stdout=2,  # output of libraries belongs in the log
+                process_group=0,  # Ctrl-C at a terminal reaches only the parent
             )
         except OSError as error:
             self._spawn_error = error
@@ -98,14 +101,15 @@ class EngineProcess:
             return
         self._process = process
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already; its status will say so
+        # it died already, which its exit status will show
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(self._start) + b"\n")
             process.stdin.flush()
         self._spawned.set()
         self._on_exit(process.wait())
 
     def send(self, message: ToEngine) -> None:
-        """Send a message to the engine process. Never blocks. Any thread.
+        """Send a message to the engine process. Never blocks. Thread-safe.
 
         Raises EngineDead if the engine process is gone.
         """
@@ -119,8 +123,10 @@ class EngineProcess:
                 raise EngineDead("the engine process is gone") from None
 
     def hide(self) -> None:
-        """Remove the sockets' folder. Connected sockets do not need it, and a killed process
-        cannot leave it behind."""
+        """Remove the sockets' folder, which connected sockets do not need.
+
+        A killed process then cannot leave it behind.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:

@@ -1,2 +1,4 @@
-"""Structured output: what an answer may be, as data that a request carries, and which tokens that
-leaves at each step. By llguidance; no torch here."""
+"""Structured output: grammars of a request, and the tokens that they allow at each step.
+
+llguidance does the matching; no torch here.
+"""

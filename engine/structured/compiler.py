@@ -1,4 +1,4 @@
-"""Compiler: compiles each grammar once into a matcher, for one vocabulary, within limits."""
+"""Compiler: compiles each grammar once into a matcher for one vocabulary, within limits."""
 
 import json
 import re
@@ -20,37 +20,39 @@ from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, places
 from engine.structured.marks import hide_marks
 
-CACHED = 128  # grammars
-LEXERS = 32  # of one grammar at most
-MOST_LEXERS = 512  # of all; what one has learnt is 0.2 to 1 MB, of large grammars more
-_QUICK = 0.05  # s; a grammar that takes longer to compile has one lexer
+CACHED = 128  # number of grammars
+LEXERS = 32  # the most lexers of one grammar
+# the most lexers of all grammars; the states of one take 0.2 to 1 MB, or more for large grammars
+MOST_LEXERS = 512
+_QUICK = 0.05  # seconds; a grammar that takes longer to compile has a single lexer
 
-# A step that a grammar makes too expensive ends its own request. llguidance does some 14,000 units
-# of fuel in a millisecond.
+# A grammar that is too expensive for one step ends its own request. llguidance uses some 14,000
+# units of fuel in a millisecond.
 _LIMITS = llg.LLParserLimits(
     step_lexer_fuel=150_000,
     initial_lexer_fuel=1_000_000,
     step_max_items=50_000,
     max_items_in_row=8_000,  # four for each optional property of an object
     max_grammar_size=500_000,
-    max_lexer_states=50_000,  # of 1 to 2 kB
-    verbose_errors=False,  # they would quote the output
+    max_lexer_states=50_000,  # of 1 to 2 kB each
+    verbose_errors=False,  # verbose errors would quote the output
 )
 _JSON_OPTIONS: Any = {
-    # Models fall into writing spaces for ever; this is enough for what is indented.
+    # Models may write spaces endlessly; this limit suffices for indented text.
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
     "json_allow_general_unicode_escapes": True,
 }
-_TOO_MUCH = ("fuel", "too large", "too many", "too complex", "limit", "max is")  # in its errors
-_NOTHING = "NoExtension"  # the same, where nothing is allowed
-_SHOWN = 300  # characters of the compiler's own words in an error
-_KEYWORDS = (  # the likelier ones first
+# words in llguidance's errors about limits
+_TOO_MUCH = ("fuel", "too large", "too many", "too complex", "limit", "max is")
+_NOTHING = "NoExtension"  # llguidance's error for a grammar that allows nothing
+_SHOWN = 300  # characters of the compiler's message that an error quotes
+_KEYWORDS = (  # the most likely first
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf", "pattern"),
     *("format", "$ref", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum"),
     *("exclusiveMinimum", "exclusiveMaximum", "additionalProperties", "required", "enum"),
     *("const", "type", "items", "prefixItems", "properties", "allOf", "anyOf"),
 )
-# Errors that are about a keyword without naming it.
+# Words in errors about a keyword that they do not name.
 _SIGNS: dict[str, tuple[str, ...]] = {
     "min/maxProperties": ("minProperties", "maxProperties"),
     "look": ("pattern", "patternProperties"),
@@ -58,14 +60,14 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "Pointer": ("$ref",),
     "Resource": ("$ref",),
 }
-# Tokens that a lexeme allows as a whole, so that their part of a mask is made ahead: spaces, and
-# characters of a string by their number. llguidance's own but for the first two numbers, which are
-# for strings near their maxLength: their masks took a seventh longer without.
+# Classes of tokens that a lexeme allows as a whole, so that their part of a mask is precomputed:
+# spaces, and string characters by number. They are llguidance's own except for the first two
+# numbers, for strings near their maxLength, whose masks took a seventh longer without them.
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{many}' for many in ("{1,3}", "{1,6}", "{1,10}", "{1,30}", "+")),
 ]
-# Texts, patterns, comments and names of tokens in Lark.
+# Strings, patterns, comments and names of tokens in Lark.
 _LARK_PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^\s<>\[\]"/][^\s<>]*>|</[^\s<>]+>'
 )
@@ -76,8 +78,8 @@ _TRIES = 16  # compilations to find which use of a keyword is at fault
 class Vocabulary:
     """The tokens of a model, in the form that the matcher takes.
 
-    num_tokens: the width of the logits. end_ids: what ends an answer; legal where the grammar is
-    satisfied.
+    num_tokens: the width of the logits.
+    end_ids: end tokens of an answer, allowed where the grammar is satisfied.
     """
 
     def __init__(
@@ -87,12 +89,12 @@ class Vocabulary:
         end_ids: Sequence[int],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """Make a vocabulary of llguidance's tokens.
+        """Make a vocabulary from llguidance's tokens.
 
-        marks: names of tokens that `tokens` knows by others, see `hide_marks`; None: an
-        outline.
+        marks: id -> real name of tokens that `tokens` has under other names (see `hide_marks`);
+            None = an outline.
         """
-        self.tokens = tokens  # llguidance's
+        self.tokens = tokens  # llguidance's tokenizer
         self.num_tokens = num_tokens
         self.end_ids = frozenset(end_ids)
         self._is_outline = marks is None
@@ -100,18 +102,18 @@ class Vocabulary:
         self._ids = {name: i for i, name in self._marks.items()}
 
     def text_of(self, token: int) -> bytes:
-        """Return the text of one token; the name of a mark."""
+        """Return the text of one token; for a mark its name."""
         if token in self._marks:
             return self._marks[token].encode()
         text: bytes = self.tokens.decode_bytes([token])
         return text
 
     def spells(self, text: str) -> bool:
-        """Whether the vocabulary's tokens have the characters of a grammar's source as they are.
+        """Whether the vocabulary's tokens spell the characters of a grammar's source unchanged.
 
         Llama 2's vocabulary, for example, writes a space as "▁".
         """
-        if self._is_outline:  # of bytes
+        if self._is_outline:  # an outline has all bytes
             return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         data = text.encode("utf-8", "replace")
@@ -119,7 +121,7 @@ class Vocabulary:
         return spelt == data
 
     def numbered(self, lark: str) -> str:
-        """Write the marks that a grammar names by their ids."""
+        """Replace the names of marks in a Lark grammar with their token ids."""
 
         def number(match: re.Match[str]) -> str:
             id = self._ids.get(match.group())
@@ -138,16 +140,17 @@ class Vocabulary:
         """Read the vocabulary of a checkpoint: 0.4 s for 49,000 tokens, and 55 MB for 131,000.
 
         The interpreter lock is held meanwhile.
-        declared: control tokens that tokenizer.json does not mark as control tokens.
-        Raises InvalidRequest (structured_not_supported) without a tokenizer.json, or for a kind
-        whose tokens are no bytes.
+
+        declared: control tokens that tokenizer.json does not mark as such.
+        Raises InvalidRequest (structured_not_supported) without a tokenizer.json, or for a kind of
+        tokenizer whose tokens are not bytes.
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise _not_supported("this model has no tokenizer.json")
         try:
             text, marks = hide_marks(path.read_bytes(), end_ids, declared)
-            # One of them has to be, or token 0 is.
+            # llguidance needs an end token, and would otherwise take token 0.
             ends = sorted({i for i in end_ids if i < num_tokens}) or [*marks][:1] or None
             tokens = llg.LLTokenizer(text, n_vocab=num_tokens, eos_token=ends, slices=_SLICES)
         except (ValueError, KeyError, TypeError) as error:
@@ -158,16 +161,16 @@ class Vocabulary:
     def outline(
         cls, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]
     ) -> "Vocabulary":
-        """Make a small vocabulary (10 MB) that tells whether a grammar compiles.
+        """Make a small vocabulary (10 MB) with which to test whether a grammar compiles.
 
-        It has single bytes, and special tokens by their names and ids. Its masks mean nothing.
+        It has single bytes, and special tokens by their names and ids. Its masks have no meaning.
         """
         outline: Any = _Outline(special, num_tokens, end_ids)
         return cls(llg.LLTokenizer(outline), num_tokens, end_ids)
 
 
 class _Outline:
-    """A tokenizer wrapper, as llguidance calls it."""
+    """A small tokenizer with the interface that llguidance calls."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -198,7 +201,10 @@ def _not_supported(why: str) -> InvalidRequest:
 
 
 class Use:
-    """One request's lease of a compiled lexer; it ends with this object. number: the lexer's."""
+    """The lease of a lexer by one request, which ends when this object is deleted.
+
+    number: the lexer's number.
+    """
 
     __slots__ = ("__weakref__", "number")
 
@@ -207,8 +213,7 @@ class Use:
 
 
 class _Lexer:
-    """The state that copies of one matcher share: a lexer learns its states as they are met, behind
-    a lock."""
+    """The state that copies of one matcher share: lexer states, computed when met, under a lock."""
 
     def __init__(self) -> None:
         self.matcher: Future[Any] = Future()
@@ -216,20 +221,22 @@ class _Lexer:
 
 
 class _Known:
-    """One compiled grammar, with its lexers.
+    """A compiled grammar with its lexers.
 
-    Of two requests that share one, one waits until the other has its mask. So each has its own,
-    up to `LEXERS`. They are not made ahead, as each learns what the others have learnt.
+    Two requests that share a lexer wait for each other's masks. So each has its own, up to
+    `LEXERS`. They are not made in advance, as every one has to compute the states again.
     """
 
     def __init__(self) -> None:
         self.lexers = [_Lexer()]
-        self.seconds = 0.0  # that the first compilation took
+        self.seconds = 0.0  # seconds of the first compilation
 
 
 class Compiler:
-    """A cache of compiled grammars. Thread-safe. A cached grammar is compiled again only for
-    another lexer; one that failed is not."""
+    """A cache of compiled grammars. Thread-safe.
+
+    A cached grammar is compiled again only for a further lexer; a failure is cached too.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -237,8 +244,9 @@ class Compiler:
         self._known: OrderedDict[Grammar, _Known] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Any:
-        """Return a matcher before its first token, to be copied. Blocks: milliseconds for most
-        schemas, seconds for the worst; other threads run meanwhile.
+        """Return a matcher in its initial state, to be copied.
+
+        It blocks for milliseconds in most schemas, seconds in the worst, while other threads run.
 
         Raises InvalidRequest: invalid_grammar, unsatisfiable_schema, grammar_too_complex;
         UnsupportedSchema.
@@ -246,7 +254,7 @@ class Compiler:
         return _result(self._compiled(grammar).lexers[0].matcher)
 
     def matcher(self, grammar: Grammar) -> tuple[Any, Use]:
-        """Return a request's own matcher before its first token, and its lease of the lexer.
+        """Return a request's own matcher in its initial state, and its lease of the lexer.
 
         The request keeps the lease as long as the matcher. Blocks and raises as `compile` does.
         """
@@ -266,8 +274,8 @@ class Compiler:
             matcher, error = self._try(grammar.kind, grammar.text)
             lexer.matcher.set_result(first if error else matcher)
         own = lexer.matcher.result().deep_copy()
-        own.compute_bitmask()  # the matcher keeps it for the request's first step
-        if own.is_error():  # what other requests taught the lexer is all that it may hold
+        own.compute_bitmask()  # the matcher keeps the mask for the request's first step
+        if own.is_error():  # the lexer is full of states for other requests
             matcher, error = self._try(grammar.kind, grammar.text)
             if not error:
                 anew: Future[Any] = Future()
@@ -299,11 +307,11 @@ class Compiler:
                 future.set_exception(failure)
                 with self._lock:
                     self._known.pop(grammar, None)
-        future.exception()  # waits
+        future.exception()  # waits for the compilation
         return known
 
     def _trim(self) -> None:
-        """Forget the grammars that were used longest ago, but not the newest. Under the lock."""
+        """Drop the least recently used grammars, but not the newest. Needs the lock."""
         lexers = sum(len(known.lexers) for known in self._known.values())
         while len(self._known) > CACHED or (lexers > MOST_LEXERS and len(self._known) > 1):
             _, gone = self._known.popitem(last=False)
@@ -316,12 +324,12 @@ class Compiler:
         raise self._explained(grammar, error)
 
     def _try(self, kind: str, text: str) -> tuple[Any, str]:
-        """Return a matcher, and the error of compiling it or ""."""
+        """Compile a grammar; return (matcher, error), where error is "" on success."""
         try:
             return self._tried(kind, text)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             return None, _words(error) or type(error).__name__
 
     def _tried(self, kind: str, text: str) -> tuple[Any, str]:
@@ -339,7 +347,7 @@ class Compiler:
             native = _unforced(native)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            # Some are too large for their first step, some allow nothing at all.
+            # Some grammars are too large for their first step, some allow nothing at all.
             probe = matcher.deep_copy()
             probe.compute_bitmask()
             for begin in '{"':
@@ -371,7 +379,7 @@ class Compiler:
         return UnsupportedSchema(f"the schema cannot be enforced{where}: {error}", pointer)
 
     def _at_fault(self, schema: dict[str, Any], error: str) -> str:
-        """Return the pointer of the keyword that an error is about, if that can be told."""
+        """Return the JSON pointer of the keyword that an error is about; "" if unknown."""
         meant = [name for sign, names in _SIGNS.items() if sign in error for name in names]
         for keyword in dict.fromkeys([*meant, *(k for k in _KEYWORDS if k in error)]):
             holders = list(places(schema, keyword))
@@ -383,7 +391,7 @@ class Compiler:
                 holder[keyword] = value
                 if now != error:
                     return pointer
-            if keyword == "pattern":  # another one has the same fault
+            if keyword == "pattern":  # another pattern has the same fault
                 for pointer, holder in holders:
                     alone = {"type": "string", keyword: holder[keyword]}
                     if self._try("json_schema", json.dumps(alone))[1]:
@@ -393,7 +401,7 @@ class Compiler:
 
 def _result(found: Future[Any]) -> Any:
     error = found.exception()
-    if isinstance(error, InvalidRequest):  # one object must not be raised by many threads
+    if isinstance(error, InvalidRequest):  # several threads must not raise the same object
         raise copy(error).with_traceback(None)
     return found.result()
 
@@ -404,7 +412,7 @@ def is_too_much(error: str) -> bool:
 
 
 def _unforced(native: str) -> str:
-    """Return a grammar, as llguidance takes it, whose texts have no forced tokens."""
+    """Return a grammar in llguidance's form, with forced tokens switched off."""
     option = '%llguidance {"no_forcing": true}\n'
     if not native.startswith("{"):
         return option + native

@@ -1,4 +1,4 @@
-"""Constraint: what one choice's next token may be, by a grammar and by lists of tokens."""
+"""Constraint: limits the next token of one choice by a grammar and by lists of tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,11 +15,13 @@ NOTHING_LEFT = "no_token_left: the grammar, allowed_token_ids and bad_words leav
 
 
 class Constraint:
-    """A function of the output's ids alone: `take` them in order, wherever they were sampled.
+    """The constraint of one choice, a function of its output's ids alone.
 
-    stop_ids: of the request, beside the model's end tokens. They end it, and are legal, only where
-    the grammar is satisfied; elsewhere they are text. min_tokens, ignore_eos: forbid ends, unless
-    the grammar leaves nothing else.
+    Every sampled token has to be passed to `take` in order, wherever it was sampled.
+
+    stop_ids: end tokens of the request, in addition to the model's. They end the output, and are
+        allowed, only where the grammar is satisfied; elsewhere they are text.
+    min_tokens, ignore_eos: forbid end tokens, unless the grammar allows nothing else.
     """
 
     __slots__ = (
@@ -38,8 +40,11 @@ class Constraint:
         use: Use | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
-        """matcher: its own, before the first token. use: what
-        `Compiler.matcher` gave with it."""
+        """Make the constraint of a choice.
+
+        matcher: the choice's own matcher, in its initial state.
+        use: the lease that `Compiler.matcher` returned with it.
+        """
         self._thinking: ThinkingCount | None = None
         if thinking is not None:
             self._thinking = ThinkingCount(thinking, vocabulary.text_of)
@@ -47,10 +52,10 @@ class Constraint:
         self._limits = limits
         self.vocabulary = vocabulary
         self._stops = frozenset(stop_ids) - vocabulary.end_ids
-        self._left = min_tokens  # tokens until it may end
+        self._left = min_tokens  # tokens before the output may end
         self._free_ends = not ignore_eos
         self.use = use
-        self.sampled_in = 0  # the last launched step that samples a token for it
+        self.sampled_in = 0  # the last launched step that samples a token of the choice
 
     @classmethod
     def without_grammar(
@@ -61,7 +66,7 @@ class Constraint:
         limits: TokenLimits,
         output: Sequence[int],
     ) -> "Constraint":
-        """Make a constraint of lists of tokens alone.
+        """Make a constraint only of lists of tokens.
 
         num_tokens: the size of the vocabulary.
         stop_ids: the tokens that end the request, the model's end tokens included.
@@ -78,7 +83,7 @@ class Constraint:
         return not isinstance(self._matcher, AnyToken)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
-        """Take what was sampled elsewhere. False: it does not fit the grammar."""
+        """Take tokens that were sampled elsewhere; return False if they do not fit the grammar."""
         self._left -= len(token_ids)
         for token in token_ids:
             self._observe(token)
@@ -86,19 +91,20 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Nothing may follow but an end token."""
+        """Whether only an end token may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def ends_with(self, token: int) -> bool:
-        """The sampled token ends the output and is no part of its text."""
+        """Whether the sampled token ends the output without being part of its text."""
         if token in self.vocabulary.end_ids:
             return True
         return token in self._stops and self._left <= 0 and bool(self._matcher.is_accepting())
 
     def take(self, token: int) -> bool:
-        """The next token of the text; True: it completes it.
+        """Take the next token of the text; return whether it completes the text.
 
-        Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
+        Raises ValueError, "code: message", if the grammar forbids the token or a step is too
+        expensive.
         """
         self._left -= 1
         self._observe(token)
@@ -115,20 +121,22 @@ class Constraint:
             self._limits.take(token)
 
     def finish_mask(self, mask: Masks) -> str:
-        """Write ends, lists and errors into a mask [num_words] int32, which the matcher has filled
-        if there is a grammar. Return why there is no mask, or ""."""
+        """Apply end tokens and lists to a mask [num_words] int32 that the matcher has filled.
+
+        Without a grammar the mask is filled here. Returns why there is no valid mask, or "".
+        """
         if not self.grammatical:
             mask[:] = _ALL
         why = self._finish(mask)
         if not why and self._limits is not None and not self._limits.limit(mask):
-            mask[:] = _ALL  # the mask will not be read
+            mask[:] = _ALL  # the mask is not used
             return NOTHING_LEFT
         return why
 
     def _finish(self, mask: Masks) -> str:
         matcher = self._matcher
         if matcher.is_error() or matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
-            mask[:] = _ALL  # the mask will not be read
+            mask[:] = _ALL  # the mask is not used
             return TOO_COMPLEX
         if self._thinking is not None and (token := self._thinking.forced) is not None:
             bits = mask.view(np.uint32)
@@ -159,7 +167,7 @@ def _set(mask: Masks, ids: Iterable[int]) -> None:
 
 
 def _clear_unless_all(mask: Masks, ids: Iterable[int]) -> None:
-    """Forbid these tokens, if that leaves any."""
+    """Forbid these tokens, unless no other token is allowed."""
     allowed = mask.copy()
     bits = allowed.view(np.uint32)
     for token in ids:

@@ -1,4 +1,4 @@
-"""Grammar: what an output is limited to, as plain data that a request carries."""
+"""Grammar: the limits of an output, as plain data in a request."""
 
 import json
 from collections.abc import Sequence
@@ -9,18 +9,19 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.structured.json_schema import enforceable
 
-MAX_BYTES = 256 * 1024  # of a grammar's text
+MAX_BYTES = 256 * 1024  # bytes of a grammar's text
 MAX_CHOICES = 4096
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A grammar that the output has to match. kind: the language of `text`:
+    """A grammar that the output has to satisfy.
 
-        json_schema   a schema as `enforceable` leaves it (use the constructor below)
-        regex         of the whole output, in the syntax of Rust's regex crate, without look-around
-        choice        a JSON list of strings: one of them
-        lark          llguidance's Lark; the rule to begin with is `start`
-        gbnf          llama.cpp's; the rule to begin with is `root`
+    kind: the language of `text`.
+     json_schema   a schema as `enforceable` leaves it (use the constructor below)
+     regex         of the whole output, in the syntax of Rust's regex crate, without look-around
+     choice        a JSON list of strings: one of them
+     lark          llguidance's Lark; the rule to begin with is `start`
+     gbnf          llama.cpp's; the rule to begin with is `root`
 
     Only its size is checked here; whether it can be enforced shows when it is compiled.
     Raises InvalidRequest (grammar_too_large).
@@ -39,11 +40,11 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def json_schema(cls, schema: Any, *, strict: bool = True) -> "Grammar":
-        """JSON that a schema (an object, or its text) describes.
+        """Return the grammar of JSON documents of a schema (an object, or its text).
 
-        strict: refuse what cannot be enforced. Otherwise such keywords are left out; `enforceable`
-        says which.
-        Raises UnsupportedSchema; InvalidRequest.
+        strict: whether to refuse schemas that cannot be enforced. Otherwise such keywords are left
+            out, which `enforceable` lists.
+        Raises UnsupportedSchema, InvalidRequest.
         """
         if isinstance(schema, str):
             try:
@@ -56,7 +57,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
@@ -65,7 +66,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> "Grammar":
-        """Exactly one of these texts. Raises InvalidRequest."""
+        """Return the grammar of exactly one of these texts. Raises InvalidRequest."""
         if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
             raise InvalidRequest(
                 f"choice takes 1 to {MAX_CHOICES} texts, none of them empty", param="structured"

@@ -1,8 +1,8 @@
-"""enforceable: a JSON Schema as it can be enforced token by token, and what had to be left out.
+"""enforceable: rewrites a JSON Schema so that it can be enforced token by token.
 
 llguidance never accepts an invalid document of a schema that it compiles, and refuses schemas with
-keywords that it does not know. Some of these mean nothing where they stand, some can be said in
-other words, and what is left is named by a JSON pointer (RFC 6901).
+unknown keywords. Some keywords mean nothing where they stand, some can be rewritten, and the others
+are listed by JSON pointers (RFC 6901).
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 
-MAX_NODES = 20_000  # schemas inside a schema
+MAX_NODES = 20_000  # number of schemas inside a schema
 MAX_DEPTH = 64
-_MOST_BRANCHES = 64  # of a oneOf whose branches are compared, each with each
+_MOST_BRANCHES = 64  # of a oneOf whose branches are compared in pairs
 
-# Formats that are enforced, and those that JSON Schema defines beside them. Any other is an
-# annotation, by the specification.
+# Enforced formats, and further formats of JSON Schema. By the specification any other is an
+# annotation.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -29,7 +29,7 @@ _OTHER_FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONES = ("additionalProperties", "additionalItems")
-# Keywords that nothing here enforces, each with values that ask for nothing.
+# Keywords that are not enforced -> values that have no effect.
 _UNENFORCED: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "if": (),
@@ -46,12 +46,15 @@ _UNENFORCED: dict[str, tuple[Any, ...]] = {
 }
 _BESIDE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 
-# The largest float below 2**63: llguidance keeps bounds as floats, and digits in 64 bits.
+# The largest float below 2**63: llguidance stores bounds as floats, and integers in 64 bits.
 _LARGEST = 2**63 - 1024
 
 
 class UnsupportedSchema(InvalidRequest):
-    """A schema that cannot be enforced. pointer: the keyword at fault; "" is the whole schema."""
+    """The error of a schema that cannot be enforced.
+
+    pointer: the JSON pointer of the keyword at fault; "" = the whole schema.
+    """
 
     code = "unsupported_schema"
 
@@ -61,15 +64,16 @@ class UnsupportedSchema(InvalidRequest):
 
 
 def enforceable(schema: Any, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the schema without keywords that change nothing, and the pointers of keywords that are
-    not enforced.
+    """Return an equivalent schema for llguidance, and pointers of keywords that are not enforced.
 
-    A `oneOf` whose branches exclude each other becomes `anyOf`, a list under `items` becomes
-    `prefixItems`, and integers without bounds get those of 64 bits, or a model might write digits
-    for ever.
-    strict: raise UnsupportedSchema for the first keyword that limits documents and cannot be
-    enforced; a `format` that the specification does not define limits none, and is only named.
-    Literals (`const`, `enum`, `default`, `examples`) are not looked into.
+    A `oneOf` whose branches exclude each other becomes `anyOf`. A list under `items` becomes
+    `prefixItems`. Integers without bounds get those of 64 bits, as a model might write digits
+    endlessly.
+
+    strict: raise UnsupportedSchema for the first keyword that restricts documents and cannot be
+        enforced. A `format` that the specification does not define restricts nothing and is only
+        listed.
+    Literals (`const`, `enum`, `default`, `examples`) are not inspected.
     """
     walk = _Walk(schema, strict)
     return walk.root, walk.left_out
@@ -101,7 +105,7 @@ class _Walk:
         reduced: dict[str, Any] = {}
         for name, value in schema.items():
             here = f"{at}/{_escaped(name)}"
-            if name == "x-guidance":  # options of the compiler, which are not the caller's
+            if name == "x-guidance":  # options of the compiler, which callers must not set
                 continue
             if name in _MAPS and isinstance(value, dict):
                 value = {
@@ -122,7 +126,7 @@ class _Walk:
                     self._leave_out(name, here)
                 continue
             elif name in _BESIDE:
-                continue  # `if` and `contains` speak for them
+                continue  # handled with `if` and `contains`
             elif name == "format" and isinstance(value, str) and value not in FORMATS:
                 if value in _OTHER_FORMATS:
                     self._leave_out(f'format "{value}"', here)
@@ -143,7 +147,7 @@ class _Walk:
         self.left_out.append(at)
 
     def _reword(self, schema: dict[str, Any]) -> None:
-        """Reword keywords in place into the forms that llguidance takes."""
+        """Rewrite keywords in place into the forms that llguidance takes."""
         items = schema.get("items")
         if isinstance(items, list) and not self._old:
             del schema["items"]
@@ -165,14 +169,14 @@ class _Walk:
     # ---- oneOf ---------------------------------------------------------------------------------
 
     def _disjoint(self, branches: list[Any]) -> bool:
-        """Whether surely no document is valid under two of the branches."""
+        """Whether certainly no document is valid under two of the branches."""
         if len(branches) > _MOST_BRANCHES:
             return False
         seen = [self._resolved(branch) for branch in branches]
         return all(_exclude(a, b) for i, a in enumerate(seen) for b in seen[i + 1 :])
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Follow the `$ref`s of a schema within this document; {} where a target is not known."""
+        """Follow the `$ref`s of a schema within this document; return {} for an unknown target."""
         for _ in range(8):
             if not isinstance(schema, dict):
                 return {}
@@ -184,12 +188,12 @@ class _Walk:
 
 
 def _is_old(draft: Any) -> bool:
-    """Whether the draft allows a list under `items`."""
+    """Whether the schema's draft allows a list under `items`."""
     return isinstance(draft, str) and "json-schema.org" in draft and "2020-12" not in draft
 
 
 def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether surely no value is valid under both schemas."""
+    """Whether certainly no value is valid under both schemas."""
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     if kinds_a is None or kinds_b is None:
         return False
@@ -205,7 +209,7 @@ def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
     properties_a, properties_b = a.get("properties"), b.get("properties")
     if not isinstance(properties_a, dict) or not isinstance(properties_b, dict):
         return False
-    # A property that one of them requires: a document with it must suit both.
+    # If one schema requires a property, a document with it must satisfy both schemas there.
     for tag in tags:
         tag_a, tag_b = properties_a.get(tag), properties_b.get(tag)
         if isinstance(tag_a, dict) and isinstance(tag_b, dict) and _exclude(tag_a, tag_b):
@@ -228,8 +232,7 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str] | None:
-    """Return the types that a schema's documents may have; None: not known. Integers are
-    numbers."""
+    """Return the types that a schema's documents may have; None = unknown. Integers are numbers."""
     kind = schema.get("type")
     if isinstance(kind, str):
         kind = [kind]
@@ -256,7 +259,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _lookup(document: Any, reference: str) -> Any:
-    """Return the target of a reference such as "#/$defs/a"; None for any other or a broken one."""
+    """Return the target of a reference such as "#/$defs/a"; None for another or broken one."""
     if not reference.startswith("#") or "%" in reference:
         return None
     node = document
@@ -276,8 +279,7 @@ def _escaped(name: str) -> str:
 
 
 def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (pointer, the schema that holds it) for each use of a keyword, also where it is only
-    data."""
+    """Yield (pointer, the object that has it) for each use of a keyword, even inside data."""
     if isinstance(schema, dict):
         if keyword in schema:
             yield f"{at}/{_escaped(keyword)}", schema
@@ -291,7 +293,7 @@ def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[
 def without(schema: dict[str, Any], pointer: str) -> tuple[dict[str, Any], Any]:
     """Remove the keyword at a pointer from the schema, in place.
 
-    Returns the schema and the keyword's value. A `oneOf` becomes an `anyOf`.
+    Returns the schema and the keyword's value. A removed `oneOf` becomes an `anyOf`.
     """
     path, _, name = pointer.rpartition("/")
     holder = _lookup(schema, f"#{path}")

@@ -1,4 +1,4 @@
-"""Marks: tokens that no text of a grammar spells, and a tokenizer.json in which none can be."""
+"""Marks: control tokens that no text of a grammar may spell, hidden in a tokenizer.json."""
 
 import secrets
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def is_mark(content: str, special: bool) -> bool:
-    """Tell whether an added token comes only where a grammar names it.
+    """Whether an added token may appear only where a grammar names it.
 
-    llguidance takes these for control tokens: special ones, and any in angle brackets, such as
+    llguidance treats as control tokens all special tokens, and any in angle brackets, such as
     Qwen's <tool_call>.
     """
     return special or (content.startswith("<") and content.endswith(">"))
@@ -21,22 +21,21 @@ def is_mark(content: str, special: bool) -> bool:
 def hide_marks(
     raw: bytes, end_ids: Iterable[int] = (), declared: Iterable[str] = ()
 ) -> tuple[str, dict[int, str]]:
-    """Give the marks of a tokenizer.json secret names. Returns it, and the true names by id.
+    """Rename the marks of a tokenizer.json to secret names; return (its text, id -> real name).
 
-    end_ids: what ends an answer is a mark, too, where it is a piece of text like any other.
-    declared: names of more marks.
+    llguidance tokenizes the text that a grammar forces. It would find "<tool_call>" or "<|im_end|>"
+    in a constant there, and then forbid that very token, as a mark is not text.
 
-    llguidance tokenizes the text that a grammar forces. There it would find "<tool_call>" or
-    "<|im_end|>" of a constant, and then forbid that very token, as a mark is no text.
-
-    Raises ValueError, KeyError, TypeError: it is no tokenizer.json.
+    end_ids: end tokens, which become marks even if they are ordinary tokens.
+    declared: names of further marks.
+    Raises ValueError, KeyError, TypeError for an invalid tokenizer.json.
     """
     content: dict[str, Any] = msgspec.json.decode(raw)
     content["added_tokens"] = added = list(content.get("added_tokens") or [])
     model = content["model"]
     vocab = model.get("vocab")
     pieces: Iterable[tuple[str, int]] = vocab.items() if isinstance(vocab, dict) else ()
-    if isinstance(vocab, list):  # of Unigram, where the id is the place
+    if isinstance(vocab, list):  # Unigram, where the id is the index
         pieces = ((name, i) for i, (name, _) in enumerate(vocab))
     ends, special = set(end_ids), set(declared)
     present = {token["id"] for token in added}
@@ -61,7 +60,7 @@ def hide_marks(
     if isinstance(vocab, dict):
         for name in names.keys() & vocab.keys():
             vocab[names[name]] = vocab.pop(name)
-        if model.get("merges"):  # a pair, or a text with a space in it
+        if model.get("merges"):  # a merge is a pair, or a text with a space between its parts
             pairs = (
                 (merge, merge.split(" ") if isinstance(merge, str) else merge)
                 for merge in model["merges"]
@@ -73,13 +72,13 @@ def hide_marks(
         model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    content["post_processor"] = None  # it names marks, and puts none into a forced text
+    content["post_processor"] = None  # it refers to marks, and must not add any to forced text
     content["normalizer"] = _spaces_alone(content.get("normalizer"))
     return msgspec.json.encode(content).decode(), marks
 
 
 def _spaces_alone(normalizer: Any) -> Any:
-    """A normalizer without what would change more of a forced text than how spaces are written."""
+    """Return the normalizer with only the parts that change how spaces are written, or None."""
     if not isinstance(normalizer, dict):
         return None
     if normalizer.get("type") == "Sequence":

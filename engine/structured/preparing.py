@@ -1,4 +1,4 @@
-"""Grammars: constraints for new requests, made beside the step loop."""
+"""Grammars: makes the constraints of new requests on other threads than the step loop's."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +14,15 @@ from engine.structured.token_limits import TokenLimits
 
 logger = logging.getLogger("manta.engine")
 
-_THREADS = 2  # one grammar that takes seconds holds up no other
+_THREADS = 2  # threads, so that a grammar that takes seconds does not delay others
 
 Prepared = tuple[int, Constraint | MantaError]
 
 
 class Grammars:
-    """`ask`, then `poll`. Both belong to the step loop's thread.
+    """The maker of constraints: call `ask`, then `poll`, both in the step loop's thread.
 
-    vocabulary: of the model; or why there is none, which is every request's answer then.
+    vocabulary: the model's vocabulary, or the error with which every request is refused.
     """
 
     def __init__(self, vocabulary: Vocabulary | InvalidRequest) -> None:
@@ -33,7 +33,7 @@ class Grammars:
         self._wake: Callable[[], None] = lambda: None
 
     def on_ready(self, wake: Callable[[], None]) -> None:
-        """Call wake(), from any thread, when `poll` has something."""
+        """Set the function to call, from any thread, when `poll` has a result."""
         self._wake = wake
 
     def has_news(self) -> bool:
@@ -51,8 +51,11 @@ class Grammars:
         thinking: ThinkingBudget | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
-        """Begin to make the constraint of request `id`; `poll` brings it. output: what has been
-        sampled before. The others: as of `Constraint`."""
+        """Begin to make the constraint of request `id`, which `poll` returns later.
+
+        output: tokens that were sampled before.
+        stop_ids, min_tokens, ignore_eos, thinking, limits: see `Constraint`.
+        """
 
         def make() -> Constraint:
             if self._refusal is not None:
@@ -83,7 +86,7 @@ class Grammars:
         self._wake()
 
     def poll(self) -> list[Prepared]:
-        """Return what has been compiled since the last call."""
+        """Return the results since the last call."""
         results = []
         while not self._done.empty():
             results.append(self._done.get())

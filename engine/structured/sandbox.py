@@ -1,8 +1,9 @@
-"""GrammarSandbox: a grammar that comes in a request is compiled in a process of its own first.
+"""GrammarSandbox: compiles a grammar from a request in a separate process first.
 
 A compilation cannot be stopped, takes minutes for some grammars of a few kilobytes, and overflows
-the stack for a long chain of rules, which ends the process. So a child does it, with an alarm clock
-and half the stack that a thread has. What it has survived is compiled again where it is used.
+the stack for a long chain of rules, which ends the process. So a child process tries it, with an
+alarm clock and half of a thread's stack. If that succeeds, the grammar is compiled again where it
+is used.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema
 
 ROOT = Path(__file__).parents[2]
-CHILDREN = 2  # at most, made when they are needed
-START_SECONDS = 60.0  # of a child, on a busy machine
-KNOWN = 256  # grammars whose outcome is remembered
+CHILDREN = 2  # the most child processes, started when needed
+START_SECONDS = 60.0  # for the start of a child on a busy machine
+KNOWN = 256  # number of grammars whose outcome is remembered
 
-_STACK = 4 << 20  # bytes; threads have 8 MiB
+_STACK = 4 << 20  # bytes; usual threads have 8 MiB
 _MEMORY = 8 << 30  # bytes of address space
 
 
@@ -42,9 +43,10 @@ class _Setup(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    """The result of a trial compilation. code: "" if the grammar compiles.
+    """The result of a trial compilation.
 
-    pointer: of an UnsupportedSchema; None for other refusals.
+    code: "" if the grammar compiles.
+    pointer: that of an UnsupportedSchema; None for other refusals.
     """
 
     code: str = ""
@@ -66,8 +68,9 @@ class GrammarSandbox:
     def check(self, grammar: Grammar, seconds: float) -> None:
         """Compile a grammar in a child process; blocks.
 
-        Raises the errors of `Compiler.compile`; grammar_too_complex for too much time, memory or
-        stack.
+        seconds: time limit.
+        Raises the errors of `Compiler.compile`, and grammar_too_complex for too much time, memory
+        or stack.
         """
         with self._lock:
             outcome = self._known.get(grammar)
@@ -105,8 +108,7 @@ class GrammarSandbox:
 
 
 class _Child:
-    """A child process that compiles grammars; it ends with its parent, whose end closes its
-    input."""
+    """A child process that compiles grammars; it ends when its parent's end closes its input."""
 
     def __init__(self, setup: _Setup) -> None:
         self._process = subprocess.Popen(
@@ -161,8 +163,7 @@ def _serve() -> None:
     from engine.structured.compiler import Compiler, Vocabulary
 
     def line() -> bytes:
-        """Read the next line and start its time limit: the alarm ends this process, even in Rust
-        code."""
+        """Return the next line and start its time limit; an alarm ends the process even in Rust."""
         signal.alarm(0)
         seconds, _, content = sys.stdin.buffer.readline().partition(b" ")
         if not content:

@@ -1,4 +1,4 @@
-"""StepGrammars: the masks of a step's constrained choices, filled on several threads."""
+"""StepGrammars: fills the masks of a step's constrained choices on several threads."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from engine.structured.constraint import Constraint
 from engine.structured.token_limits import Masks
 
-HostMemory = Callable[[int, int], Masks]  # rows, words -> masks of any content
+HostMemory = Callable[[int, int], Masks]  # (rows, words) -> masks with undefined content
 
 Filled = tuple[Masks, dict[int, str]]
 
@@ -22,11 +22,15 @@ def host_memory(rows: int, words: int) -> Masks:
 
 
 class StepGrammars:
-    """One thread calls it, and finishes what it has begun before it begins more."""
+    """A filler of masks, used by one thread. It must finish one step's masks before the next."""
 
     def __init__(self, num_threads: int, steps: int = 1, memory: HostMemory = host_memory) -> None:
-        """steps: whose masks may be in use at once, those being filled included. memory: is kept,
-        and asked for more when a step has more choices than any before."""
+        """Set up the filler.
+
+        num_threads: threads that fill masks.
+        steps: steps whose masks may be in use at once, including those being filled.
+        memory: allocates masks, which are reused until a step needs more rows.
+        """
         self._threads = max(1, num_threads)
         self._pool: Any = None
         self._beside = ThreadPoolExecutor(1, "masks")
@@ -34,15 +38,17 @@ class StepGrammars:
         self._buffers: list[Masks | None] = [None] * steps
 
     def begin(self, constraints: Sequence[Constraint]) -> Callable[[], Filled]:
-        """Fill masks beside the caller, who leaves the constraints alone meanwhile. What it returns
-        is to be called once: it waits for
+        """Begin to fill masks on other threads; return a function that waits for them, to be called
+        once.
 
-        - [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
-          Valid until `steps` later calls.
-        - index -> why that one can go no further: "code: message".
+        The constraints must not change meanwhile. The function returns
+        - masks [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come
+        next.
+          They are valid until `steps` later calls.
+        - index of a constraint -> why it allows no token: "code: message".
         """
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
-        # Side by side what one thread should do, as it shares a lexer.
+        # Constraints that share a lexer are adjacent, so that one thread fills them.
         lexers = [
             0 if constraint.use is None else constraint.use.number for constraint in constraints
         ]
@@ -69,8 +75,8 @@ class StepGrammars:
             llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
 
         filling = self._beside.submit(fill)
-        # Until that thread has the interpreter, which it gives back where the grammars begin. It
-        # would wait for it as long as this thread computes.
+        # Wait until that thread has the interpreter lock, which it releases when grammars begin.
+        # Otherwise it would wait as long as this thread computes.
         entered.acquire()
 
         def wait() -> Filled:
@@ -80,12 +86,11 @@ class StepGrammars:
         return wait
 
     def fill(self, constraints: Sequence[Constraint]) -> Filled:
-        """Fill the masks of a step and wait for them; see `begin`."""
+        """Fill masks and wait for them; see `begin`."""
         return self.begin(constraints)()
 
     def _room(self, rows: int, words: int) -> Masks:
-        """The buffer that has not been used for longest: [rows, words], every word to be
-        written."""
+        """Return the least recently used buffer, [rows, words], with undefined content."""
         buffer = self._buffers.pop(0)
         if buffer is None or len(buffer) < rows or buffer.shape[1] != words:
             buffer = self._memory(1 << (rows - 1).bit_length(), words)

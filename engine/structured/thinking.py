@@ -1,4 +1,4 @@
-"""ThinkingBudget: how long a request may think; ThinkingCount: how long it has thought."""
+"""ThinkingBudget, ThinkingCount: the limit of a request's thinking tokens, and their count."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,12 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """The most tokens of thoughts before the end mark is forced. tokens: without the marks.
+    """The limit of a request's thinking tokens.
 
-    end: ids of the end mark. ends: texts of what else ends thoughts, and of the end mark. start:
-    text of the mark that thoughts begin with; "" if the prompt has left off inside them.
+    tokens: thinking tokens before the end mark is forced; marks do not count.
+    end: token ids of the end mark.
+    ends: texts that end thinking, the end mark's included.
+    start: text of the mark that begins thinking; "" if the prompt ends inside thinking.
     """
 
     tokens: int
@@ -19,8 +21,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 class ThinkingCount:
-    """A function of the output's ids alone. text_of: bytes of one token, with the names of special
-    ones."""
+    """The count of an output's thinking tokens, a function of its ids alone.
+
+    text_of: gives the bytes of a token; for a special token its name.
+    """
 
     __slots__ = (
         "_at",
@@ -42,8 +46,8 @@ class ThinkingCount:
         self._start = budget.start.encode()
         self._tail = b""
         self._used = 0
-        self._at = 0  # tokens of the end mark that have come, once it is forced
-        self.inside: bool | None = None if self._start else True  # None: it may begin
+        self._at = 0  # number of tokens of the forced end mark so far
+        self.inside: bool | None = None if self._start else True  # None: thinking may still begin
 
     def take(self, token: int) -> None:
         if self.inside is False:
@@ -66,7 +70,10 @@ class ThinkingCount:
 
     @property
     def forced(self) -> int | None:
-        """The token that has to come, where the grammar allows it: not within a character."""
+        """The token that must come next if the grammar allows it; None = any.
+
+        The grammar does not allow it inside a character.
+        """
         if self.inside and self._used >= self._budget.tokens:
             return self._budget.end[self._at]
         return None

@@ -1,4 +1,4 @@
-"""TokenLimits: the tokens that a request's lists of allowed and of bad tokens leave."""
+"""TokenLimits: a request's lists of allowed and bad tokens."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,11 @@ Masks = NDArray[np.int32]
 
 
 class TokenLimits:
-    """A function of the output's ids alone: `take` them in order, wherever they were sampled.
+    """The limits of allowed and bad tokens on one output, a function of its ids alone.
 
-    A mask is [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+    Every token has to be passed to `take` in order, wherever it was sampled. A mask is [num_words]
+
+    int32: bit t % 32 of word t // 32 is 1 if token t may come next.
     """
 
     __slots__ = ("_allowed", "_bad", "_endings", "_longest", "_tail")
@@ -21,14 +23,15 @@ class TokenLimits:
     ) -> None:
         """Read the lists.
 
-        allowed: ids that may come; none means all. bad: sequences of ids, each of at least one,
-        that never come whole. num_tokens: of the vocabulary.
+        allowed: ids that may be sampled; () = all.
+        bad: non-empty sequences of ids that must never appear complete.
+        num_tokens: the size of the vocabulary.
         """
         num_words = -(-num_tokens // 32)
         self._allowed: Masks | None = _mask(allowed, num_words) if allowed else None
         single = [ids[0] for ids in bad if len(ids) == 1]
         self._bad: Masks | None = _mask(single, num_words) if single else None
-        # The last token of each longer sequence, by the tokens that go before it.
+        # The tokens before the last of a bad sequence -> the last tokens.
         self._endings: dict[tuple[int, ...], list[int]] = {}
         for ids in bad:
             if len(ids) > 1:
@@ -42,7 +45,7 @@ class TokenLimits:
             self._tail = (*self._tail, token)[-self._longest :]
 
     def limit(self, mask: Masks) -> bool:
-        """Clear the bits of tokens that may not come next. Return whether any is left."""
+        """Clear the bits of tokens that may not come next; return whether any bit is left."""
         if self._allowed is not None:
             mask &= self._allowed
         if self._bad is not None:
@@ -55,14 +58,14 @@ class TokenLimits:
 
 
 def _mask(ids: Sequence[int], num_words: int) -> Masks:
-    """A mask whose bits of these ids are 1."""
+    """Return a mask in which the bits of these ids are 1."""
     bits = np.zeros(num_words * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class AnyToken:
-    """A matcher, as llguidance's, of a text of any tokens: for a request without a grammar."""
+    """A matcher with llguidance's interface that allows any tokens; it stands for no grammar."""
 
     @staticmethod
     def consume_token(token: int) -> bool:
@@ -86,10 +89,10 @@ class AnyToken:
 
     @staticmethod
     def is_error() -> bool:
-        """Return whether nothing can follow for a fault of the grammar."""
+        """Return whether the grammar has failed."""
         return False
 
     @staticmethod
     def stop_reason() -> str:
-        """Return why the text must end."""
+        """Return the reason why the text must end."""
         return ""

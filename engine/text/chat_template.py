@@ -1,8 +1,9 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
 The template comes from the operator's checkpoint, the messages from any client. So nothing of a
+
 request is ever compiled, and the work that a request can cause in a template is bounded: time is
-checked at every turn of every loop, size at every piece of output.
+checked in every iteration of every loop, size at every piece of output.
 """
 
 import contextlib
@@ -25,18 +26,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import ConfigError, InvalidRequest
 from engine.text.template_contents import Form, Opening, check_shown, find_forms, shaped
 
-# Of this thread, so that a busy machine refuses no request; a thousand messages take some 10 ms.
+# CPU time of this thread, so that no request is refused on a busy machine; a thousand messages take
+# some 10 ms.
 MAX_SECONDS = 0.25
-MAX_CHARS = 8_000_000  # above any context length in text
-MAX_REPEAT = 1_000_000  # 'x' * n and n ** n inside a template
-MAX_DEPTH = 64  # lists and objects inside each other, in messages and tools
-MAX_REASON = 300  # characters of a refusal, which may quote the messages
-_SEARCH_SECONDS = 0.02  # for the message at fault; a hundred messages take some 5 ms
+MAX_CHARS = 8_000_000  # more characters than any context has
+MAX_REPEAT = 1_000_000  # largest 'x' * n, and n ** n, inside a template
+MAX_DEPTH = 64  # nested lists and objects in messages and tools
+MAX_REASON = 300  # characters of a template's refusal, which may quote the messages
+_SEARCH_SECONDS = 0.02  # limit for finding the message at fault; a hundred messages take some 5 ms
 
-# Context variable; a request cannot pass names with a leading underscore.
+# Name of a context variable; a request cannot pass names with a leading underscore.
 _CLOCK = "_render_deadline"
-_MISSING = re.compile(r"'dict object' has no attribute '([A-Za-z_]\w{0,63})'")  # jinja's words
-_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # of a message
+# jinja's error message
+_MISSING = re.compile(r"'dict object' has no attribute '([A-Za-z_]\w{0,63})'")
+# fields of a message
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _TOOL = {
     "type": "function",
     "function": {
@@ -50,15 +54,15 @@ logger = logging.getLogger("manta.engine")
 
 
 class _TooMuch(Exception):
-    """A render went over one of the limits."""
+    """The error of a render that exceeds one of the limits."""
 
 
 class _Refused(Exception):
-    """The template called raise_exception; the text is its author's."""
+    """The error raised by the template's raise_exception; the text is its author's."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it does nothing."""
+    """The tag ``{% generation %}``, which marks assistant text for training and does nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -75,7 +79,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Let each loop look at the clock: `for x in xs` becomes `for x in xs | _bounded`."""
+        """Make each loop check the clock: `for x in xs` becomes `for x in xs | _bounded`."""
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "_bounded", [], [], None, None, lineno=loop.lineno)
@@ -133,11 +137,11 @@ def _environment() -> _Environment:
 
 
 class ChatTemplate:
-    """One model's template, or its "default" and "tool_use" pair.
+    """A model's chat template, or its pair of "default" and "tool_use".
 
     sources: name -> jinja source; "default" must be there.
-    special_tokens: what the template sees as ``bos_token``, ``eos_token`` and so on.
-    Raises ConfigError when a source is not valid jinja.
+    special_tokens: values of ``bos_token``, ``eos_token`` and so on in the template.
+    Raises ConfigError if a source is not valid jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -145,7 +149,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
-        self._forms: dict[str, dict[str, Form]] = {}  # of roles' contents, by template
+        self._forms: dict[str, dict[str, Form]] = {}  # template -> role -> form of its contents
         for name, source in sources.items():
             try:
                 self._compiled[name] = env.from_string(source)
@@ -154,10 +158,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
-        """Read the template of a checkpoint's folder; None if it has none.
+        """Read the template of a checkpoint's folder; return None if it has none.
 
-        chat_template.jinja (and additional_chat_templates/), chat_template.json or
-        tokenizer_config.json: the first kind found wins, as in transformers.
+        The first kind found is used, as in transformers: chat_template.jinja (and
+        additional_chat_templates/), chat_template.json, tokenizer_config.json.
         """
         sources: dict[str, str] = {}
         if (folder / "chat_template.jinja").is_file():
@@ -187,7 +191,7 @@ class ChatTemplate:
         return template
 
     def forms(self, name: str) -> dict[str, Form]:
-        """Return the forms of contents that one of the templates shows, by role."""
+        """Return role -> form of contents (text or parts) that this template renders."""
         known = self._forms.get(name)
         if known is None:
 
@@ -201,14 +205,14 @@ class ChatTemplate:
         return known
 
     def plain_turns(self) -> str:
-        """Return the text that the template writes around turns without tools or thoughts."""
+        """Return all text that the template writes around turns without tools or thinking."""
         if self.forms("default")["user"] == Form():
-            return ""  # it renders no chat
+            return ""  # the template renders no chat
         user, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
         system = {"role": "system", "content": "3"}
         texts: list[str] = []
         for chat in ([user], [user, answer, user], [system, user, answer, user]):
-            with contextlib.suppress(InvalidRequest):  # as of a template without a system message
+            with contextlib.suppress(InvalidRequest):  # e.g. the template refuses system messages
                 texts.append(self.render(chat, add_generation_prompt=False))
         return "".join(texts)
 
@@ -240,11 +244,10 @@ class ChatTemplate:
         max_chars: int = MAX_CHARS,
         **variables: Any,
     ) -> str:
-        """Render the text of a chat, equal to transformers'
-        ``apply_chat_template(tokenize=False)``.
+        """Render the text of a chat, like transformers' ``apply_chat_template(tokenize=False)``.
 
-        variables: more names for the template, e.g. enable_thinking, documents.
-        Raises InvalidRequest when the template refuses the messages or a limit is met.
+        variables: further names for the template, e.g. enable_thinking, documents.
+        Raises InvalidRequest if the template refuses the messages or a limit is exceeded.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
@@ -271,12 +274,12 @@ class ChatTemplate:
             text = _generate(template, context, max_chars)
         except _TooMuch as error:
             raise InvalidRequest(str(error), param="messages", code="template_limit") from error
-        except Exception as error:  # what a template can raise on odd messages is open-ended
+        except Exception as error:  # a template can raise anything on odd messages
             raise self._refusal(error, template, context) from error
         return text if opening is None else opening.cut(text)
 
     def check_shown(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a rendered chat without what the user said last. Raises InvalidRequest."""
+        """Refuse a rendered chat that lacks the user's last message. Raises InvalidRequest."""
         check_shown(text, messages, self.forms("default")["user"].silent)
 
     def _refusal(
@@ -290,8 +293,8 @@ class ChatTemplate:
             named = f"the {where}" if index is None else where
             reason = str(error)[:MAX_REASON]
             return InvalidRequest(f"the chat template refused {named}: {reason}", param=where)
-        # Its text is not for callers: it may tell of objects and places inside this process. But
-        # for the name that a message lacks, which is one of the template's.
+        # The error's text is not for callers, because it may reveal objects and paths of this
+        # process. Only the name that a message lacks is shown, as it is the template's.
         missing = _MISSING.fullmatch(str(error))
         if index is None or missing is None:
             named = f"these {where}" if index is None else where
@@ -325,8 +328,7 @@ def _first_at_fault(
 ) -> int | None:
     """Return the index of the first message with which the template fails in this way.
 
-    Returns None if the template fails with any chat, lacks only a message of the user, or takes
-    long.
+    Returns None if the template fails with any chat, only lacks a user message, or takes too long.
     """
     chat: list[dict[str, Any]] = context["messages"]
     deadline = time.thread_time() + _SEARCH_SECONDS
@@ -345,15 +347,15 @@ def _first_at_fault(
     ours = f"{type(error).__name__} {error}"
 
     def fails(messages: list[dict[str, Any]]) -> bool:
-        """Whether the template fails in the same way for these messages, or for them and a
+        """Whether the template fails in the same way for these messages, with or without a
         question.
 
-        A shortened chat may fail otherwise for want of a question, which came later.
+        A shortened chat may fail only because the user's message came later.
         """
         refusal = raised(messages)
         return refusal == ours or (refusal is not None and raised([*messages, asked]) == ours)
 
-    fine, failing = 0, len(chat)  # how many of the first messages render, and how many do not
+    fine, failing = 0, len(chat)  # numbers of leading messages that render, and that fail
     try:
         if raised([asked]) == ours or raised([*chat, asked]) is None:
             return None
@@ -373,9 +375,9 @@ def _of_tools(message: Mapping[str, Any]) -> bool:
 
 
 def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH) -> Any:
-    """Return a copy of JSON-like data with every string (dictionary keys too) changed.
+    """Return a copy of JSON-like data with every string, also dictionary keys, changed.
 
-    Raises InvalidRequest where it has more than `depth` levels.
+    Raises InvalidRequest for more than `depth` levels.
     """
     if isinstance(value, str):
         return change(value)

@@ -1,4 +1,4 @@
-"""ControlTokens: the tokens that a message must not have as text."""
+"""ControlTokens: the tokens that must not appear in a message as text."""
 
 import re
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from tokenizers import AddedToken
 
 from engine.text.chat_template import ChatTemplate
 
-_TAG = re.compile(r"</?\w+>")  # of a kind that people write, too, such as <think>
+_TAG = re.compile(r"</?\w+>")  # tags that people also write, such as <think>
 
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """The control tokens of a tokenizer, as patterns.
+    """The control tokens of a tokenizer.
 
-    text: matches such a token.
-    span: matches the token with the spaces that it strips.
-    reach: characters of the longest token.
+    text: matches a control token.
+    span: matches a control token and the spaces that it absorbs.
+    reach: characters of the longest control token.
     """
 
     ids: frozenset[int]
@@ -27,10 +27,10 @@ class ControlTokens:
 
     @classmethod
     def of(cls, added: Mapping[int, AddedToken], template: ChatTemplate | None) -> "ControlTokens":
-        """Find the special ones of a tokenizer's added tokens, and others that the template writes.
+        """Find the special tokens among added tokens, and other tokens that the template writes.
 
-        DeepSeek's and Cohere's marks of turns are not special. A tag such as <tool_call> counts
-        only where the template writes it around a plain turn.
+        The turn marks of DeepSeek and Cohere are not special. A tag such as <tool_call> counts only
+        if the template writes it around a plain turn.
         """
         source = "" if template is None else "".join(template.sources.values())
         turns = "" if template is None else template.plain_turns()
@@ -42,7 +42,7 @@ class ControlTokens:
             return text in turns or (text in source and _TAG.fullmatch(text) is None)
 
         controls_by_id = {i: token for i, token in added.items() if controls(token)}
-        # The longest match wins.
+        # Longest first, so that the longest match wins.
         tokens = sorted(controls_by_id.values(), key=lambda token: -len(token.content))
         spans = [
             (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")

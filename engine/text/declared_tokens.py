@@ -1,6 +1,6 @@
-"""DeclaredTokens: the tokens that tokenizer_config.json declares, beside tokenizer.json.
+"""DeclaredTokens: tokens that tokenizer_config.json declares in addition to tokenizer.json.
 
-A checkpoint's two files may differ: Command R+'s end of turn is a control token in one alone.
+The two files of a checkpoint may differ: Command R+'s end of turn is a control token in only one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,11 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True)
 class DeclaredTokens:
-    """The declared tokens of a checkpoint.
+    """The tokens that tokenizer_config.json declares.
 
     added: tokens with their flags.
     named: control tokens, such as bos_token.
-    more: control tokens, unless they are added tokens of another kind.
+    more: control tokens, unless `added` has them as ordinary tokens.
     """
 
     added: tuple[AddedToken, ...]
@@ -31,9 +31,11 @@ class DeclaredTokens:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], named: Iterable[str], path: Path) -> "DeclaredTokens":
-        """Read the content of tokenizer_config.json, whose path an error names.
+        """Read the content of tokenizer_config.json.
 
-        Raises ConfigError."""
+        path: the file's path, for errors.
+        Raises ConfigError.
+        """
         added = settings.get("added_tokens_decoder") or {}
         more: list[str] = []
         try:
@@ -50,14 +52,16 @@ class DeclaredTokens:
 
     @property
     def special(self) -> frozenset[str]:
-        """Names of control tokens."""
+        """The names of control tokens."""
         other = {token.content for token in self.added if not token.special}
         flagged = {token.content for token in self.added if token.special}
         return frozenset(flagged).union(self.named, set(self.more) - other)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Make of tokens what transformers makes of them. A token without an id would get one that
-        the model does not have, and is left out."""
+        """Add the declared tokens to a tokenizer, as transformers does.
+
+        A token without an id would get one that the model does not have, and is left out.
+        """
         present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         tokens = {**present, **{token.content: token for token in self.added}}
         for content in self.named:

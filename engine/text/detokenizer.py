@@ -1,7 +1,7 @@
 """ChoiceDecoder: the text of one choice, with stop strings and its end.
 
-Like `TextStream` it depends on the ids alone, never on how they were cut into calls. So after a
-failover a new decoder behind the same prompt that is fed the emitted ids in a single call goes on
+Like `TextStream` it depends only on the ids, not on how they were split into calls. After a
+failover a new decoder gets the same prompt and the emitted ids in a single call. It then continues
 exactly where the old decoder was.
 """
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """The text and tokens that one `ChoiceDecoder.feed` returned.
+    """The result of one call of `ChoiceDecoder.feed`.
 
     text: new text, certain to belong to the output.
     finish_reason: None while the choice runs; "stop", "length", "abort" or "error".
     stop_reason: the stop string, or the id from stop_token_ids, that ended it; None for the model's
         own end token.
-    num_tokens: of the tokens fed in this call, how many belong to the output. The one that
-        completed a stop string or is the end token counts; those after it do not.
-    offsets: with ``offsets=True``, for each of these tokens where its text begins in the whole
-        output, in characters.
+    num_tokens: how many tokens of this call belong to the output, up to the end token or the token
+        that completes a stop string.
+    offsets: with ``offsets=True``, the character offset in the whole output where the text of each
+        token begins.
     """
 
     text: str
@@ -38,12 +38,13 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 class ChoiceDecoder:
-    """The text of one choice: stop strings across token borders, end tokens, and the count of kept
-    tokens.
+    """A decoder of one choice's tokens to text, which finds stop strings and end tokens.
 
-    A stop string that ends in the first ``min_tokens`` tokens is text like any other. Among
-    several, the one that is complete first wins, then the longest. Text is held back only while it
-    may still become a stop string. prompt: the ids before the choice, as of `TextStream`.
+    A stop string that ends within the first ``min_tokens`` tokens is ordinary text. Among several,
+    the first complete one wins, then the longest. Text is held back only while it may still become
+    a stop string.
+
+    prompt: the ids before the choice, as in `TextStream`.
     """
 
     def __init__(
@@ -62,21 +63,23 @@ class ChoiceDecoder:
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._offsets = offsets
-        self._held = ""  # decoded, but could be the start of a stop string
-        self._length = 0  # characters decoded so far, held ones included
+        self._held = ""  # decoded text that may be the start of a stop string
+        self._length = 0  # characters decoded so far, including held ones
         self.num_tokens = 0  # tokens of the output so far
         self.finished = False
 
     def feed(
         self, token_ids: Sequence[int], finish: str = "", stop_token: int | None = None
     ) -> Decoded:
-        """Take the tokens of a `Delta` (finish and stop_token as there). Returns nothing more after
-        the end."""
+        """Decode the tokens of a `Delta`; after the end, return nothing more.
+
+        finish, stop_token: those of the Delta.
+        """
         if self.finished:
             return Decoded("", None, None, 0)
         shown = len(token_ids)
         if stop_token is not None and not self._include_stop:
-            shown -= 1  # the end token is part of the output but not of its text
+            shown -= 1  # the end token belongs to the output but not to its text
         if self._stops or self._offsets:
             return self._feed_checked(token_ids, shown, finish, stop_token)
         text = self._stream.feed(token_ids if shown == len(token_ids) else token_ids[:shown])
@@ -91,8 +94,8 @@ class ChoiceDecoder:
         out: list[str] = []
         offsets: list[int] = []
         banned = min(shown, max(0, self._min_tokens - self.num_tokens))
-        # Tokens below min_tokens are decoded alone, so that no match is looked for in them; with
-        # offsets every token is decoded alone.
+        # Tokens below min_tokens are decoded separately, so that they are not searched. With
+        # offsets every token is decoded separately.
         cuts = list(range(1, shown + 1)) if self._offsets else sorted({banned, shown} - {0})
         begin = 0
         for cut in cuts:
@@ -127,9 +130,9 @@ class ChoiceDecoder:
         return self._end("".join(out), finish, stop_token, count, offsets)
 
     def _advance(self, new: str, *, search: bool) -> tuple[str, str, int] | None:
-        """Add decoded text; find a stop string that it completes.
+        """Add decoded text and search a stop string that it completes.
 
-        Returns (text to emit, the string, characters of new up to its end), or None.
+        Returns (text to emit, the stop string, characters of new up to its end), or None.
         """
         held = len(self._held)
         self._held += new
@@ -158,7 +161,7 @@ class ChoiceDecoder:
         return text[:keep]
 
     def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
-        """Return how many tokens of part decode to `end` characters of its text."""
+        """Return how many tokens of part decode to the first `end` characters of its text."""
         if len(part) == 1:
             return 1
         self._stream.restore(before)
@@ -178,7 +181,7 @@ class ChoiceDecoder:
 
 
 def open_at(text: str, stop: str) -> int:
-    """Return where the longest end of text that is a proper beginning of stop begins.
+    """Return the index where the longest suffix of text begins that is a proper prefix of stop.
 
     Returns len(text) if there is none.
     """

@@ -1,4 +1,4 @@
-"""FillMarks: the control tokens by which a model is asked for what stands between two texts."""
+"""FillMarks: the control tokens that ask a model for the text between two texts."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from engine.text.tokenizer import Tokenizer
 
-# Before the text, behind it, and where the answer begins: Qwen2.5-Coder and CodeGemma, StarCoder
-# and Granite, SantaCoder, CodeLlama (two spellings), DeepSeek-Coder, GLM-4, Falcon-H1.
+# The marks before the first text, before the second text and before the answer. They are those of
+# Qwen2.5-Coder and CodeGemma, StarCoder and Granite, SantaCoder, CodeLlama (two spellings),
+# DeepSeek-Coder, GLM-4 and Falcon-H1.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -18,18 +19,18 @@ _MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-# The text behind the gap comes first: Seed-Coder, and Codestral, where the answer follows the text
-# before the gap without a mark.
+# Models that take the text after the gap first: Seed-Coder and Codestral. Codestral has no mark
+# before the answer.
 _SUFFIX_FIRST = (
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     ("[PREFIX]", "[SUFFIX]", ""),
 )
-# What models write behind the filled gap.
+# Tokens that models write after the filled gap.
 _ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
     *("▁<EOT>", "<EOT>", "<|file_separator|>"),
 )
-# Before the name of a repository, and before that of each file.
+# The marks before the name of a repository and before the name of each file.
 _REPOSITORY = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -38,8 +39,11 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The texts around a gap. middle: how what fills it begins. files: names and texts of others
-    that the model should know."""
+    """The texts around a gap.
+
+    middle: the beginning of the text that fills the gap.
+    files: names and texts of other files that the model should know.
+    """
 
     prefix: str
     suffix: str
@@ -49,9 +53,13 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class FillMarks:
-    """Ids of the marks. middle: None where the answer follows the text before the gap without one.
-    suffix_first: the text behind the gap comes before the other. ends: tokens that end an
-    answer. repository, file: before names of these; None where the model has no such mark."""
+    """The ids of a model's marks.
+
+    middle: None where the answer follows the text before the gap without a mark.
+    suffix_first: whether the text after the gap comes before the other.
+    ends: tokens that end an answer.
+    repository, file: the marks before their names; None where the model has no such mark.
+    """
 
     prefix: int
     suffix: int
@@ -63,15 +71,16 @@ class FillMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillMarks | None":
-        """None for a model that has no such tokens."""
+        """Return the marks of a tokenizer, or None for a model that has no such tokens."""
         if tokenizer not in _known:
             _known[tokenizer] = _find(tokenizer)
         return _known[tokenizer]
 
     def ids(self, tokenizer: Tokenizer, gap: Gap, limit: int, *, special: bool = True) -> list[int]:
-        """The prompt. special: with the BOS that tokenizer.json has.
+        """Return the ids of the prompt.
 
-        Raises TooManyTokens for a text that surely has more than `limit`.
+        special: whether to add the BOS that tokenizer.json has.
+        Raises TooManyTokens for a text that surely has more than `limit` tokens.
         """
 
         def encode(text: str) -> list[int]:

@@ -1,8 +1,8 @@
-"""Contents of messages as a chat template takes them: a text, or a list of parts.
+"""The contents of messages as a chat template takes them: a text, or a list of parts.
 
-A template of a text model prints `message.content`; one of a vision model may go through its parts,
-and prints nothing of a text, without an error. Which it is, is found by rendering a mark in both
-forms, for each role.
+A text model's template prints `message.content`. A vision model's template may go through the parts
+and print nothing of a text, without an error. `find_forms` renders a mark in both forms for each
+role, and so finds which form the template takes.
 """
 
 import re
@@ -20,10 +20,10 @@ Message = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """The text that a template shows for one role's messages, with a text or a list of parts as
-    content.
+    """The forms of content that a template shows for one role.
 
-    None: the template raises an error for such a message.
+    text: whether it shows a content that is a text; None if it raises an error.
+    parts: whether it shows a content that is a list of parts; None if it raises an error.
     """
 
     text: bool | None = None
@@ -31,19 +31,22 @@ class Form(NamedTuple):
 
     @property
     def silent(self) -> bool:
-        """Whether it renders such messages without their text."""
+        """Whether the template renders such messages without their text."""
         return not self.text and not self.parts and False in self
 
 
 def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
-    """The form of each role. render: the template's text of a chat; it may raise anything."""
+    """Find the form of each role.
+
+    render: a function that returns the template's text of a chat; it may raise any exception.
+    """
     mark = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
-    as_object = re.compile(rf"""["']text["']\s*:\s*["']{mark}""")  # a list printed as it is
+    as_object = re.compile(rf"""["']text["']\s*:\s*["']{mark}""")  # a list printed as an object
 
     def shows(before: list[Message], role: str, content: Any, after: list[Message]) -> bool | None:
         try:
             text = render([*before, {**_named(role), "content": content}, *after])
-        except Exception:  # what a template can raise on odd messages is open-ended
+        except Exception:  # a template can raise anything on odd messages
             return None
         return mark in text and as_object.search(text) is None
 
@@ -53,7 +56,7 @@ def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
 
     forms = {"user": form([], "user", [])}
     if forms["user"] == Form():
-        return forms  # it renders no chat; one that runs into a limit would do so ten times
+        return forms  # no chat renders; more tries could each run into a time limit
     user = shaped({"role": "user", "content": "x"}, forms)
     call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     call_in_parts = {**call, "content": [{"type": "text", "text": "x"}]}
@@ -73,8 +76,11 @@ def _wants_parts(form: Form) -> bool:
 
 
 def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
-    """A message as the template takes it: without absent fields, its reasoning under all names, its
-    content in a form that the template shows. Raises InvalidRequest for parts of no text."""
+    """Return a message in the form that the template takes.
+
+    It has no absent fields, and its reasoning stands under all names.
+    Raises InvalidRequest for parts that are not text.
+    """
     out = {key: value for key, value in message.items() if value is not None}
     for key in _REASONING:
         if key in out:
@@ -95,7 +101,7 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content of either form."""
+    """Return the text of a content of either form."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -105,9 +111,11 @@ def text_of(content: Any) -> str:
 
 
 def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) -> None:
-    """Refuse a prompt without the last thing that the user said. silent: the template shows no text
-    of users at all. A template may trim, escape or quote a text; then its words are there.
+    """Refuse a prompt that lacks the user's last message.
 
+    A template may trim, escape or quote a text, so it is enough if a word of the text is there.
+
+    silent: whether the template shows no text of users at all.
     Raises InvalidRequest.
     """
     last = len(chat) - 1
@@ -129,18 +137,21 @@ def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) 
 
 
 class Opening:
-    """A chat whose last message stays open, so that the model goes on with it.
+    """A chat whose last message stays open, so that the model continues it.
 
-    A mark stands behind the message's text, and what the template writes from there on is cut. The
-    text itself is not looked for: "e" is also in the words of a template.
-    chat: with the mark. Raises InvalidRequest where the last message has no text.
+    A mark follows the message's text, and everything that the template writes from the mark on is
+    cut.
+
+    A search for the text itself would fail: "e" is also in the words of a template.
+    chat: the messages, with the mark.
+    Raises InvalidRequest where the last message has no text.
     """
 
     def __init__(self, chat: Sequence[Message]) -> None:
         self._mark = f"{secrets.randbelow(10**24):024d}"
         final = dict(chat[-1])
         content = final.get("content")
-        marked = f"{self._mark} "  # the space tells whether the template trims
+        marked = f"{self._mark} "  # the space shows whether the template trims
         if isinstance(content, str):
             self._text = content
             final["content"] = content + marked
@@ -156,9 +167,9 @@ class Opening:
         self.chat = [*chat[:-1], final]
 
     def cut(self, rendered: str) -> str:
-        """The prompt up to the end of the final message's text. Spaces at its end stay where the
-        template keeps them, as with transformers.
+        """Return the prompt up to the end of the final message's text.
 
+        Spaces at its end stay where the template keeps them, as in transformers.
         Raises InvalidRequest where the template changes more than the spaces of that text.
         """
         at = rendered.rfind(self._mark)
@@ -175,7 +186,7 @@ class Opening:
 
 
 def _ends_with(prompt: str, text: str) -> bool:
-    """Whether a prompt ends with a text, however each of them is spaced."""
+    """Whether a prompt ends with a text, regardless of spaces."""
     if prompt.rstrip().endswith(text.strip()):
         return True
     letters = "".join(text.split())

@@ -1,8 +1,8 @@
-"""TextStream: token ids to text, piece by piece, exact and in bulk.
+"""TextStream: converts token ids to text, piece by piece, exactly and quickly.
 
-The text depends on the ids alone, never on how they were cut into calls. `tokenizers.DecodeStream`
-does not do: it keeps back what was unfinished at the end, and raises or differs on bytes that are
-not valid UTF-8, which a model at a high temperature does produce.
+The text depends only on the ids, not on how they were split into calls. `tokenizers.DecodeStream`
+cannot be used. It drops an unfinished end, and it raises or differs on bytes that are not valid
+UTF-8. A model at a high temperature does produce such bytes.
 """
 
 import codecs
@@ -23,7 +23,7 @@ codecs.register_error("manta-replace-each-byte", _replace_each_byte)
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return GPT-2's printable characters for the 256 bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in plain}
     for byte in range(256):
@@ -35,12 +35,12 @@ def _byte_of_char() -> dict[str, int]:
 _BYTES = _byte_of_char()
 
 
-_CHARACTER = 4  # bytes of UTF-8
-_TAIL = 6  # tokens before a text on which its beginning may depend
+_CHARACTER = 4  # bytes of UTF-8 at most
+_TAIL = 6  # the start of a text may depend on this many tokens before it
 
 
 def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
-    """Return what the end of a text shows for bytes that are no whole character yet."""
+    """Return the text that a decoder would show for the bytes of an unfinished character."""
     state = utf8.getstate()
     text = utf8.decode(b"", True)
     utf8.setstate(state)
@@ -56,9 +56,9 @@ class _DecodeStream(Protocol):
 
 
 class _Pieces(dict[int, Any]):
-    """The text that each token contributes, looked up on first use.
+    """A table of each token's contribution to the text, filled on first use.
 
-    A vocabulary has 150,000 tokens, and an answer uses few.
+    A vocabulary has 150,000 tokens and an answer uses few.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
@@ -105,15 +105,17 @@ class _Scheme:
             self.kind = "fallback"
 
     def piece(self, token: str | None) -> Any:
-        """bytes for a byte-level token; str, or bytes for a <0xNN> token, or None with byte
-        fallback.
+        """Return the text of a vocabulary entry.
+
+        Byte-level tokens give bytes. With byte fallback a token gives str, a <0xNN> token gives
+        bytes, and an unknown id gives None.
         """
         if self.kind == "bytes":
             if token is None:
                 return b""
             try:
                 return bytes([_BYTES[char] for char in token])
-            except KeyError:  # an added token with a space or a letter of its own
+            except KeyError:  # an added token with a character outside the table
                 return token.encode()
         if token is None:
             return None
@@ -128,7 +130,7 @@ class _Scheme:
 
 
 class _ByteStream:
-    """GPT-2 style: each token is bytes, and the text is their UTF-8."""
+    """A stream for GPT-2's style: each token is bytes, and the text is their UTF-8."""
 
     def __init__(self, pieces: _Pieces) -> None:
         self._piece = pieces.__getitem__
@@ -141,11 +143,11 @@ class _ByteStream:
         return self._utf8.decode(b"", True)
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Go on behind a text; return what that shows of a character that is not complete."""
+        """Continue after a text; return what that text shows of an incomplete character."""
         tail = b""
         for token in reversed(token_ids):
             tail = self._piece(token) + tail
-            if len(tail) >= _CHARACTER:  # the unfinished character begins in these
+            if len(tail) >= _CHARACTER:  # the unfinished character begins in these bytes
                 break
         self._utf8.decode(tail)
         return _unfinished(self._utf8)
@@ -158,12 +160,11 @@ class _ByteStream:
 
 
 class _FallbackStream:
-    """The stream of sentencepiece's style: tokens are text, or single bytes where the vocabulary
-    has no text.
+    """A stream for sentencepiece's style: tokens are text, and unknown characters single bytes.
 
-    Bytes that never become a character are replaced one by one, and valid characters beside them
-    are kept, which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens,
-    which would hold back every newline of a Llama 2 until the next token.)
+    Bytes that never become a character are replaced one by one, and valid characters next to them
+    stay. That is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, so
+    every newline of a Llama 2 would be held back until the next token.)
     """
 
     def __init__(self, pieces: _Pieces, strip: tuple[str, int]) -> None:
@@ -192,8 +193,8 @@ class _FallbackStream:
         return self._stripped(self._utf8.decode(b"", True))
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Go on behind a text; return what that shows of a character that is not complete."""
-        for token in token_ids:  # what may be cut is at the text's beginning
+        """Continue after a text; return what that text shows of an incomplete character."""
+        for token in token_ids:  # only the text's start may be cut
             if not self._left:
                 break
             self.feed([token])
@@ -225,10 +226,10 @@ class _FallbackStream:
 
 
 class _WindowStream:
-    """Any other decoder: decode a window of recent tokens and emit what grew.
+    """A stream for any other decoder: it decodes a window of recent tokens and emits the growth.
 
-    The window starts at the last place where the text was whole, so that a decoder whose spaces
-    depend on the token before sees it.
+    The window starts at the last place where the text was whole. So a decoder whose spaces depend
+    on the previous token sees that token.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
@@ -236,7 +237,7 @@ class _WindowStream:
         self._skip = skip_special
         self._special = tokenizer.special_ids
         self._ids: list[int] = []
-        self._read = 0  # of _ids, how many are already in the emitted text
+        self._read = 0  # how many of _ids are already in the emitted text
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
@@ -261,7 +262,7 @@ class _WindowStream:
         return self._step(-1, final=True) if len(self._ids) > self._read else ""
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Go on behind a text; return what that shows of a character that is not complete."""
+        """Continue after a text; return what that text shows of an incomplete character."""
         shown = 0
         for token in reversed(token_ids):
             self._ids.append(token)
@@ -271,7 +272,7 @@ class _WindowStream:
         self._ids.reverse()
         text = self._text(self._ids)
         self._read = len(self._ids)
-        # Bytes of a character are a token each at most.
+        # Each byte of a character is at most one token.
         while self._read and len(self._ids) - self._read < _CHARACTER:
             whole = self._text(self._ids[: self._read])
             if not whole.endswith("\ufffd"):
@@ -296,7 +297,7 @@ class Tables:
         self._backend = tokenizer.backend
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; none for an id outside the vocabulary."""
+        """Return the bytes of one token; none for an id outside the vocabulary."""
         if self.scheme.kind == "window":
             text: str = self._backend.decode([token_id], skip_special_tokens=False)
             return text.encode()
@@ -305,15 +306,15 @@ class Tables:
 
 
 class TextStream:
-    """Incremental decoding of one sequence of ids.
+    """A decoder of one sequence of ids, piece by piece.
 
-    ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held
-    back), ``finish`` the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the
-    cuts. Cost: O(1) a token.
+    ``feed`` returns the characters that are now certain; an unfinished UTF-8 sequence is held back.
+    ``finish`` returns the rest. Together they give ``Tokenizer.decode`` of all ids, however the ids
+    were split. The cost is O(1) per token.
 
-    prompt: ids before the text. The text is then what ``decode(prompt + ids)`` has behind
-    ``decode(prompt)``. Where the prompt ends inside a character that the ids complete, the text
-    begins with that character.
+    prompt: the ids before the text. The text is then the part of ``decode(prompt + ids)`` after
+        ``decode(prompt)``. Where the prompt ends inside a character that the ids complete, the text
+        begins with that character.
     """
 
     def __init__(
@@ -341,8 +342,11 @@ class TextStream:
 
 
 class _BehindUnfinished:
-    """A text behind one that ends inside a character. shown: what that text shows of it, which is
-    left out here if the character stays unfinished."""
+    """A stream after a text that ends inside a character.
+
+    shown: what that text shows of the character. It is left out here if the character stays
+        unfinished.
+    """
 
     def __init__(self, stream: _DecodeStream, shown: str) -> None:
         self._stream = stream

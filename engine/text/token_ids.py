@@ -1,6 +1,6 @@
-"""Reads which token ids a model folder's tokenizer has.
+"""Finds the token ids that a model folder's tokenizer lacks.
 
-Models have rows beyond, which pad a matrix and mean nothing.
+Models have more rows than the tokenizer has ids. The extra rows pad a matrix and mean nothing.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[Any] = {}  # a list by id, in a unigram model
+    vocab: dict[str, int] | list[Any] = {}  # a list indexed by id in a unigram model
 
 
 class _Added(msgspec.Struct):
@@ -25,8 +25,12 @@ class _Tokenizer(msgspec.Struct):
 
 
 def missing_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Ids below vocab_size that tokenizer.json does not have, ascending; none without the file.
-    Reads no more of it than that: a third of a second for the largest. Raises ConfigError."""
+    """Return the ids below vocab_size that tokenizer.json does not have, ascending.
+
+    Returns none if there is no such file. It decodes only the needed fields, which takes a third of
+    a second for the largest file.
+    Raises ConfigError.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Tokenizer: encodes text and chats to token ids, over the Rust `tokenizers` library alone."""
+"""Tokenizer: converts text and chats to token ids, with only the Rust `tokenizers` library."""
 
 import json
 import re
@@ -22,18 +22,21 @@ from engine.text.control_tokens import ControlTokens
 from engine.text.declared_tokens import DeclaredTokens
 from engine.text.text_stream import Tables, TextStream
 
-# Characters. `encode` of the library holds the GIL for its whole run, about a microsecond for each
-# of them; `encode_batch_fast` lets go of it, and costs some 50 microseconds more.
+# In characters. The library's `encode` holds the GIL for its whole run, about a microsecond per
+# character. `encode_batch_fast` releases it, and costs some 50 microseconds more.
 LONG = 16_384
 
-# A text of so many characters a token may be too long for a limit in tokens, though most texts have
-# fewer; it is estimated in pieces before it is encoded as a whole.
+# A longer text per token of the limit may exceed the limit, though most texts have fewer tokens.
+# Its tokens are estimated in pieces before it is encoded as a whole.
 _CHARS_A_TOKEN = 4
-_PIECE = 16_384  # characters
+_PIECE = 16_384  # in characters
 
 
 class TooManyTokens(InvalidRequest):
-    """A text has more tokens than its limit. at_least: how many it has, or a lower bound."""
+    """An error for a text that has more tokens than its limit.
+
+    at_least: the number of its tokens, or a lower bound.
+    """
 
     code = "context_length_exceeded"
 
@@ -44,18 +47,18 @@ class TooManyTokens(InvalidRequest):
 
 
 class Tokenizer:
-    """The tokenizer of one model. Immutable after load and safe to share between threads.
+    """The tokenizer of one model, immutable after load and safe to share between threads.
 
-    vocab_size: number of ids, added tokens included (the logits may be wider).
+    vocab_size: the number of ids, including added tokens (the logits may be wider).
     bos_token_id: None if the model has none.
     sampling_defaults: fields of SamplingParams that generation_config.json sets.
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
-    mark_ids: ids of tokens that a grammar has to name: these, added ones in angle brackets, and
-        those that end an answer.
+    mark_ids: ids of tokens that a grammar has to name: control tokens, added tokens in angle
+        brackets, and tokens that end an answer.
     chat_template: None if the checkpoint has none.
-    same: another one of this backend.
+    same: a tokenizer that has the same backend.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Tokenizer:
         response_template: Any = None,
         same: "Tokenizer | None" = None,
     ) -> None:
-        # One that is shared has neither any more, and may be at work in another thread: then the
+        # A shared backend has neither any more. It may be at work in another thread, and then the
         # library refuses to change it.
         if backend.truncation is not None:
             backend.no_truncation()
@@ -78,7 +81,7 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
-        self.response_template = response_template  # as the checkpoint has it, or None
+        self.response_template = response_template  # as in the checkpoint, or None
         self.sampling_defaults = dict(sampling_defaults or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._longest: int = _longest(backend) if same is None else same._longest
@@ -91,8 +94,8 @@ class Tokenizer:
         self.mark_ids = frozenset(
             i for i, token in added.items() if is_mark(token.content, token.special)
         ).union(i for i in ends if backend.id_to_token(i) is not None)
-        self.tables = Tables(self)  # for TextStream
-        # The same model, but no text is one of its added tokens.
+        self.tables = Tables(self)  # used by TextStream
+        # The same model without the added tokens, so that no text becomes one.
         self._plain = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._plain.normalizer = backend.normalizer
@@ -102,8 +105,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, recommended: bool = True) -> "Tokenizer":
-        """Read tokenizer.json and the files beside it. Tokenizers in use that have the same
-        tokenizer.json share what the library made of it.
+        """Read tokenizer.json and the other files of its folder.
+
+        Tokenizers in use that have the same tokenizer.json share the library's object.
 
         recommended: whether generation_config.json sets sampling defaults
             (EngineConfig.generation_config).
@@ -148,7 +152,7 @@ class Tokenizer:
         return tokenizer
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token given as in the vocabulary; None if there is none."""
+        """Return the id of a token, written as in the vocabulary; None if there is none."""
         token_id: int | None = self.backend.token_to_id(token) if token else None
         return token_id
 
@@ -160,15 +164,15 @@ class Tokenizer:
         max_tokens: int | None = None,
         keep_end: bool = False,
     ) -> list[int]:
-        """Encode a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
+        """Encode a text. Other threads run while a long text is encoded.
 
-        max_tokens: a longer text is cut at its end, between its special tokens; with keep_end at
-        its beginning.
-        Other threads run while a long text is encoded.
+        add_special_tokens: whether to add the tokens that tokenizer.json adds, such as a BOS.
+        max_tokens: the limit to which a longer text is cut, between its special tokens.
+        keep_end: whether the text is cut at its beginning instead of its end.
         """
         if max_tokens is None:
             return _encode(self.backend, text, add_special_tokens)
-        most = (max_tokens + 1) * self._longest  # no token is of more characters
+        most = (max_tokens + 1) * self._longest  # no token has more characters
         text = text[-most:] if keep_end else text[:most]
         ids = _encode(self.backend, text, add_special_tokens)
         if len(ids) <= max_tokens:
@@ -181,8 +185,7 @@ class Tokenizer:
         return ids[:before] + inner + ids[before + len(plain) :]
 
     def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
-        """Return the range of a prompt's ids that its text spells: not a BOS that the tokenizer
-        adds.
+        """Return the range of a prompt's ids that its text spells, without a BOS that is added.
 
         All ids count where the text is their decoded form.
         """
@@ -206,11 +209,10 @@ class Tokenizer:
         max_tokens: int,
         keep_end: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Encode two texts as tokenizer.json joins them; also return the places of the second's
-        ids.
+        """Encode two texts as tokenizer.json joins them; also return where the second's ids are.
 
-        max_tokens: what is far behind so many tokens is left out of both texts; with keep_end, what
-        is far before the last so many of the second.
+        max_tokens: the limit beyond which text is dropped from the ends of both texts, roughly.
+        keep_end: whether the second text loses its beginning instead.
         """
         most = (max_tokens + 1) * self._longest
         first, second = first[:most], second[-most:] if keep_end else second[:most]
@@ -221,7 +223,10 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Encode many texts, on all cores. add_special_tokens: as in `encode`."""
+        """Encode many texts, on all cores.
+
+        add_special_tokens: as in `encode`.
+        """
         encodings = self.backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
@@ -229,14 +234,14 @@ class Tokenizer:
 
     def check_length(self, text: str, limit: int) -> None:
         """Refuse a text that surely has more than `limit` tokens, before it is encoded as a whole.
-        Most texts are too short for that, and cost nothing here; others cost the tokens up to the
-        limit.
 
+        Most texts are too short for that and cost nothing here. The others cost the encoding of the
+        tokens up to the limit.
         Raises TooManyTokens.
         """
         if len(text) <= _CHARS_A_TOKEN * limit:
             return
-        # Each piece is encoded by itself. What a cut changes stays near it: tokens across the cut
+        # Each piece is encoded separately. A cut only changes tokens near it: those across the cut
         # fall apart, and merges in the word around them may differ.
         slack = 2 * self._longest
         size = max(_PIECE, 32 * slack)
@@ -252,11 +257,12 @@ class Tokenizer:
         ids = _encode(self._plain, text, add_special_tokens=False)
         if self._control.ids.isdisjoint(ids):
             return ids
-        # Merges may make one of its characters, in a vocabulary converted from sentencepiece's.
+        # In a vocabulary converted from sentencepiece's, merges may still make a control token from
+        # its characters.
         whole: list[int] = []
         for token in ids:
             written = self.token_text(token) if token in self._control.ids else ""
-            letters = written if written in text else ""  # else it stands for what is unknown
+            letters = written if written in text else ""  # else it stands for an unknown character
             whole += [t.id for char in letters for t in self._plain.model.tokenize(char)] or [token]
         return whole
 
@@ -265,8 +271,9 @@ class Tokenizer:
         return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a chat with the model's template; options as in `ChatTemplate.render`.
+        """Render a chat with the model's template.
 
+        options: as in `ChatTemplate.render`.
         Raises InvalidRequest if the model has no template, or the template refuses the messages.
         """
         if self.chat_template is None:
@@ -287,15 +294,15 @@ class Tokenizer:
         max_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Encode a chat, equal to transformers' ``apply_chat_template``.
+        """Encode a chat; the ids equal those of transformers' ``apply_chat_template``.
 
-        Control tokens typed inside a message or a tool are encoded as the characters they are: a
-        message cannot end its turn or start another role by ``<|im_end|>``.
+        Control tokens typed inside a message or a tool are encoded as plain characters. So a
+        message cannot end its turn or start another role with ``<|im_end|>``.
 
-        max_tokens: a chat that surely has more is not encoded.
-        Raises InvalidRequest as `render_chat`, TooManyTokens.
+        max_tokens: the limit; a chat that surely has more tokens is not encoded.
+        Raises InvalidRequest as `render_chat` does, and TooManyTokens.
         """
-        typed: dict[str, str] = {}  # control token -> the mark that stands for it
+        typed: dict[str, str] = {}  # from a control token to the mark that replaces it
         nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
 
         def mark(match: re.Match[str]) -> str:
@@ -335,12 +342,13 @@ class Tokenizer:
     def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
         """Encode a text as usual, but plainly where marks stand.
 
-        A stretch between two control tokens of the template is encoded plainly if it holds a mark.
+        If the text between two control tokens of the template holds a mark, all of it is encoded
+        plainly.
         """
         marker = re.compile(nonce + r"\d{6}")
         ids: list[int] = []
-        start = 0  # of what is not encoded yet
-        end = 0  # of the last control token seen
+        start = 0  # start of the text not encoded yet
+        end = 0  # end of the last control token seen
         stops = [(m.start(), m.end()) for m in self._control.span.finditer(text)]
         for left, right in [*stops, (len(text), len(text))]:
             stretch = text[end:left]
@@ -358,7 +366,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> str:
-        """Decode ids behind a prompt at once; `TextStream` gives the same text piece by piece."""
+        """Decode the ids that follow a prompt; `TextStream` gives the same text piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 
@@ -371,9 +379,10 @@ class Tokenizer:
         return self.tables.token_bytes(token_id).decode("utf-8", "replace")
 
 
-# By the digest of tokenizer.json and of what is declared beside it. The library holds the GIL while
-# it reads one, 0.1 to 0.3 s for 50,000 to 150,000 tokens, in which a router that is to serve one
-# model more sends nothing of the others. Models of a family often have the same file.
+# The tokenizers in use, by the digest of tokenizer.json and of the tokens that other files declare.
+# The library holds the GIL while it reads one: 0.1 to 0.3 s for 50,000 to 150,000 tokens. During
+# that time a router that loads one more model sends nothing of the others. Models of a family often
+# have the same file.
 _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 
 
@@ -383,12 +392,13 @@ def _substitute(
     """Compute ``pattern.sub(change, text)`` in slices, so that other threads run between them.
 
     One call would hold the interpreter lock for a tenth of a second on megabytes that nearly match.
-    reach: characters of the longest match.
+
+    reach: the number of characters of the longest match.
     """
     pieces: list[str] = []
     at = 0
     for end in range(_PIECE, len(text) + _PIECE, _PIECE):
-        # What begins before the end of the slice may go on behind it.
+        # A match that begins before the end of the slice may continue beyond it.
         for match in pattern.finditer(text, at, end + reach):
             if match.start() >= end:
                 break
@@ -410,15 +420,15 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
 
 
 def _longest(backend: tokenizers.Tokenizer) -> int:
-    """Return the characters of the longest token, as the vocabulary writes it.
+    """Return the number of characters of the longest token, as the vocabulary writes it.
 
-    Other threads run meanwhile: the library holds the GIL while it makes a dict of the vocabulary,
-    0.03 s for 50,000 tokens.
+    Other threads can run between tokens. A dict of the vocabulary would make the library hold the
+    GIL, 0.03 s for 50,000 tokens.
     """
     longest = 1
     for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
         token = backend.id_to_token(token_id)
-        if token is None:  # a gap: there are ids behind the size
+        if token is None:  # a gap: some ids are larger than the size
             return max(map(len, backend.get_vocab(with_added_tokens=True)))
         longest = max(longest, len(token))
     return longest
@@ -440,7 +450,7 @@ def _sampling_defaults(path: Path) -> dict[str, Any]:
     Raises ConfigError for values that SamplingParams does not take.
     """
     values = _json(path)
-    if values.get("do_sample") is False:  # what stands beside it is not meant
+    if values.get("do_sample") is False:  # the other values have no effect then
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {name: values[name] for name in names if values.get(name) is not None}
@@ -452,8 +462,10 @@ def _sampling_defaults(path: Path) -> dict[str, Any]:
 
 
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
-    """Read the files beside tokenizer.json: their keys, the special tokens, and all declared
-    tokens."""
+    """Read the files that accompany tokenizer.json.
+
+    Returns their keys, the special tokens and all declared tokens.
+    """
     named = {
         **_json(folder / "special_tokens_map.json"),
         **_json(folder / "tokenizer_config.json"),
@@ -464,7 +476,7 @@ def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTok
 
 
 def declared_special(folder: str | Path) -> frozenset[str]:
-    """Return the control tokens that files beside a checkpoint's tokenizer.json name.
+    """Return the control tokens that a checkpoint declares outside tokenizer.json.
 
     Raises ConfigError.
     """
@@ -472,8 +484,10 @@ def declared_special(folder: str | Path) -> frozenset[str]:
 
 
 def _named(name: str, value: Any) -> str | None:
-    """Return the text of a special token ("bos_token": "<s>" or {"content": "<s>", ...}), or
-    None."""
+    """Return the text of a special token, or None.
+
+    The value is either the text, as in "bos_token": "<s>", or an object such as {"content": "<s>"}.
+    """
     if not name.endswith("_token"):
         return None
     if isinstance(value, Mapping):
@@ -484,7 +498,7 @@ def _named(name: str, value: Any) -> str | None:
 def _without_first_prefix(splitter: Any) -> Any:
     """Return a splitter that adds no space before the first word.
 
-    A stretch inside a chat is not the start of a text.
+    The pieces of a chat are not the start of a text.
     """
     if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
         return pre_tokenizers.Metaspace(

@@ -1,5 +1,7 @@
-"""Adapter: one revision of one adapter, and what is known of it. Loader: where its weights come
-from. No torch here."""
+"""Adapter, Loader: one revision of an adapter, and the interface that reads adapters.
+
+No torch here.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """The description of an adapter that its files give without its weights.
+    """The description of an adapter's files, from its configuration alone or after reading them.
 
     stamp: a text that changes when the files do; "" if a store does not report it.
     """
@@ -29,7 +31,10 @@ class AdapterDescription:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter in host memory. digest: of the bytes that were read."""
+    """An adapter in host memory.
+
+    digest: hash of the bytes that were read.
+    """
 
     described: AdapterDescription
     digest: str
@@ -38,19 +43,20 @@ class LoadedAdapter:
 
 
 class Loader(Protocol):
-    """Reads and moves adapters. Called from the store's threads; raises AdapterError.
+    """An interface that reads adapters and copies them to the device, from the store's threads.
 
-    digest: of the bytes that are expected, to find a copy of them; "" = whatever is there now.
+    digest: hash of the expected bytes, by which a copy may be found; "" = read whatever is there.
+    Raises AdapterError.
     """
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
-        """Read the configuration only."""
+        """Return the description that the configuration gives, without reading weights."""
         ...
 
     def read(self, path: str, digest: str = "") -> LoadedAdapter: ...
 
     def upload(self, weights: Any, slot: int) -> None:
-        """Copy weights into a slot that no step uses. Returns when the copy is done."""
+        """Copy weights into a slot that no step uses; return when the copy is done."""
         ...
 
 
@@ -68,7 +74,7 @@ class NoLoader:
 
 
 class Adapter:
-    """The state of one revision of one adapter, changed by the store alone."""
+    """The state of one revision of one adapter, changed only by the store."""
 
     __slots__ = (
         "digest",
@@ -93,28 +99,27 @@ class Adapter:
         self.digest = ""
         self.weights: Any = None  # in host memory
         self.host_bytes = 0
-        self.reading: object | None = None  # the read whose result it waits for
+        self.reading: object | None = None  # token of the read whose result it waits for
         self.error: AdapterError | None = None
         self.failed_at = 0.0
         self.slot: Slot | None = None
         self.users = 0  # accepted requests that have not ended
-        self.started = 0  # of these, those that have begun: they need these very weights again
-        self.retired = False  # replaced or removed
+        self.started = 0  # of these, requests that have begun and need these very weights again
+        self.retired = False  # whether it was replaced or removed
 
     @property
     def key(self) -> str:
-        """The adapter's part of the keys of the prefix cache."""
+        """The text that stands for the adapter in keys of the prefix cache."""
         return f"{self.info.name}@{self.info.revision}"
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the adapter is prefix tuning, whose virtual tokens have keys and values, not
-        embeddings."""
+        """Whether the adapter is prefix tuning, whose virtual tokens are keys and values."""
         return self.info.kind == PREFIX
 
     def is_same(self, info: AdapterInfo, described: AdapterDescription, digest: str) -> bool:
-        """Whether the added adapter is this one: of one revision, and of equal bytes as far as
-        these were read."""
+        """Whether an added adapter equals this one: the same revision, and equal bytes as far as
+        known."""
         if self.info.revision != info.revision:
             return False
         return self.digest == digest if self.digest else self.stamp == described.stamp

@@ -1,11 +1,11 @@
-"""DiskCache: adapters of an object store on this machine's disk, with a budget of bytes. No torch.
+"""DiskCache: adapters from object stores on this machine's disk, with a budget of bytes. No torch.
 
-    <digest>/    an adapter's two files, complete; the folder's mtime is its last use
-    part-.../    one that is being downloaded; the file `reserved` is as long as it will be
+ <digest>/    an adapter's two files, complete; the folder's mtime is its last use
+ part-.../    an unfinished download; the file `reserved` has its final size
 
-All engines of a user share it. The thread that reads or fills a folder locks it (flock, so the lock
-ends with its process), and a locked folder is never removed. A part without a lock was left by a
-killed process. The folder above is locked while room is made and folders get their names.
+All engines of a user share it. The thread that reads or fills a folder locks it with flock, so that
+the lock ends with its process. A locked folder is never removed. A part without a lock was left by
+a killed process. The cache's own folder is locked while room is made and folders are named.
 """
 
 import errno
@@ -23,18 +23,19 @@ from types import TracebackType
 from engine.errors import AdapterError
 
 DEFAULT_BYTES = 16 << 30
-DOWNLOAD_SECONDS = 100.0  # for another engine to finish the same download
-ROOM_SECONDS = 30.0  # for others to let go of what is in the way
+DOWNLOAD_SECONDS = 100.0  # longest wait for another engine's download of the same adapter
+# longest wait until other threads or engines unlock folders that could be removed
+ROOM_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _RESERVED = "reserved"
 
 
 class CachedFolder:
-    """A folder of the cache that this thread holds until `close`.
+    """A folder of the cache that this thread keeps locked until `close`.
 
-    filled: it holds an adapter's files. Otherwise it is empty and removed by `close`, unless `keep`
-    was called before.
+    filled: whether it has an adapter's files. Otherwise it is empty, and `close` removes it unless
+        `keep` was called before.
     """
 
     def __init__(self, cache: "DiskCache", folder: Path, lock: int, *, filled: bool) -> None:
@@ -57,23 +58,22 @@ class CachedFolder:
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for the files that will be written to this folder.
 
-        Raises AdapterError: adapter_incompatible if num_bytes is more than the budget, storage_full
-        if others keep the room for too long.
+        Raises AdapterError: adapter_incompatible if num_bytes is more than the budget.
+        Raises AdapterError: storage_full if other adapters keep the room for too long.
         """
         self._cache.reserve(self, num_bytes)
 
     def keep(self, digest: str) -> None:
-        """Mark the folder as complete; from now on its digest finds it."""
+        """Mark the folder as complete, so that its digest finds it from now on."""
         self._cache.keep(self, digest)
 
     def become(self, folder: Path) -> None:
-        """Take over the folder's new path after its renaming, and let others read the folder."""
+        """Switch to the folder's new path after it was renamed, and allow other readers."""
         self.folder, self.filled = folder, True
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Mark the folder's files as damaged; `close` removes them, and the next caller gets an
-        empty folder."""
+        """Mark the files as damaged: `close` removes them, and later callers get a new folder."""
         self.filled = False
 
     def close(self) -> None:
@@ -85,9 +85,9 @@ class CachedFolder:
 class DiskCache:
     """The cache of downloaded adapters on the disk, shared by all engines of a user.
 
-    folder: where the cache makes a folder of its own, when that is first needed; "" = the machine's
-        temporary folder.
-    budget: bytes; 0 = the smaller of 16 GiB and a quarter of what is free there.
+    folder: where the cache creates its own folder at first use; "" = the machine's temporary
+        folder.
+    budget: bytes; 0 = the smaller of 16 GiB and a quarter of the free space.
     """
 
     def __init__(self, folder: str = "", budget: int = 0) -> None:
@@ -100,17 +100,17 @@ class DiskCache:
             return sum(size for _, size in self._folders().values())
 
     def find(self, digest: str) -> CachedFolder | None:
-        """Return the adapter with this digest; None if the cache does not have it. Raises
-        AdapterError."""
+        """Return the adapter with this digest, None if it is not cached. Raises AdapterError."""
         with self._alone():
             return self._find(digest)
 
     def open(self, digest: str = "") -> CachedFolder:
-        """Return the adapter with this digest, or else an empty entry to fill.
+        """Return the adapter with this digest, or else an empty folder to fill.
 
-        While another thread or process fills an entry for this digest, the call waits.
+        While another thread or process downloads this digest, the call waits.
 
-        digest: "" = not known: always an empty entry. Raises AdapterError storage_full.
+        digest: "" = unknown, which always gives an empty folder.
+        Raises AdapterError storage_full.
         """
         known = digest if _DIGEST.fullmatch(digest) else ""
         prefix = f"part-{known}-"
@@ -123,7 +123,7 @@ class DiskCache:
                 if not coming or time.monotonic() > end:
                     part = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
                     lock = _lock(part, fcntl.LOCK_EX)
-                    assert lock is not None  # no other process knows it yet
+                    assert lock is not None  # no other process knows the folder yet
                     return CachedFolder(self, part, lock, filled=False)
             time.sleep(_POLL_SECONDS)
 
@@ -163,12 +163,12 @@ class DiskCache:
         with self._alone():
             place = self.folder / digest
             if place.exists():
-                return  # another has brought it meanwhile; this one goes
+                return  # another download was faster; this copy is removed
             (entry.folder / _RESERVED).unlink(missing_ok=True)
             entry.folder.rename(place)
             os.utime(place)
             entry.become(place)
-            self._make_room(self._most())  # its size may not have been told
+            self._make_room(self._most())  # its size may not have been known in advance
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -189,10 +189,8 @@ class DiskCache:
             ) from None
 
     def _folders(self) -> dict[Path, tuple[int, int]]:
-        """Return entries and parts, with the last use and the bytes of each.
-
-        The parts of processes that are gone are removed.
-        """
+        """Return (last use, bytes) of each folder, after removing those that killed processes
+        left."""
         folders = {}
         for path in self.folder.iterdir():
             part = path.name.startswith("part-")
@@ -207,9 +205,9 @@ class DiskCache:
         return min(DEFAULT_BYTES, (shutil.disk_usage(self.folder).free + held) // 4)
 
     def _make_room(self, most: int) -> bool:
-        """Remove the least recently used folders that are not locked, until `most` bytes are left.
+        """Remove the least recently used unlocked folders until at most `most` bytes are left.
 
-        Returns whether at most that many bytes are left.
+        Returns whether that succeeded.
         """
         folders = self._folders()
         held = sum(size for _, size in folders.values())
@@ -220,7 +218,7 @@ class DiskCache:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """A descriptor with the lock on it; None if there is no such folder or another has it."""
+    """Open and lock a folder; return the descriptor, None if it is missing or already locked."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -234,7 +232,10 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def _remove_unused(folder: Path) -> bool:
-    """Remove a folder if it is not locked; whether it is gone. Needs the lock of `_alone`."""
+    """Remove a folder unless it is locked, and return whether it is gone.
+
+    Needs the `_alone` lock.
+    """
     lock = _lock(folder, fcntl.LOCK_EX)
     if lock is None:
         return not folder.exists()
@@ -244,12 +245,12 @@ def _remove_unused(folder: Path) -> bool:
 
 
 def _look(folder: Path) -> tuple[int, int]:
-    """Return a folder's last use, and the bytes that the folder takes or will take."""
+    """Return a folder's last use, and the bytes that it takes or will take."""
     sizes = {}
     try:
         used = folder.stat().st_mtime_ns
         for file in folder.iterdir():
             sizes[file.name] = file.stat().st_size
-    except FileNotFoundError:  # its holder is removing it
+    except FileNotFoundError:  # whoever has locked it is removing it
         return 0, 0
     return used, max(sizes.pop(_RESERVED, 0), sum(sizes.values()))

@@ -6,21 +6,22 @@ from collections.abc import Callable, Container
 
 from engine.lora.tiers.adapter import Adapter, LoadedAdapter
 
-# An adapter leaves host memory after this time without use, even if there is room. It is longer
-# than the nights of an adapter that is used by day.
+# An adapter leaves host memory after this time without use, even if there is room. The time is
+# longer than the nights of an adapter that is used by day.
 UNUSED_SECONDS = 86_400.0
 
 
 class HostMemory:
     """The adapters in host memory.
 
-    budget: bytes; adapters that running requests may need again are kept beyond it.
+    budget: bytes; adapters that running requests may need again stay even beyond it.
     """
 
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._clock = clock
-        self._adapters: OrderedDict[Adapter, float] = OrderedDict()  # -> last use; oldest first
+        # -> last use; least recently used first
+        self._adapters: OrderedDict[Adapter, float] = OrderedDict()
         self.num_bytes = 0
 
     @property
@@ -48,7 +49,7 @@ class HostMemory:
 
     @property
     def has_unused(self) -> bool:
-        """Whether `drop_unused` has something to do."""
+        """Whether `drop_unused` would drop or touch an adapter."""
         oldest = next(iter(self._adapters.values()), None)
         return oldest is not None and self._clock() - oldest > UNUSED_SECONDS
 
@@ -64,9 +65,9 @@ class HostMemory:
     def evict(self, wanted: Container[Adapter]) -> None:
         """Drop the least recently used adapters until the budget is met.
 
-        The newest adapter stays, or none could ever be uploaded.
+        The newest adapter stays, because otherwise none could be uploaded.
 
-        wanted: the adapters that wait for a slot.
+        wanted: adapters that wait for a slot.
         """
         newest = next(reversed(self._adapters), None)
         for adapter in list(self._adapters):
@@ -75,7 +76,7 @@ class HostMemory:
             uploading = adapter.slot is not None and not adapter.slot.ready
             if adapter is newest or adapter.started or uploading or adapter in wanted:
                 continue
-            if not (adapter.retired and adapter.users):  # such could not be read again
+            if not (adapter.retired and adapter.users):  # a retired adapter could not be read again
                 self.forget(adapter)
 
     def check_integrity(self) -> None:

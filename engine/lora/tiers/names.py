@@ -1,4 +1,4 @@
-"""AdapterNames: the adapter and revision that a name means now, or meant. No torch here."""
+"""AdapterNames: the adapter and revision that each name stands for. No torch here."""
 
 from typing import Generic, TypeVar
 
@@ -10,15 +10,16 @@ T = TypeVar("T")
 class AdapterNames(Generic[T]):
     """The names of adapters: name -> its current adapter.
 
-    "name@revision" is understood too, while that is the current adapter or still in `retired`.
+    "name@revision" is found too, if that is the current adapter or a retired one that is still
+    used.
     """
 
     def __init__(self) -> None:
         self._current: dict[str, tuple[str, T]] = {}  # name -> (revision, adapter)
-        self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, yet in use
+        self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, but still used
 
     def put(self, name: str, revision: str, adapter: T) -> T | None:
-        """Make the adapter its name's current one; returns the adapter that it replaces."""
+        """Make the adapter the current one of its name; return the adapter that it replaces."""
         before = self._current.get(name)
         self._current[name] = (revision, adapter)
         self._retired.pop((name, revision), None)
@@ -29,8 +30,10 @@ class AdapterNames(Generic[T]):
         return before[1]
 
     def remove(self, name: str, revision: str = "") -> T:
-        """Remove a name; returns its adapter. Raises AdapterError if the name means nothing, or
-        another revision."""
+        """Remove a name and return its adapter.
+
+        Raises AdapterError if the name is unknown or stands for another revision.
+        """
         current = self._current.get(name)
         if current is None or revision not in ("", current[0]):
             raise not_found(f"{name}@{revision}" if revision else name)
@@ -39,7 +42,7 @@ class AdapterNames(Generic[T]):
         return current[1]
 
     def find(self, name: str) -> T:
-        """Return the adapter that a name or "name@revision" means. Raises AdapterError."""
+        """Return the adapter of a name or "name@revision". Raises AdapterError."""
         base, _, revision = name.partition("@")
         current = self._current.get(base)
         if current is not None and revision in ("", current[0]):
@@ -53,7 +56,7 @@ class AdapterNames(Generic[T]):
         return None if current is None else current[1]
 
     def forget(self, name: str, revision: str, adapter: T) -> None:
-        """Forget a retired adapter that is used no more."""
+        """Forget a retired adapter that is no longer used."""
         if self._retired.get((name, revision)) is adapter:
             del self._retired[name, revision]
 

@@ -1,22 +1,22 @@
-"""Popularity: how often each name was requested; recent requests count more. No torch here."""
+"""Popularity: a decayed count of requests for each name. No torch here."""
 
-FADE = 1.002  # a request counts half as much as one that came 350 later
-# Seconds, in which it loses as much again: for servers so quiet that 350 requests take a day. The
-# most that a name can count, 500 requests, is less than a single one of nine hours later.
+FADE = 1.002  # a request counts half as much as one that comes 350 requests later
+# Seconds after which counts also halve, for servers so quiet that 350 requests take a day. The
+# largest count, of 500 requests, is less than one new request after nine hours.
 HALF_LIFE = 3600.0
 _MOST = 1e100
 
 
 class Popularity:
-    """Counts of requests by name, of which recent ones count more.
+    """Decayed counts of requests, in units that grow so that old counts need no update.
 
-    Counts grow instead of fading, and are scaled down before they overflow. Names whose last
-    request was long before then are forgotten. now: seconds of any one clock.
+    Before they overflow, all counts are scaled down and negligible ones are dropped. `now` is in
+    seconds of any one clock.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
-        self._gain = 1.0  # what a request counted at `_last`
+        self._gain = 1.0  # units that a request counted at `_last`
         self._last = 0.0
 
     def count(self, name: str, now: float) -> None:
@@ -30,11 +30,11 @@ class Popularity:
             self._gain = 1.0
 
     def __getitem__(self, name: str) -> float:
-        """The name's count, comparable with other counts of the same moment."""
+        """Return the name's count, comparable with other counts read at the same time."""
         return self._counts.get(name, 0.0)
 
     def one(self, now: float) -> float:
-        """Return about what a single request counts now."""
-        # After 500 half-lives nothing is left of what was, and a float ends at 2 ** 1024.
+        """Return the units that about one request counts now."""
+        # After 500 half-lives earlier counts are negligible, and a float ends at 2 ** 1024.
         lives = min(max(0.0, now - self._last) / HALF_LIFE, 500.0) if self._counts else 0.0
         return self._gain * 2.0**lives

@@ -1,4 +1,4 @@
-"""Adapters in an object store: copied into a folder of the disk's cache."""
+"""Copies adapters from an object store into a folder of the disk cache."""
 
 import errno
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from engine.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from engine.lora.tiers.disk import CachedFolder
 
 MAX_WEIGHT_BYTES = 8 << 30
-MAX_SECONDS = 100.0  # shorter than the router waits for the answer to an addition
+MAX_SECONDS = 100.0  # shorter than the router's timeout for adding an adapter
 
 
 def is_remote(path: str) -> bool:
@@ -22,13 +22,15 @@ def is_remote(path: str) -> bool:
 
 @contextmanager
 def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
-    """Fill an empty entry with an adapter's files, close it afterwards, and yield the files' stamp.
+    """Download an adapter's files into an empty folder; yield a stamp that changes when they do.
 
-    The stamp changes when the files do. weights=False: the configuration alone.
+    The folder is closed afterwards.
 
-    path: a URL that fsspec knows. Raises AdapterError, after MAX_SECONDS at the latest;
-    storage_full if there is no room for a copy, adapter_incompatible if it is too large for any,
-    store_unavailable if the store fails or does not answer.
+    path: a URL that fsspec knows.
+    weights: False downloads only the configuration.
+    Raises AdapterError after MAX_SECONDS at the latest. Its code is storage_full if there is no
+    room for a copy, adapter_incompatible if it is too large, store_unavailable if the store fails
+    or is silent.
     """
     copy: Future[str] = Future()
 
@@ -38,8 +40,8 @@ def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
         except BaseException as error:
             copy.set_exception(error)
 
-    # Not every store of fsspec's can be given a limit or be interrupted, so the thread is left to
-    # itself, and what it may bring yet is deleted.
+    # Not every fsspec store has a timeout or can be interrupted. So the thread is left running, and
+    # files that it still downloads are deleted.
     Thread(target=work, name="adapter-download", daemon=True).start()
     try:
         seen = copy.result(MAX_SECONDS)
@@ -83,8 +85,8 @@ def _copy(path: str, entry: CachedFolder, *, weights: bool) -> str:
         raise AdapterError(f"{path}: {name} is missing", code="adapter_not_found") from None
     except AdapterError as error:
         raise AdapterError(f"{path}: {error.message}", code=error.code) from None
-    except Exception as error:  # not every store's are OSErrors
-        reason = str(error) or type(error).__name__  # fsspec's own timeout says nothing
+    except Exception as error:  # not all stores raise OSErrors
+        reason = str(error) or type(error).__name__  # fsspec's own timeout has no message
         code: str | None = "store_unavailable"
         if isinstance(error, PermissionError):
             code = None

@@ -1,13 +1,12 @@
-"""DeviceSlots: the adapter in each slot of the device, and the one that the slot is promised to.
+"""DeviceSlots: the adapter in each device slot, and the adapter that waits for the slot.
 
-The adapter that is evicted is the one with the fewest recent requests, not the least recently used.
-With many more adapters than slots, most adapters are not needed again soon after their upload, and
-each of them would evict one that is. An adapter that requests wait for is evicted only if requests
-wait for all of them.
-
-A slot is pinned by every row that may still run on it, and a pinned slot is not replaced. When all
-slots are pinned and an adapter waits, the slot with the fewest rows is promised to it. No request
-starts on that slot any more, and when its last row ends the slot gets the waiting adapter. So no
+The evicted adapter is the one with the fewest recent requests, not the least recently used one.
+With many more adapters than slots, most adapters are not needed again soon after their upload. With
+LRU each of them would evict one that is. An adapter with waiting requests is evicted only if all
+adapters have some.
+Every row that may still use a slot pins it, and a pinned slot is not replaced. When all slots are
+pinned and an adapter waits, the slot with the fewest rows is promised to that adapter. No further
+request starts on a promised slot, and when its last row ends the waiting adapter gets it. So no
 adapter starves.
 """
 
@@ -24,11 +23,11 @@ class Slot:
     ready: bool = False
     pins: int = 0
     promised: Adapter | None = None
-    used: int = 0  # when, in touches
+    used: int = 0  # time of last use, counted in calls of `touch`
 
     @property
     def wanted(self) -> bool:
-        """Whether requests run on the slot's adapter or wait to."""
+        """Whether requests run on the slot's adapter or wait for it."""
         return self.adapter is not None and self.adapter.users > 0
 
 
@@ -41,7 +40,7 @@ class DeviceSlots:
     def __init__(self, count: int) -> None:
         self._slots = [Slot(index) for index in range(count)]
         self._clock = 0
-        self.popularity = Popularity()  # of adapters by their names
+        self.popularity = Popularity()  # of adapters, by name
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -55,7 +54,10 @@ class DeviceSlots:
         slot.used = self._clock
 
     def free(self, adapter: Adapter) -> Slot | None:
-        """A slot without rows for the adapter: empty, promised to it, or least worth keeping."""
+        """Return the slot to load an adapter into, one that no running request uses.
+
+        The slot is empty, promised to the adapter, or the least valuable; None if all are in use.
+        """
         free = [
             slot
             for slot in self._slots
@@ -66,16 +68,19 @@ class DeviceSlots:
         return min(free, key=self._worth, default=None)
 
     def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
-        """The slot's sort key of worth; the slot with the least is given away first."""
+        """Return the slot's value as a sort key; the slot of least value is replaced first."""
         adapter = slot.adapter
         if adapter is None:
             return (False, False, 0.0, 0)
-        # Among those that are waited for the order is that of use, so that each gets its turn.
+        # Adapters with waiting requests are ordered by last use, so that each gets its turn.
         asked = 0.0 if slot.wanted else self.popularity[adapter.info.name]
         return (True, slot.wanted, asked, slot.used)
 
     def give(self, slot: Slot, adapter: Adapter) -> None:
-        """Assign the slot, which has no rows. The caller fills it and marks it ready."""
+        """Assign a slot without rows to the adapter.
+
+        The caller uploads it and marks the slot ready.
+        """
         assert adapter.slot is None and not slot.pins
         if slot.adapter is not None:
             slot.adapter.slot = None
@@ -89,9 +94,9 @@ class DeviceSlots:
         slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
-        """Promise the adapter the next use of a slot that requests run on.
+        """Promise the adapter a slot that requests still use, once they have ended.
 
-        At most half of the slots are promised, so that the others keep their requests going.
+        At most half of the slots are promised, so that requests on the others go on.
         """
         if any(slot.promised is adapter for slot in self._slots):
             return
@@ -102,8 +107,7 @@ class DeviceSlots:
                 victim.promised = adapter
 
     def unpromise(self, adapter: Adapter) -> list[Adapter]:
-        """Withdraw the adapter's promise; returns the adapters whose slots are open to new requests
-        again."""
+        """Withdraw the adapter's promise; return adapters whose slots accept new requests again."""
         opened = []
         for slot in self._slots:
             if slot.promised is adapter:
@@ -113,20 +117,20 @@ class DeviceSlots:
         return opened
 
     def due(self) -> list[Adapter]:
-        """Return the adapters whose promised slot has no rows any more."""
+        """Return the adapters whose promised slot no request uses any more."""
         return [s.promised for s in self._slots if s.promised is not None and not s.pins]
 
     @property
     def resident(self) -> list[str]:
-        """The names of the adapters on the device; the next adapter to go is last."""
+        """The names of the adapters on the device; the one to be evicted next is last."""
         slots = [s for s in self._slots if s.adapter is not None and s.ready]
         slots.sort(key=self._worth, reverse=True)
         return [s.adapter.info.name for s in slots if s.adapter is not None]
 
     def check_integrity(self, pins: dict[int, int]) -> None:
-        """Assert that pins and adapters of all slots agree.
+        """Assert that pins and adapters of all slots are consistent.
 
-        pins: slot index -> rows that use it.
+        pins: slot index -> number of rows that use it.
         """
         for slot in self._slots:
             assert slot.pins == pins.get(slot.index, 0), f"slot {slot.index}: pins are lost"

@@ -1,14 +1,13 @@
-"""AdapterStore: all known adapters and the tier that each is in. No torch here.
+"""AdapterStore: all known adapters and the memory tier of each. No torch here.
 
-    disk or object store --read (threads)--> host memory --upload (thread)--> device slot
+ disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
-Adapters of an object store are kept on the disk (disk.py). Disk and host memory (host.py) have byte
+Adapters from object stores are cached on disk (disk.py). Disk and host memory (host.py) have byte
 budgets and drop the least recently used adapter. Host memory also drops adapters without a request
-for a day. Of the device slots (slots.py), the one with the fewest recent requests is given away.
-
-All methods belong to the step loop's thread. `poll` takes over the threads' results. A load never
-stalls a step, and only the requests that need that adapter wait. Additions and removals of one name
-are done in their order. They do not wait for other names, nor for reads that requests have begun.
+for a day. The device slot (slots.py) with the fewest recent requests is replaced. All methods
+belong to the step loop's thread, and `poll` applies the results of other threads. A load never
+stalls a step, and only requests that need that adapter wait. Additions and removals of one name are
+done in order. They do not wait for other names, nor for reads that requests began.
 """
 
 import logging
@@ -39,20 +38,22 @@ from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 logger = logging.getLogger("manta.engine")
 
 RETRY_SECONDS = 10.0  # how long a failed read is remembered
-READERS = 4  # threads for disks, and as many for object stores: a store that hangs blocks no disk
-READ_AHEAD = 4  # reads under way, beyond which none is begun for a request that is not first
+# threads for disks, and as many for object stores, so that a hanging store blocks no disk
+READERS = 4
+READ_AHEAD = 4  # reads in flight above which no further read begins early
 
 T = TypeVar("T")
 
 
 class AdapterStore:
-    """The adapters that the engine knows, and the tier of each.
+    """The adapters that the engine knows, and the memory tier of each.
 
-    max_loras: the number of slots; with 0 every adapter is refused.
-    host_bytes: the budget of host memory; adapters that running requests may need again are kept
+    max_loras: the number of device slots; with 0 every adapter is refused.
+    host_bytes: the budget of host memory; adapters that running requests may need again stay even
         beyond it.
-    disk, device: the executors of reads and uploads.
-    clock: seconds.
+    disk: the executor of reads.
+    device: the executor of uploads.
+    clock: returns seconds.
     """
 
     def __init__(
@@ -71,23 +72,24 @@ class AdapterStore:
         self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
         self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
         self._names: AdapterNames[Adapter] = AdapterNames()
-        # Additions and removals of a name; the first of them has begun.
+        # Queued additions and removals of each name; the first has begun.
         self._lines: dict[str, deque[Callable[[], None]]] = {}
         self._slots = DeviceSlots(max_loras)
         self._host = HostMemory(host_bytes, clock)
-        self._wanted: dict[Adapter, None] = {}  # wait for a slot, in the order of asking
+        # adapters that wait for a slot, in order of their first request
+        self._wanted: dict[Adapter, None] = {}
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._news: list[Adapter] = []
         self._answers: list[AdapterAnswer] = []
         self._wake: Callable[[], None] = lambda: None
-        self.loads = 0  # uploads
+        self.loads = 0  # number of uploads
         self.reads = 0
-        self._reading = 0  # under way
+        self._reading = 0  # reads in flight
 
     # ---- names ---------------------------------------------------------------------------------
 
     def add(self, message: AddAdapter) -> None:
-        """Begin to add an adapter; `take_answers` returns the answer."""
+        """Begin to add an adapter; `take_answers` returns the answer later."""
 
         def work() -> AdapterDescription | LoadedAdapter:
             self._check_enabled()
@@ -120,7 +122,7 @@ class AdapterStore:
         before = self._names.get(info.name)
         if before is not None and before.is_same(info, described, digest):
             if loaded is not None or before.path != message.path:
-                before.reading = None  # what is under way may fail where it was before
+                before.reading = None  # a read in flight may fail at the old path
             before.path, before.stamp, before.error = message.path, described.stamp, None
             if loaded is not None and before.weights is None:
                 self._keep(before, loaded)
@@ -147,8 +149,7 @@ class AdapterStore:
         self._line_up(message.name, lambda: self._later(then))
 
     def _line_up(self, name: str, begin: Callable[[], None]) -> None:
-        """Call begin() when all that was asked for this name before is done; that work ends with
-        `_next`."""
+        """Call begin() once all earlier work for this name is done; it has to end with `_next`."""
         line = self._lines.setdefault(name, deque())
         line.append(begin)
         if len(line) == 1:
@@ -176,7 +177,7 @@ class AdapterStore:
         return cls(NoLoader(), 0, 0)
 
     def find(self, name: str) -> Adapter:
-        """Return the adapter that a name or "name@revision" means. Raises AdapterError."""
+        """Return the adapter of a name or "name@revision". Raises AdapterError."""
         self._check_enabled()
         return self._names.find(name)
 
@@ -194,10 +195,9 @@ class AdapterStore:
     # ---- requests ------------------------------------------------------------------------------
 
     def claim(self, adapter: Adapter) -> None:
-        """Count an accepted request of the adapter, and begin to read the adapter while the request
-        waits.
+        """Count an accepted request of the adapter, and begin to read the adapter in advance.
 
-        The adapter is read only if host memory has room and few other reads are under way.
+        It is read only if host memory has room and few other reads are in flight.
         """
         adapter.users += 1
         self._slots.popularity.count(adapter.info.name, self._clock())
@@ -206,10 +206,11 @@ class AdapterStore:
             self._read(adapter)
 
     def ask(self, adapter: Adapter) -> bool:
-        """Whether a request may start on the adapter now. If not, the adapter is on its way, and
-        `poll` will name it.
+        """Return whether a request may start on the adapter now.
 
-        Raises AdapterError if the adapter cannot be loaded.
+        If not, the adapter is being loaded, and `poll` returns it once the request should ask
+        again.
+        Raises AdapterError if it cannot be loaded.
         """
         if adapter.error is not None:
             if self._clock() < adapter.failed_at + RETRY_SECONDS:
@@ -221,7 +222,8 @@ class AdapterStore:
             self._advance(adapter)
             return False
         if slot.promised is not None:
-            self._wanted[adapter] = None  # in line for another one, when this one is taken away
+            # waits for another slot, as this one is promised to another adapter
+            self._wanted[adapter] = None
             return False
         if slot.ready:
             self._wanted.pop(adapter, None)
@@ -230,9 +232,9 @@ class AdapterStore:
         return slot.ready
 
     def pin(self, adapter: Adapter, *, first: bool) -> int:
-        """Start a request on the adapter's slot; returns the slot's index.
+        """Start a request on the adapter's slot; return the slot's index.
 
-        first: whether the request starts for the first time, not after a preemption.
+        first: whether the request starts for the first time, not again after a preemption.
         """
         slot = adapter.slot
         assert slot is not None and slot.ready
@@ -251,7 +253,10 @@ class AdapterStore:
             self._slot_changed()
 
     def release(self, adapter: Adapter, *, started: bool) -> None:
-        """Count a request of the adapter as ended."""
+        """Count the end of a request of the adapter.
+
+        started: whether the request has run.
+        """
         adapter.users -= 1
         adapter.started -= started
         assert 0 <= adapter.started <= adapter.users
@@ -262,17 +267,17 @@ class AdapterStore:
         if not adapter.started:
             self._host.evict(self._wanted)
 
-    # ---- what has come -------------------------------------------------------------------------
+    # ---- results of threads --------------------------------------------------------------------
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """Call wake(), from any thread, when `poll` has something to do."""
+        """Set the function to call, from any thread, when `poll` has something to do."""
         self._wake = wake
 
     def has_news(self) -> bool:
         return not self._done.empty() or bool(self._news) or self._host.has_unused
 
     def poll(self) -> list[Adapter]:
-        """Take over what the threads have done. Returns the adapters whose requests should ask
+        """Apply the results of threads; return the adapters whose waiting requests should ask
         again."""
         while not self._done.empty():
             self._done.get()()
@@ -288,7 +293,7 @@ class AdapterStore:
         work: Callable[[], T],
         then: Callable[[T | AdapterError], None],
     ) -> None:
-        """Run work() on the executor, and have `poll` call `then` with its result or error."""
+        """Run work() on the executor; the next `poll` calls `then` with its result or error."""
 
         def job() -> None:
             result: T | AdapterError
@@ -296,7 +301,7 @@ class AdapterStore:
                 result = work()
             except AdapterError as error:
                 result = error
-            except Exception as error:  # whatever a damaged file or a full device brings up
+            except Exception as error:  # a damaged file or a full device may raise anything
                 logger.exception("an adapter could not be loaded")
                 result = AdapterError(f"it could not be loaded: {type(error).__name__}: {error}")
             self._later(lambda: then(result))
@@ -304,7 +309,7 @@ class AdapterStore:
         executor.submit(job)
 
     def _later(self, then: Callable[[], None]) -> None:
-        """Have the next `poll` call then(); from any thread."""
+        """Have the next `poll` call then(). Thread-safe."""
         self._done.put(then)
         self._wake()
 
@@ -328,10 +333,10 @@ class AdapterStore:
     ) -> None:
         self._reading -= 1
         if adapter.reading is not reading:
-            return  # it was added again meanwhile
+            return  # the adapter was added again meanwhile
         adapter.reading = None
         if isinstance(result, LoadedAdapter):
-            # The digest is exact. Before the first read it is not known, and the stamp is compared.
+            # The digest is exact. Before the first read it may be unknown, and stamps are compared.
             before, now = (
                 (adapter.digest, result.digest)
                 if adapter.digest
@@ -356,7 +361,7 @@ class AdapterStore:
         self._host.evict(self._wanted)
 
     def _advance(self, adapter: Adapter) -> None:
-        """Read, upload or promise a slot: the next step of an adapter that waits for one."""
+        """Do the next step for an adapter that waits: read it, upload it or promise it a slot."""
         if adapter.weights is None:
             self._read(adapter)
             return
@@ -370,8 +375,11 @@ class AdapterStore:
         self._news += self._slots.unpromise(adapter)
 
     def _slot_changed(self) -> None:
-        """Give free slots to the adapters that they are promised to. Requests for all other waiting
-        adapters ask again, in the order of service, so that none overtakes an earlier one."""
+        """Give free slots to the adapters that they are promised to.
+
+        Requests for other waiting adapters ask again, in their order, so that none overtakes an
+        earlier one.
+        """
         for adapter in self._slots.due():
             self._advance(adapter)
         self._news += self._wanted
@@ -411,17 +419,17 @@ class AdapterStore:
         slot = adapter.slot
         if slot is not None:
             if slot.pins or not slot.ready:
-                return  # called again when it is
+                return  # called again when the slot is unused
             self._slots.take(slot)
         self._host.forget(adapter)
         if slot is not None:
             self._slot_changed()
 
-    # ---- looking at it -------------------------------------------------------------------------
+    # ---- inspection ----------------------------------------------------------------------------
 
     @property
     def resident(self) -> list[str]:
-        """The names of the adapters on the device; the next adapter to go is last."""
+        """The names of the adapters on the device; the one to be evicted next is last."""
         return self._slots.resident
 
     @property
@@ -430,10 +438,10 @@ class AdapterStore:
         return self._host.num_bytes
 
     def check_integrity(self, pins: dict[int, int], users: dict[Adapter, int]) -> None:
-        """Assert that the counts of all tiers agree.
+        """Assert that the counts of all tiers are consistent.
 
-        pins: slot index -> rows that use it.
-        users: adapter -> requests that have not ended.
+        pins: slot index -> number of rows that use it.
+        users: adapter -> number of requests that have not ended.
         """
         self._slots.check_integrity(pins)
         self._host.check_integrity()
