@@ -145,7 +145,7 @@ def test_a_mixture_of_experts_is_counted(tmp_path: Path) -> None:
 
 def test_an_outline_is_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: int8 cannot be planned where it cannot run, nor a GPU where there is none."""
-    monkeypatch.setattr("engine.quantization.method.has_int8", lambda: False)
+    monkeypatch.setattr("engine.quantization.cpu.has_int8", lambda: False)
     changes = {"architectures": ["LlamaForCausalLM"]}
     config = config_of(tmp_path, changes, quantization="int8")
     resolved = resolve(config)
