@@ -100,8 +100,8 @@ def with_server(root: Path, case: Callable[[Call], Awaitable[None]], **paths: st
     """paths: adapters of the configuration."""
 
     async def run() -> None:
-        given = settings(root, paths=paths)
-        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+        adapters = settings(root, paths=paths)
+        async with Fleet(1, loras=2, adapters=adapters, tokenizer=tiny_tokenizer()) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
             async def call(url: str, /, **body: object) -> tuple[int, Any]:
@@ -194,8 +194,8 @@ def test_a_failure_is_forgotten(
     shutil.copytree(good, tmp_path / "a")
 
     async def case() -> None:
-        given = settings(tmp_path, paths={"a": str(tmp_path / "a")})
-        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+        adapters = settings(tmp_path, paths={"a": str(tmp_path / "a")})
+        async with Fleet(1, loras=2, adapters=adapters, tokenizer=tiny_tokenizer()) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
             async def status() -> int:
@@ -270,8 +270,8 @@ def test_an_object_store_that_cannot_be_had(
 
     async def case() -> None:
         nonlocal broken
-        given = settings(tmp_path, paths={"a": "memory://store/a"})
-        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+        adapters = settings(tmp_path, paths={"a": "memory://store/a"})
+        async with Fleet(1, loras=2, adapters=adapters, tokenizer=tiny_tokenizer()) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
             async def ask(model: str) -> Reply:
@@ -280,9 +280,9 @@ def test_an_object_store_that_cannot_be_had(
 
             waiting = [asyncio.create_task(ask(name)) for name in ("a", "m:a")]
             assert (await ask("m")).status == 200
-            told = [*await asyncio.gather(*waiting), await ask("a")]
-            told.append(await client.post("/v1/adapters", {"name": "a"}))
-            for reply in told:
+            replies = [*await asyncio.gather(*waiting), await ask("a")]
+            replies.append(await client.post("/v1/adapters", {"name": "a"}))
+            for reply in replies:
                 error = reply.json()["error"]
                 assert (reply.status, error["code"]) == (503, code), error
                 assert reply.header("retry-after") == "10"

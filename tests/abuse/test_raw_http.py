@@ -152,13 +152,13 @@ def usual(port: int) -> bool:
 def test_request_id_comes_back_once_and_clean(port: int) -> None:
     """Serve echoes whatever came, of any length; a folded header is the only way a line
     break could get here."""
-    for given, expected in (
+    for sent, expected in (
         (b"mine-1", b"mine-1"),
         (b"a b\tc<d>", b"abcd"),
         (b"a" * 10_000, b"a" * 128),
         (b"one\r\nX-Request-Id: two", b"one"),
     ):
-        got, _ = talk(port, get(b"/v1/models", b"Host: a", b"X-Request-Id: " + given))
+        got, _ = talk(port, get(b"/v1/models", b"Host: a", b"X-Request-Id: " + sent))
         ids = re.findall(rb"\r\nx-request-id: ([^\r]*)", got.lower())
         assert ids == [expected]
     got, _ = talk(port, get(b"/v1/models", b"Host: a", b"X-Request-Id: a\r\n set-cookie: b"))

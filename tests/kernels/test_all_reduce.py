@@ -201,8 +201,8 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
         all_have_come(regions, ranks[0].programs)
         step(number)
     torch.cuda.synchronize()
-    for each in (*regions, *turn, *wrong):
-        each.zero_()
+    for buffer in (*regions, *turn, *wrong):
+        buffer.zero_()
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(size)]
     graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
@@ -215,5 +215,5 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
                 graph.replay()
     torch.cuda.synchronize()
     assert all(int(rank.missing_rank) == -1 for rank in ranks)
-    assert [int(each.item()) for each in turn] == [1000] * size
-    assert [each.tolist() for each in wrong] == [[0] * 4] * size
+    assert [int(buffer.item()) for buffer in turn] == [1000] * size
+    assert [buffer.tolist() for buffer in wrong] == [[0] * 4] * size

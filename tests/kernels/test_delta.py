@@ -79,14 +79,14 @@ def test_mixed_step(
     how = made(heads, sizes, taps, 2.0 if heads == (1, 3) else 1.0)
     meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
     meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
-    given = inputs(how, 14)
+    tensors = inputs(how, 14)
     tail, state = random(ROWS, taps - 1, how.conv.shape[0]), random(ROWS, heads[1], *sizes)
     other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     want_tail, want_state = tail.clone(), state.clone()
     want = reference.gated_delta(
-        DeltaInputs(*(tensor[:12] for tensor in given), how, want_tail, want_state), other
+        DeltaInputs(*(tensor[:12] for tensor in tensors), how, want_tail, want_state), other
     )
-    actual = BACK_ENDS[back_end].gated_delta(DeltaInputs(*given, how, tail, state), meta)
+    actual = BACK_ENDS[back_end].gated_delta(DeltaInputs(*tensors, how, tail, state), meta)
     assert row_error(actual[:12], want) < 1e-4
     assert not actual[12:].any()
     assert torch.equal(tail, want_tail)
@@ -109,17 +109,17 @@ def test_chunks(
     how = made(heads, sizes, 4)
     lengths, kv_len = [1, 130, 64, 65, 3], [7, 130, 100, 65, 30]
     meta = step(kv_len, lengths, 1)
-    given = inputs(how, sum(lengths), dtype)
+    tensors = inputs(how, sum(lengths), dtype)
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, heads[1], *sizes)
     before = tail.clone(), state.clone()
     want_state, want, at = state.double(), [], 0
     for row, length, count in zip([5, 2, 7, 0, 3], kv_len, lengths, strict=True):
-        part = [tensor[at : at + count].double() for tensor in given]
+        part = [tensor[at : at + count].double() for tensor in tensors]
         at += count
         if length == count:
             want_state[row], before[0][row] = 0, 0
         want.append(delta(*part, how, before[0][row].double(), want_state[row]))
-    actual = CHUNKS.gated_delta(DeltaInputs(*given, how, tail, state), meta)
+    actual = CHUNKS.gated_delta(DeltaInputs(*tensors, how, tail, state), meta)
     assert actual.dtype == dtype and actual.isfinite().all()
     # Of 64 keys of 16 numbers most depend on others, which makes much of what was rounded. Seen on
     # an H200 in bfloat16: 0.24 and 0.07; 0.006 with keys and values of 128.
@@ -127,9 +127,9 @@ def test_chunks(
     bound = {torch.float32: 1e-4, torch.float16: coarse / 8, torch.bfloat16: coarse}[dtype]
     assert row_error(actual, torch.cat(want)) < bound
     assert row_error(state.flatten(1), want_state.flatten(1)) < bound
-    assert torch.equal(tail[2], given[0][128:131].float())
+    assert torch.equal(tail[2], tensors[0][128:131].float())
     graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
-    again = CHUNKS.gated_delta(DeltaInputs(*given, how, *before), graph)
+    again = CHUNKS.gated_delta(DeltaInputs(*tensors, how, *before), graph)
     assert torch.equal(again, actual) and torch.equal(before[1], state)
 
 
@@ -147,18 +147,18 @@ def test_decodes_in_pieces(
     meta.counts = torch.tensor([3, 3], dtype=torch.int32, device=DEVICE)
     if rule == "gated":
         how = made((1, 2), (12, 40), 4)
-        given, call = inputs(how, 4), CHUNKS.gated_delta
+        tensors, call = inputs(how, 4), CHUNKS.gated_delta
     else:
-        how, given = by_key(2, (12, 40), 4)
+        how, tensors = by_key(2, (12, 40), 4)
         call = CHUNKS.kimi_delta
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40)
     want_tail, want_state = tail.clone(), state.clone()
-    other, part = step([9, 1, 3], [1, 1, 1], 3), [tensor[:3] for tensor in given]
+    other, part = step([9, 1, 3], [1, 1, 1], 3), [tensor[:3] for tensor in tensors]
     oracle = reference.gated_delta if rule == "gated" else reference.kimi_delta
     monkeypatch.setattr(delta_rule_cuda, "decode_launch", lambda *_: DecodeLaunch(*launch))
     for _ in range(2):
         want = oracle(DeltaInputs(*part, how, want_tail, want_state), other)
-        actual = call(DeltaInputs(*given, how, tail, state), meta)
+        actual = call(DeltaInputs(*tensors, how, tail, state), meta)
         assert row_error(actual[:3], want) < 1e-5 and row_error(state, want_state) < 1e-5
         assert torch.equal(tail, want_tail)
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
@@ -184,9 +184,9 @@ def test_states_written_late(
     lengths = [9, 1, 7, 12]
     if rule == "gated":
         how = made((1, 2), (12, 40), 4)
-        given, call, oracle = inputs(how, 36), CHUNKS.gated_delta, reference.gated_delta
+        tensors, call, oracle = inputs(how, 36), CHUNKS.gated_delta, reference.gated_delta
     else:
-        how, given = by_key(2, (12, 40), 36)
+        how, tensors = by_key(2, (12, 40), 36)
         call, oracle = CHUNKS.kimi_delta, reference.kimi_delta
     tail, state, late = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40), late_of(how)
     want_tail, want_state = tail.clone(), state.clone()
@@ -201,7 +201,7 @@ def test_states_written_late(
         if number == 4:
             for tensor in (tail, state, late, want_tail, want_state):
                 tensor.copy_(tensor.roll(1, 0))
-        part = [tensor[4 * number : 4 * number + 4] for tensor in given]
+        part = [tensor[4 * number : 4 * number + 4] for tensor in tensors]
         want = oracle(DeltaInputs(*part, how, want_tail, want_state), meta)
         actual = call(DeltaInputs(*part, how, tail, state, late), meta)
         assert row_error(actual, want) < 1e-5, number
@@ -232,11 +232,11 @@ def test_late_states_and_prompts(rule: str) -> None:
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         meta = step(lengths, counts, 4 if counts == [1] * 4 else 0)
         if rule == "gated":
-            given = inputs(how, sum(counts))
+            tensors = inputs(how, sum(counts))
         else:
-            given = tuple(by_key(2, (12, 40), sum(counts))[1])
-        want = oracle(DeltaInputs(*given, how, want_tail, want_state), meta)
-        actual = call(DeltaInputs(*given, how, tail, state, late), meta)
+            tensors = tuple(by_key(2, (12, 40), sum(counts))[1])
+        want = oracle(DeltaInputs(*tensors, how, want_tail, want_state), meta)
+        actual = call(DeltaInputs(*tensors, how, tail, state, late), meta)
         assert row_error(actual, want) < 1e-4, lengths
         if not meta.num_decodes:
             rows = meta.rows
@@ -353,13 +353,13 @@ def test_token_by_token() -> None:
     bit."""
     torch.manual_seed(1)
     how = made((1, 2), (16, 16), 4)
-    given = inputs(how, 6)
+    tensors = inputs(how, 6)
 
     def run(cuts: list[int]) -> tuple[Tensor, Tensor]:
         tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 16, 16)
         actual, at = [], 0
         for count in cuts:
-            part = [tensor[at : at + count] for tensor in given]
+            part = [tensor[at : at + count] for tensor in tensors]
             meta = step([at + count], [count], int(count == 1))
             actual.append(BACK_ENDS["walk"].gated_delta(DeltaInputs(*part, how, tail, state), meta))
             at += count

@@ -97,7 +97,7 @@ def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | No
         rows = qkv if gated else without_gates(qkv, num_heads, head_dim)
         q = rope_kv_write(rows, cos_sin, *weights, 1e-6, *caches, num_heads, meta, gated=gated)
         stored = [cache if code is None else cache.codes for cache in caches]
-        writes.append((q, *(each.view(torch.uint8) for each in stored)))
+        writes.append((q, *(tensor.view(torch.uint8) for tensor in stored)))
     assert all(torch.equal(single, other) for single, other in zip(*writes, strict=True))
 
 

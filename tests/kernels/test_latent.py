@@ -190,10 +190,10 @@ def test_write(back_end: str) -> None:
 
     latent = down[:, -(rank + ROPE) : -ROPE].double()
     latent = latent / (latent.square().mean(-1, keepdim=True) + eps).sqrt() * norm
-    kept = torch.cat((latent, rotated(down[:, -ROPE:])), -1)
+    expected = torch.cat((latent, rotated(down[:, -ROPE:])), -1)
     flat = cache[:, 0].flatten(0, 1)
     written = meta.slots >= 0
-    assert row_error(flat[meta.slots[written]], kept[written]) < 1e-5
+    assert row_error(flat[meta.slots[written]], expected[written]) < 1e-5
     assert int(flat.isfinite().all(-1).sum()) == int(written.sum())
     assert torch.equal(out[..., :NOPE], q[..., :NOPE]) and out.is_contiguous()
     assert row_error(out[..., NOPE:], rotated(q[..., NOPE:])) < 1e-5

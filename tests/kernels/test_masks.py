@@ -46,9 +46,9 @@ def step(
 
 def scores(name: str, heads: int) -> dict[str, Any]:
     how = dict(SCORES[name])
-    for each in ("sinks", "slopes"):
-        if how.get(each):
-            how[each] = torch.randn(heads, device=DEVICE).abs() * (4 if each == "sinks" else 0.3)
+    for field in ("sinks", "slopes"):
+        if how.get(field):
+            how[field] = torch.randn(heads, device=DEVICE).abs() * (4 if field == "sinks" else 0.3)
     return how
 
 

@@ -126,7 +126,7 @@ def test_one_token(name: str, dtype: torch.dtype) -> None:
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != F32], ids=str)
 @pytest.mark.parametrize(
     ("name", "outputs"), [("e4m3-row", 22), ("few-e4m3", 22), ("odd-blocks", 384)]
 )
@@ -157,7 +157,7 @@ def test_one_token_of_floats(name: str, outputs: int, dtype: torch.dtype) -> Non
     assert not gemv8_fits(random(1, 288, dtype=dtype), whole, None)
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != F32], ids=str)
 @pytest.mark.parametrize(
     "name", ["int4-128", "int4-64-zero", "int4-32-add", "few-int4-add", "few-int4-shift"]
 )
@@ -387,7 +387,7 @@ def test_what_rounds_its_rows() -> None:
     assert row_error(alike, exact) < BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != F32], ids=str)
 @pytest.mark.parametrize("tokens", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_blocks_on_both_sides(tokens: int, dtype: torch.dtype) -> None:
     """A scale of another block, of the row below or of the group before; a share of the columns

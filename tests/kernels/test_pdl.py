@@ -21,7 +21,7 @@ WRITES = {"store", "atomic_add", "atomic_xchg"}
 
 def early_kernels() -> dict[str, ast.FunctionDef]:
     """Kernels that may be launched before the one before them has ended: those with a PDL flag."""
-    found = {}
+    trees = {}
     for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
         for name, value in vars(importlib.import_module(module.name)).items():
             function: Any = getattr(value, "fn", None)
@@ -30,15 +30,17 @@ def early_kernels() -> dict[str, ast.FunctionDef]:
                 assert isinstance(tree, ast.FunctionDef)
                 if any(argument.arg == "PDL" for argument in tree.args.args):
                     tree.body = list(statements(tree, function.__globals__))
-                    found[name] = tree
-    return found
+                    trees[name] = tree
+    return trees
 
 
 def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stmt]:
     """Of a kernel; in the place of a call that is given PDL, those of what it calls."""
     for node in tree.body:
         call = node.value if isinstance(node, ast.Assign) else None
-        arguments = [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else []
+        arguments = (
+            [ast.unparse(argument) for argument in call.args] if isinstance(call, ast.Call) else []
+        )
         if not isinstance(call, ast.Call) or "PDL" not in arguments:
             yield node
             continue
@@ -46,16 +48,19 @@ def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stm
         inner = ast.parse(textwrap.dedent(inspect.getsource(called))).body[0]
         assert isinstance(inner, ast.FunctionDef)
         flag = inner.args.args[arguments.index("PDL")].arg
-        for each in ast.walk(inner):
-            if isinstance(each, ast.Name) and each.id == flag:
-                each.id = "PDL"
+        for child in ast.walk(inner):
+            if isinstance(child, ast.Name) and child.id == flag:
+                child.id = "PDL"
         yield from inner.body
 
 
 def is_fetch(node: ast.stmt) -> bool:
     """`if ...:` memory is brought closer, and nothing is written."""
-    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-    names = {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in calls}
+    calls = [child.func for child in ast.walk(node) if isinstance(child, ast.Call)]
+    names = {
+        function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+        for function in calls
+    }
     return isinstance(node, ast.If) and "fetch" in names and not names & WRITES
 
 
@@ -64,12 +69,12 @@ def ends_having_waited(node: ast.AST) -> list[ast.Return]:
     body = getattr(node, "body", [])
     waited = [
         i
-        for i, each in enumerate(body)
-        if isinstance(each, ast.If)
-        and ast.unparse(each.test) == "PDL"
-        and [ast.unparse(call) for call in each.body] == [f"{call}()" for call in CALLS]
+        for i, child in enumerate(body)
+        if isinstance(child, ast.If)
+        and ast.unparse(child.test) == "PDL"
+        and [ast.unparse(call) for call in child.body] == [f"{call}()" for call in CALLS]
     ]
-    return [each for each in body[waited[0] :] if isinstance(each, ast.Return)] if waited else []
+    return [child for child in body[waited[0] :] if isinstance(child, ast.Return)] if waited else []
 
 
 def test_every_program_waits_before_it_writes_or_ends() -> None:
@@ -86,11 +91,11 @@ def test_every_program_waits_before_it_writes_or_ends() -> None:
         ]
         assert at, f"{name}: not where every program comes by"
         # In one place or, where what comes next must not take others' room, in two.
-        made = [node for i in at for node in getattr(tree.body[i], "body", ())]
+        guarded = [node for i in at for node in getattr(tree.body[i], "body", ())]
         # What nobody writes may be asked for before the wait.
-        fetched = [node for node in made if getattr(node, "test", None) and is_fetch(node)]
-        made = [node for node in made if node not in fetched]
-        assert [ast.unparse(node) for node in made] == [f"{call}()" for call in CALLS], name
+        fetched = [node for node in guarded if getattr(node, "test", None) and is_fetch(node)]
+        guarded = [node for node in guarded if node not in fetched]
+        assert [ast.unparse(node) for node in guarded] == [f"{call}()" for call in CALLS], name
         before = [node for top in tree.body[: at[0]] for node in ast.walk(top)]
         ends = [
             end for node in before if isinstance(node, ast.If) for end in ends_having_waited(node)

@@ -112,7 +112,7 @@ def test_mixed_step(name: str, dtype: torch.dtype, block_size: int, dim: int) ->
 @forms
 @pytest.mark.parametrize(
     "heads",
-    [(5, 1, 80), *(slow(each) for each in [(4, 4, 96), (24, 1, 64), (9, 3, 256), (4, 2, 16)])],
+    [(5, 1, 80), *(slow(shape) for shape in [(4, 4, 96), (24, 1, 64), (9, 3, 256), (4, 2, 16)])],
     ids=str,
 )
 def test_heads(name: str, heads: tuple[int, int, int]) -> None:

@@ -15,17 +15,17 @@ class Reply:
     sends: list[bytes] = field(default_factory=list)  # one item a send of body
 
     def header(self, name: str) -> str | None:
-        found = [value for key, value in self.headers if key == name]
-        assert len(found) < 2, f"{name} twice"
-        return found[0] if found else None
+        values = [value for key, value in self.headers if key == name]
+        assert len(values) < 2, f"{name} twice"
+        return values[0] if values else None
 
     def json(self) -> Any:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
         """The data of each server-sent event; "[DONE]" as it is."""
-        found = [line[6:] for line in self.body.decode().split("\n\n") if line]
-        return [item if item == "[DONE]" else json.loads(item) for item in found]
+        payloads = [line[6:] for line in self.body.decode().split("\n\n") if line]
+        return [item if item == "[DONE]" else json.loads(item) for item in payloads]
 
 
 def scope_of(

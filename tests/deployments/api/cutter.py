@@ -66,8 +66,8 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def cutter(port: int) -> Iterator[Cutter]:
-    found = Cutter(port)
+    cutter = Cutter(port)
     try:
-        yield found
+        yield cutter
     finally:
-        found.close()
+        cutter.close()

@@ -68,8 +68,8 @@ async def begin(client: Client, content: bytes) -> dict[str, Any]:
     asked = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
     reply = await client.post("/v1/batches", asked)
     assert reply.status == 200, reply.body
-    found: dict[str, Any] = reply.json()
-    return found
+    answer: dict[str, Any] = reply.json()
+    return answer
 
 
 async def look(client: Client, path: str) -> Any:
@@ -98,14 +98,16 @@ def test_a_batch_is_answered_behind_all_others(tmp_path: Path) -> None:
         batch = await look(client, f"/v1/batches/{batch['id']}")
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 10, "completed": 9, "failed": 1}
-        found = await content(client, batch["output_file_id"])
-        assert sorted(one["custom_id"] for one in found) == [f"c{i}" for i in range(9)]
-        first = found[0]["response"]
+        answers = await content(client, batch["output_file_id"])
+        assert sorted(answer["custom_id"] for answer in answers) == [f"c{i}" for i in range(9)]
+        first = answers[0]["response"]
         assert first["status_code"] == 200 and first["body"]["choices"][0]["text"]
         (failed,) = await content(client, batch["error_file_id"])
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 404
-        assert {one.priority for one in api.context.backend.requests} == {PRIORITY}
-        assert {(one.key, one.owner) for one in api.context.backend.requests} == {("/batch", "")}
+        assert {request.priority for request in api.context.backend.requests} == {PRIORITY}
+        assert {(request.key, request.owner) for request in api.context.backend.requests} == {
+            ("/batch", "")
+        }
         assert (await look(client, "/v1/batches"))["data"] == [batch]
 
     asyncio.run(case())
@@ -136,28 +138,28 @@ def test_a_restart_asks_nothing_again(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await working
         assert not first._batches
-        kept = folder.part(batch["id"], "output").read_bytes().count(b"\n")
-        assert 1 <= kept < 8
+        complete = folder.part(batch["id"], "output").read_bytes().count(b"\n")
+        assert 1 <= complete < 8
         with folder.part(batch["id"], "output").open("ab") as file:
             file.write(b'{"custom_id": "c3", "resp')
         again = api_of(tmp_path)
         await worker_of(again).work()
         batch = await look(Client(again), f"/v1/batches/{batch['id']}")
         assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
-        found = await content(client, batch["output_file_id"])
-        assert sorted(one["custom_id"] for one in found) == [f"c{i}" for i in range(8)]
-        assert len(again.context.backend.requests) == 8 - kept
+        answers = await content(client, batch["output_file_id"])
+        assert sorted(answer["custom_id"] for answer in answers) == [f"c{i}" for i in range(8)]
+        assert len(again.context.backend.requests) == 8 - complete
 
     asyncio.run(case())
 
 
 def test_one_router_works(tmp_path: Path) -> None:
     """Two routers that answer the same requests."""
-    one, two = worker_of(api_of(tmp_path)), worker_of(api_of(tmp_path))
-    assert one.take_lock() and one.take_lock() and not two.take_lock()
-    one.close()
-    assert two.take_lock()
-    two.close()
+    first, second = worker_of(api_of(tmp_path)), worker_of(api_of(tmp_path))
+    assert first.take_lock() and first.take_lock() and not second.take_lock()
+    first.close()
+    assert second.take_lock()
+    second.close()
 
 
 def test_no_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +211,8 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
         assert 1 <= counts["completed"] <= 3 and counts["completed"] + counts["failed"] == 50
         assert len(await content(client, batch["output_file_id"])) == counts["completed"]
         rest = await content(client, batch["error_file_id"])
-        assert {one["error"]["code"] for one in rest} == {"batch_cancelled"}
-        assert [one["response"] for one in rest] == [None] * counts["failed"]
+        assert {entry["error"]["code"] for entry in rest} == {"batch_cancelled"}
+        assert [entry["response"] for entry in rest] == [None] * counts["failed"]
         assert (await client.post(f"{path}/cancel", {})).status == 400
 
     asyncio.run(case())
@@ -245,26 +247,26 @@ def test_a_bad_file_fails_with_its_lines(tmp_path: Path, bad: bytes, code: str) 
 
 def test_files_are_their_keys_own(tmp_path: Path) -> None:
     """Another key that reads, uses or removes a file; an id that leaves the folder."""
-    one, two = ((b"authorization", b"Bearer " + key) for key in (b"one", b"two"))
+    owner, other = ((b"authorization", b"Bearer " + key) for key in (b"one", b"two"))
     keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
 
     async def case() -> None:
         client = Client(api_of(tmp_path, api_keys=keys))
-        file = (await upload(client, lines(1), one)).json()
+        file = (await upload(client, lines(1), owner)).json()
         path = f"/v1/files/{file['id']}"
         json_type = (b"content-type", b"application/json")
         for verb, where in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path)):
-            assert (await client.request(verb, where, headers=[two])).status == 404
+            assert (await client.request(verb, where, headers=[other])).status == 404
         body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
         data = json.dumps(body).encode()
-        made = await client.request("POST", "/v1/batches", data, [json_type, two])
-        assert made.status == 400
-        assert (await client.request("GET", "/v1/files", headers=[two])).json()["data"] == []
-        assert (await client.request("GET", "/v1/files/..%2f", headers=[one])).status == 404
-        assert (await client.request("GET", "/v1/files/../../x", headers=[one])).status == 404
-        assert (await client.request("GET", path, headers=[one])).json()["filename"] == "a.jsonl"
-        assert (await client.request("DELETE", path, headers=[one])).json()["deleted"]
-        assert (await client.request("GET", path, headers=[one])).status == 404
+        refused = await client.request("POST", "/v1/batches", data, [json_type, other])
+        assert refused.status == 400
+        assert (await client.request("GET", "/v1/files", headers=[other])).json()["data"] == []
+        assert (await client.request("GET", "/v1/files/..%2f", headers=[owner])).status == 404
+        assert (await client.request("GET", "/v1/files/../../x", headers=[owner])).status == 404
+        assert (await client.request("GET", path, headers=[owner])).json()["filename"] == "a.jsonl"
+        assert (await client.request("DELETE", path, headers=[owner])).json()["deleted"]
+        assert (await client.request("GET", path, headers=[owner])).status == 404
 
     asyncio.run(case())
 
@@ -297,7 +299,7 @@ def test_what_is_over_time_is_told_by_line(tmp_path: Path) -> None:
         assert batch["status"] == "expired" and batch["expired_at"]
         assert batch["request_counts"] == {"total": 6, "completed": 2, "failed": 4}
         rest = await content(client, batch["error_file_id"])
-        assert {one["error"]["code"] for one in rest} == {"batch_expired"}
+        assert {failure["error"]["code"] for failure in rest} == {"batch_expired"}
 
     asyncio.run(case())
 
@@ -332,17 +334,17 @@ def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
         entry = folder.batch(batch["id"], digest.hex()[:32])
         assert entry is not None
         failed = entry.told["error_file_id"]
-        found = folder.data(failed).read_bytes().splitlines() if failed else []
-        return entry.told, [json.loads(raw)["response"] for raw in found], api
+        failures = folder.data(failed).read_bytes().splitlines() if failed else []
+        return entry.told, [json.loads(raw)["response"] for raw in failures], api
 
-    told, _, api = asyncio.run(case(KeyRule(requests=120, priority=40), 122))
-    assert told["request_counts"]["completed"] == 122  # the last of them half a second late
-    assert {one.priority for one in api.context.backend.requests} == {40}
-    told, failed, _ = asyncio.run(case(KeyRule(models=("other",)), 1))
-    assert [one["status_code"] for one in failed] == [403]
-    told, failed, _ = asyncio.run(case(KeyRule(name="gone"), 1))
-    assert [one["body"]["error"]["code"] for one in failed] == ["invalid_api_key"]
-    assert told["status"] == "completed"
+    outcome, _, api = asyncio.run(case(KeyRule(requests=120, priority=40), 122))
+    assert outcome["request_counts"]["completed"] == 122  # the last of them half a second late
+    assert {request.priority for request in api.context.backend.requests} == {40}
+    outcome, failed, _ = asyncio.run(case(KeyRule(models=("other",)), 1))
+    assert [response["status_code"] for response in failed] == [403]
+    outcome, failed, _ = asyncio.run(case(KeyRule(name="gone"), 1))
+    assert [response["body"]["error"]["code"] for response in failed] == ["invalid_api_key"]
+    assert outcome["status"] == "completed"
 
 
 def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,10 +363,10 @@ def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     body = {"model": "tiny", "input": "hello"}
     source = b"".join(
         json.dumps(
-            {"custom_id": id, "method": "POST", "url": "/v1/embeddings", "body": one}
+            {"custom_id": id, "method": "POST", "url": "/v1/embeddings", "body": payload}
         ).encode()
         + b"\n"
-        for id, one in (("good", body), ("bad", {**body, "dimensions": -1}))
+        for id, payload in (("good", body), ("bad", {**body, "dimensions": -1}))
     )
     with (
         serve(working) as port,
@@ -391,12 +393,12 @@ def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(json.loads(good)["response"]["body"]["data"][0]["embedding"]) == 8
         (bad,) = client.files.content(batch.error_file_id).iter_lines()
         assert json.loads(bad)["response"]["status_code"] == 400
-        assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
+        assert [item.id for item in client.batches.list(limit=1)] == [batch.id]
         assert client.files.delete(file.id).deleted
-        assert {one.purpose for one in client.files.list()} == {"batch_output"}
+        assert {file.purpose for file in client.files.list()} == {"batch_output"}
         with pytest.raises(openai.BadRequestError, match="completed already"):
             client.batches.cancel(batch.id)
-    assert {one.priority for one in api.context.backend.requests} == {PRIORITY}
+    assert {request.priority for request in api.context.backend.requests} == {PRIORITY}
 
 
 def test_what_is_old_goes(tmp_path: Path) -> None:
@@ -419,16 +421,20 @@ def test_what_is_old_goes(tmp_path: Path) -> None:
         assert refused.json()["error"]["code"] == "file_in_use"
         assert api.options.batches is not None
         api.options.batches.sweep()
-        assert [one["id"] for one in (await look(client, "/v1/batches"))["data"]] == [running["id"]]
+        assert [item["id"] for item in (await look(client, "/v1/batches"))["data"]] == [
+            running["id"]
+        ]
         files = (await look(client, "/v1/files"))["data"]
-        assert [one["id"] for one in files] == [running["input_file_id"]] and not cut.exists()
+        assert [file["id"] for file in files] == [running["input_file_id"]] and not cut.exists()
         assert ended["id"] not in str(list((tmp_path / "batches").iterdir()))
         api.options.batches.data(running["input_file_id"]).unlink()
         worker = worker_of(api)
         worker._swept = time.monotonic()
         await worker.work()
-        told = await look(client, f"/v1/batches/{running['id']}")
-        assert told["errors"]["data"][0]["code"] == "invalid_file" and told["status"] == "failed"
+        failed = await look(client, f"/v1/batches/{running['id']}")
+        assert (
+            failed["errors"]["data"][0]["code"] == "invalid_file" and failed["status"] == "failed"
+        )
 
     asyncio.run(case())
 
@@ -520,8 +526,8 @@ def end_of(path: Path, source: bytes) -> dict[str, Any]:
         batch = await begin(client, source)
         async with asyncio.timeout(20):
             await worker_of(api).work()
-        told: dict[str, Any] = await look(client, f"/v1/batches/{batch['id']}")
-        return told
+        outcome: dict[str, Any] = await look(client, f"/v1/batches/{batch['id']}")
+        return outcome
 
     return asyncio.run(through())
 
@@ -530,13 +536,13 @@ def end_of(path: Path, source: bytes) -> dict[str, Any]:
 def test_no_line_keeps_a_batch_open(tmp_path: Path, name: str) -> None:
     """A line that one reader of JSON takes and the next one does not: nothing is ever answered."""
     good = line_of(GOOD, '"good"')
-    told = end_of(tmp_path, good + b"\n" + ODD[name] + b"\n")
-    if told["status"] == "failed":
-        assert told["errors"]["data"][0]["line"] in (2, 3)
-        assert told["errors"]["data"][0]["message"]
+    outcome = end_of(tmp_path, good + b"\n" + ODD[name] + b"\n")
+    if outcome["status"] == "failed":
+        assert outcome["errors"]["data"][0]["line"] in (2, 3)
+        assert outcome["errors"]["data"][0]["message"]
     else:
-        assert told["status"] == "completed"
-        counts = told["request_counts"]
+        assert outcome["status"] == "completed"
+        counts = outcome["request_counts"]
         assert counts["completed"] + counts["failed"] == counts["total"] == 2
 
 
@@ -551,8 +557,8 @@ PIECES = st.sampled_from(
 def test_any_bytes_come_to_an_end(source: bytes) -> None:
     """Bytes that are valid in one place and not in the next."""
     with tempfile.TemporaryDirectory() as folder:
-        told = end_of(Path(folder), line_of(GOOD, '"good"') + b"\n" + source)
-    assert told["status"] in ("completed", "failed")
+        outcome = end_of(Path(folder), line_of(GOOD, '"good"') + b"\n" + source)
+    assert outcome["status"] in ("completed", "failed")
 
 
 def test_work_that_fails_in_itself_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,15 +577,18 @@ def test_work_that_fails_in_itself_ends(tmp_path: Path, monkeypatch: pytest.Monk
         worker.ask = fails
         async with asyncio.timeout(20):
             await worker.work()
-        told = await look(client, f"/v1/batches/{batch['id']}")
-        assert told["status"] == "completed" and told["request_counts"]["failed"] == 2
+        outcome = await look(client, f"/v1/batches/{batch['id']}")
+        assert outcome["status"] == "completed" and outcome["request_counts"]["failed"] == 2
         batch = await begin(client, lines(2))
         monkeypatch.setattr("deployments.router.batch_worker._answer_line", fails)
         monkeypatch.setattr("deployments.router.batch_worker._Run._answer_all", fails)
         async with asyncio.timeout(20):
             await worker.work()
-        told = await look(client, f"/v1/batches/{batch['id']}")
-        assert told["status"] == "failed" and told["errors"]["data"][0]["code"] == "internal_error"
+        outcome = await look(client, f"/v1/batches/{batch['id']}")
+        assert (
+            outcome["status"] == "failed"
+            and outcome["errors"]["data"][0]["code"] == "internal_error"
+        )
 
     asyncio.run(through())
 
@@ -596,11 +605,11 @@ def test_cancelling_has_its_time(tmp_path: Path) -> None:
         seen += (await look(client, "/v1/batches"))["data"]
         since = seen[0]["cancelling_at"]
         assert abs(time.time() - since) < 5
-        for told in seen:
-            assert (told["status"], told["cancelling_at"]) == ("cancelling", since)
+        for state in seen:
+            assert (state["status"], state["cancelling_at"]) == ("cancelling", since)
         await worker_of(api).work()
-        told = await look(client, f"/v1/batches/{id}")
-        assert (told["status"], told["cancelling_at"]) == ("cancelled", since)
-        assert told["cancelled_at"] >= since
+        state = await look(client, f"/v1/batches/{id}")
+        assert (state["status"], state["cancelling_at"]) == ("cancelled", since)
+        assert state["cancelled_at"] >= since
 
     asyncio.run(through())

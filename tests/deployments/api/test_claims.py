@@ -31,11 +31,11 @@ def asked(options: ApiOptions, *headers: tuple[bytes, bytes], **fields) -> Gener
 def test_requests_take_turns_by_what_the_operator_chose():
     """Turns by something that the caller can choose although keys are there; or one queue for all
     although a gateway says who is who."""
-    one, two = (
+    first, second = (
         asked(ApiOptions(api_keys=KEYS), (b"authorization", b"Bearer " + key), user="same").key
         for key in (b"one", b"two")
     )
-    assert one != two and one and b"one" not in bytes.fromhex(one)
+    assert first != second and first and b"one" not in bytes.fromhex(first)
     assert asked(ApiOptions(), (b"authorization", b"Bearer x"), user="a").key == ""
     by_user = ApiOptions(share_by="user")
     assert asked(by_user, user="a").key != asked(by_user, user="b").key != ""

@@ -60,9 +60,9 @@ def test_anthropic(root: str) -> None:
             pass
         message = stream.get_final_message()
     whole = client.messages.create(**sent)
-    for one in (message, whole):
-        assert [block.type for block in one.content] == ["thinking", "tool_use"]
-        assert one.content[1].input == {"city": "Paris"} and one.stop_reason == "tool_use"
+    for answer in (message, whole):
+        assert [block.type for block in answer.content] == ["thinking", "tool_use"]
+        assert answer.content[1].input == {"city": "Paris"} and answer.stop_reason == "tool_use"
     result = {"type": "tool_result", "tool_use_id": message.content[1].id, "content": "sun"}
     messages += [{"role": "assistant", "content": message.content}]
     messages += [{"role": "user", "content": [result]}]
@@ -112,8 +112,8 @@ def test_instructor() -> None:
     city = pydantic.create_model("City", name=(str, ...))
     client = instructor.from_openai(openai.OpenAI())
     messages = [{"role": "user", "content": "Extract: Paris"}]
-    found = client.chat.completions.create(model=MODEL, response_model=city, messages=messages)
-    assert found.name == "Paris"
+    extracted = client.chat.completions.create(model=MODEL, response_model=city, messages=messages)
+    assert extracted.name == "Paris"
 
 
 @pytest.mark.parametrize("responses", [False, True])

@@ -34,8 +34,8 @@ def ask(client: Client, method: str = "POST", path: str = "/v1/completions", **b
 
 
 def error(reply: Reply) -> dict[str, Any]:
-    found: dict[str, Any] = reply.json()["error"]
-    return found
+    error: dict[str, Any] = reply.json()["error"]
+    return error
 
 
 def caller(rule: KeyRule) -> Caller:
@@ -116,10 +116,14 @@ def test_a_budget_ends_with_its_period() -> None:
     limits.ended("k", 1, 0, AT + 1)
     with pytest.raises(ApiError) as refused:
         limits.take(key, 2.0, AT + 2)
-    told = refused.value
-    assert (told.status, told.code, told.kind) == (429, "insufficient_quota", "insufficient_quota")
-    assert "exceeded your current quota" in told.message and "100 of 100 tokens" in told.message
-    assert dict(told.headers) == {"retry-after": str(18 * 3600 - 2), "x-should-retry": "false"}
+    error = refused.value
+    assert (error.status, error.code, error.kind) == (
+        429,
+        "insufficient_quota",
+        "insufficient_quota",
+    )
+    assert "exceeded your current quota" in error.message and "100 of 100 tokens" in error.message
+    assert dict(error.headers) == {"retry-after": str(18 * 3600 - 2), "x-should-retry": "false"}
     limits.take(key, 2.0, AT + 86400)
     assert period_of("month", AT) == "2026-11" and period_ends("month", AT) == 7.75 * 86400
     assert period_of("day", AT) == "2026-11-23" and period_ends("day", AT) == 18 * 3600
@@ -129,24 +133,24 @@ def test_a_key_has_one_limit_at_all_routers() -> None:
     """Two routers that each give a key its whole limit; a router that starts and takes the history
     of another for what was used this minute; a router's end that gives a budget back."""
     key = caller(KeyRule(requests=10, tokens=1000, budget=5000, period="month"))
-    one, two = KeyLimits(), KeyLimits()
+    first, second = KeyLimits(), KeyLimits()
     for now in range(8):
-        one.take(key, 0.0, AT)
-        one.charge(key, 100, 0.0)
-        one.ended("k", 100, 0, AT)
+        first.take(key, 0.0, AT)
+        first.charge(key, 100, 0.0)
+        first.ended("k", 100, 0, AT)
         assert now < 8
-    two.hear({"one": {k: KeyCount(0, 0, "", 0) for k in one.told(AT)}}, AT)
-    two.take(key, 0.0, AT)
-    two.charge(key, 100, 0.0)
-    two.hear({"one": one.told(AT)}, AT)
-    two.hear({"one": one.told(AT)}, AT)  # nothing new
-    two.take(key, 0.0, AT)
+    second.hear({"one": {k: KeyCount(0, 0, "", 0) for k in first.told(AT)}}, AT)
+    second.take(key, 0.0, AT)
+    second.charge(key, 100, 0.0)
+    second.hear({"one": first.told(AT)}, AT)
+    second.hear({"one": first.told(AT)}, AT)  # nothing new
+    second.take(key, 0.0, AT)
     with pytest.raises(ApiError, match="RPM"):
-        two.take(key, 0.0, AT)
+        second.take(key, 0.0, AT)
     with pytest.raises(ApiError, match="Used 900"):
-        two.charge(key, 101, 0.0)
+        second.charge(key, 101, 0.0)
     late = KeyLimits()
-    late.hear({"one": one.told(time.time())}, time.time())
+    late.hear({"one": first.told(time.time())}, time.time())
     late.take(key, 0.0, AT)
     late.charge(key, 1000, 0.0)
     gone = {"one": {"k": KeyCount(8, 800, "2026-11", 5000)}}

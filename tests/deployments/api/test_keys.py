@@ -52,7 +52,7 @@ def test_one_key_is_one_tenant_however_its_header_is_spelt() -> None:
     """Bug: turns were by the header's bytes, so six spellings of a key had six turns, and who
     varied them took another key's share in an overload."""
     requests = [asked(spelling) for spelling in SPELLINGS]
-    assert len({(one.key, one.owner, one.cache_salt) for one in requests}) == 1
+    assert len({(request.key, request.owner, request.cache_salt) for request in requests}) == 1
     other = asked(b"Bearer two")
     mine = requests[0]
     assert other.key != mine.key and other.owner != mine.owner
@@ -107,8 +107,8 @@ def test_routing_looks_for_a_prefix_under_its_key() -> None:
                 before = dict(fleet.dispatcher.metrics.routed.values)
                 await read(fleet.dispatcher.generate(request))
                 after = fleet.dispatcher.metrics.routed.values
-                (found,) = (key for key, count in after.items() if count != before.get(key))
-                return found[0]
+                (labels,) = (key for key, count in after.items() if count != before.get(key))
+                return labels[0]
 
             reasons = [await reason(request) for request in requests]
             assert reasons == ["owner", "owner", "prefix", "prefix"]

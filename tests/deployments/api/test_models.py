@@ -77,8 +77,8 @@ async def test_who_may_not_change_models(
         admin_keys=frozenset({digest(ADMIN)} if fields.get("admins") else ()),
     )
     for method, path in (("POST", "/v1/models"), ("DELETE", f"/v1/models/{MODEL}")):
-        found, body = await ask(options, method, path, key, name="x")
-        assert found == status and said in body["error"]["message"]
+        answered, body = await ask(options, method, path, key, name="x")
+        assert answered == status and said in body["error"]["message"]
     assert not changes.asked
     assert (await ask(options, "GET", "/v1/models", key))[0] == 200
 
@@ -87,14 +87,14 @@ async def test_an_admin_changes_models() -> None:
     """A misspelt key that is dropped without a word; a section that comes with the name in it."""
     changes = Changes()
     options = ApiOptions(models=changes, admin_keys=frozenset({digest(ADMIN)}))
-    found, body = await ask(
+    status, body = await ask(
         options, "POST", "/v1/models", ADMIN, name="x", model="/m", replicas=2, revision=None
     )
-    assert (found, body) == (200, {"id": "x", "object": "model", "status": "starting"})
-    found, body = await ask(options, "POST", "/v1/models", ADMIN, name="x", replcas=2)
-    assert (found, body["error"]["param"]) == (400, "replcas")
-    found, body = await ask(options, "POST", "/v1/models", ADMIN, model="/m")
-    assert (found, body["error"]["code"]) == (400, "missing_field")
+    assert (status, body) == (200, {"id": "x", "object": "model", "status": "starting"})
+    status, body = await ask(options, "POST", "/v1/models", ADMIN, name="x", replcas=2)
+    assert (status, body["error"]["param"]) == (400, "replcas")
+    status, body = await ask(options, "POST", "/v1/models", ADMIN, model="/m")
+    assert (status, body["error"]["code"]) == (400, "missing_field")
     assert (await ask(options, "DELETE", f"/v1/models/{MODEL}", ADMIN))[1]["deleted"] is True
     assert (await ask(options, "DELETE", "/v1/models/other", ADMIN))[0] == 404
     assert changes.asked == [("x", {"model": "/m", "replicas": 2}), MODEL]

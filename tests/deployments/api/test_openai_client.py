@@ -113,7 +113,9 @@ def test_a_stream_that_is_cut_goes_on(fields: dict[str, Any], backend: FakeBacke
     async def ask_async(options: Any) -> dict[int, list[Any]]:
         async with openai.AsyncOpenAI(**options, http_client=async_http_client()) as client:
             resource: Any = client.chat if "messages" in fields else client
-            return put_together([one async for one in await resource.completions.create(**body)])
+            return put_together(
+                [piece async for piece in await resource.completions.create(**body)]
+            )
 
     with serve(build_asgi(backend)) as port, cutter(port) as edge:
         # Each request has a connection of its own.

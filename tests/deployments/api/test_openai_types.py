@@ -83,13 +83,13 @@ def test_generations(case: Any, script: str) -> None:
             answer = reply.json()
             assert answer["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
             assert answer["text"]["format"].get("description", "") is not None
-            told = await client.request("GET", f"{path}/{answer['id']}/input_items")
-            check(responses.ResponseItemList, told.json())
+            listed = await client.request("GET", f"{path}/{answer['id']}/input_items")
+            check(responses.ResponseItemList, listed.json())
             follow = {**body, "previous_response_id": answer["id"]}
-            told = await client.request(
+            listed = await client.request(
                 "GET", f"{path}/{(await client.post(path, follow)).json()['id']}/input_items"
             )
-            check(responses.ResponseItemList, told.json())
+            check(responses.ResponseItemList, listed.json())
 
     asyncio.run(through())
 
@@ -110,13 +110,13 @@ def test_items_of_every_form_are_listed_in_parts() -> None:
 
     async def through() -> None:
         id = (await client.post("/v1/responses", {**ASK, "input": items})).json()["id"]
-        told = (await client.request("GET", f"/v1/responses/{id}/input_items")).json()
-        check(responses.ResponseItemList, told)
-        assert [one["type"] for one in told["data"][::-1]] == [
+        listed = (await client.request("GET", f"/v1/responses/{id}/input_items")).json()
+        check(responses.ResponseItemList, listed)
+        assert [entry["type"] for entry in listed["data"][::-1]] == [
             *("message", "message", "reasoning", "message"),
             *("function_call", "function_call_output", "message"),
         ]
-        for item in told["data"]:
+        for item in listed["data"]:
             assert all(isinstance(part["text"], str) for part in item.get("content", ()))
 
     asyncio.run(through())

@@ -139,14 +139,14 @@ def backend_for(path: str) -> FakeBackend:
 
 def values_of(schema: Schema) -> Iterator[Any]:
     """Beside VALUES: what is just inside and outside."""
-    for one in schema.get("anyOf", [schema]):
+    for part in schema.get("anyOf", [schema]):
         for name in ("minimum", "maximum", "exclusiveMinimum"):
-            if name in one:
-                yield from (one[name] - 1, one[name], one[name] + 1)
-        yield from (value for value in one.get("enum", ()) if value not in (None, False, 0))
-        if "maxItems" in one and one["maxItems"] < 200:
+            if name in part:
+                yield from (part[name] - 1, part[name], part[name] + 1)
+        yield from (value for value in part.get("enum", ()) if value not in (None, False, 0))
+        if "maxItems" in part and part["maxItems"] < 200:
             for value in ("x", 5):
-                yield from ([value] * count for count in (one["maxItems"], one["maxItems"] + 1))
+                yield from ([value] * count for count in (part["maxItems"], part["maxItems"] + 1))
 
 
 @pytest.mark.parametrize("path", BASES)
@@ -156,8 +156,8 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
     body, base = BASES[path]
     backend = backend_for(path)
     client = Client(build_asgi(backend))
-    told = document(ROUTES, ApiOptions())["paths"][path]["post"]["requestBody"]
-    whole = Draft202012Validator(told["content"]["application/json"]["schema"])
+    documented = document(ROUTES, ApiOptions())["paths"][path]["post"]["requestBody"]
+    whole = Draft202012Validator(documented["content"]["application/json"]["schema"])
     wrong, tried = [], 0
 
     async def probe(name: str, value: Any) -> None:
@@ -166,8 +166,8 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
         valid = whole.is_valid(asked)
         reply = await client.request("POST", path, json.dumps(asked).encode())
         assert reply.status < 500, (asked, reply.body)
-        told = {} if reply.status == 200 else json.loads(reply.body.split(b"\n\n")[0])
-        error = told if isinstance(told.get("error"), str) else told.get("error", {})
+        answer = {} if reply.status == 200 else json.loads(reply.body.split(b"\n\n")[0])
+        error = answer if isinstance(answer.get("error"), str) else answer.get("error", {})
         param = str(error.get("param") or "")
         refused = reply.status == 400 and re.split(r"[.\[#]", param)[0] == name
         if refused and error["code"] in SEMANTIC:
@@ -181,8 +181,8 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
     async def probes() -> None:
         names = {**body.taken, **body.refused, **{key: {} for key in body.ignored}}
         for name, schema in names.items():
-            found = VALUES if schema is not NEVER else [None, "x", {}]
-            for value in (*found, *values_of(schema)):
+            values = VALUES if schema is not NEVER else [None, "x", {}]
+            for value in (*values, *values_of(schema)):
                 await probe(name, value)
 
     asyncio.run(probes())
@@ -194,15 +194,17 @@ def test_every_route_is_in_the_document() -> None:
     """Bug: a route that no generated client can call; one that is told of, and gone."""
     backend = FakeBackend()
     client = Client(build_asgi(backend, ApiOptions(strict=True)))
-    told = asyncio.run(client.request("GET", "/openapi.json")).json()
-    assert told["openapi"] == "3.1.0" and len(told["paths"]) == len(ROUTES) > 30
+    described = asyncio.run(client.request("GET", "/openapi.json")).json()
+    assert described["openapi"] == "3.1.0" and len(described["paths"]) == len(ROUTES) > 30
     for route in ROUTES:
         path = re.sub(r"\{\w+\}", "some-id", route.path)
         for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"):
             reply = asyncio.run(client.request(method, path))
-            here = method.lower() in told["paths"][route.path]
+            here = method.lower() in described["paths"][route.path]
             assert here == (reply.status != 405), (method, route.path)
-    body = told["paths"]["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
+    body = described["paths"]["/v1/embeddings"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]
     assert body["schema"]["additionalProperties"] is False, "strict refuses what it does not know"
 
 

@@ -96,8 +96,8 @@ class Dialect:
                             if piece["index"] == len(calls):
                                 calls.append(piece)
                             else:
-                                told = piece["function"]["arguments"]
-                                calls[-1]["function"]["arguments"] += told
+                                arguments = piece["function"]["arguments"]
+                                calls[-1]["function"]["arguments"] += arguments
                     elif name != "role" and value is not None:
                         message[name] = (message.get(name) or "") + value
         self.history.append(message)
@@ -191,9 +191,10 @@ class Messages(Dialect):
         self.take({"content": blocks})
 
     def reply(self) -> None:
-        calls = [one for one in self.history[-1]["content"] if one["type"] == "tool_use"]
+        calls = [block for block in self.history[-1]["content"] if block["type"] == "tool_use"]
         results = [
-            {"type": "tool_result", "tool_use_id": one["id"], "content": "sunny"} for one in calls
+            {"type": "tool_result", "tool_use_id": block["id"], "content": "sunny"}
+            for block in calls
         ]
         self.history.append({"role": "user", "content": results or "And?"})
 

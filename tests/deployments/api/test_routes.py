@@ -98,8 +98,8 @@ def test_routes_are_served_without_v1(backend: FakeBackend, before: str) -> None
         reply = run(client.post(before + path, body))
         assert reply.status == 200, (path, reply.body)
     listed = run(client.request("GET", f"{before}/models"))
-    one = run(client.request("GET", f"{before}/models/tiny"))
-    assert (listed.json()["data"][0]["id"], one.json()["id"]) == ("tiny", "tiny")
+    shown = run(client.request("GET", f"{before}/models/tiny"))
+    assert (listed.json()["data"][0]["id"], shown.json()["id"]) == ("tiny", "tiny")
     keys = frozenset({hashlib.sha256(b"key").digest()})
     admins = frozenset({hashlib.sha256(b"admin").digest()})
     closed = Client(build_asgi(backend, ApiOptions(api_keys=keys, admin_keys=admins)))
@@ -121,10 +121,15 @@ def test_models_for_anthropics_client(backend: FakeBackend) -> None:
         return run(client.request("GET", path, headers=theirs)).json()
 
     listed = get("/v1/models")
-    assert [one["id"] for one in listed["data"]] == ["a", "b", "c"]
+    assert [model["id"] for model in listed["data"]] == ["a", "b", "c"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "c", False)
-    one = {"type": "model", "id": "b", "display_name": "b", "created_at": "2023-11-14T22:13:20Z"}
-    assert listed["data"][1] == get("/v1/models/b") == one
+    expected = {
+        "type": "model",
+        "id": "b",
+        "display_name": "b",
+        "created_at": "2023-11-14T22:13:20Z",
+    }
+    assert listed["data"][1] == get("/v1/models/b") == expected
     for path in ("/v1/models/d", "/v1/nothing"):
         assert (get(path)["type"], get(path)["error"]["type"]) == ("error", "not_found_error")
 

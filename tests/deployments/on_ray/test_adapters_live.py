@@ -270,7 +270,7 @@ class World:
         def work() -> None:
             shutil.copy(self.roots / "made" / f"{number}-1" / file, folder / ".new")
             os.replace(folder / ".new", folder / file)
-            settled(lambda: all(one.get("revision") != before for one in self.told(name)))
+            settled(lambda: all(adapter.get("revision") != before for adapter in self.told(name)))
 
         self._set(number, {0, 1, "adapter_changed"})
         work()
@@ -284,7 +284,7 @@ class World:
             hidden, name = self.roots / "watch" / f".{number}", name_of(number)
             shutil.copytree(self.roots / "made" / f"{number}-0", hidden)
             hidden.rename(hidden.with_name(name))
-            settled(lambda: all("id" in one for one in self.told(name)))
+            settled(lambda: all("id" in adapter for adapter in self.told(name)))
 
         self.change(number, {0}, work)
         self.done["watched, new"] += 1

@@ -326,7 +326,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     deploy(config)
     handle = serve.get_app_handle("real")
     replicas = wait(
-        lambda: len(found := handle.state.remote().result()["replicas"]) == 2 and set(found)
+        lambda: len(live := handle.state.remote().result()["replicas"]) == 2 and set(live)
     )
     body = {
         "model": "default",
@@ -347,9 +347,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     assert set(handle.state.remote().result()["replicas"]) == replicas
     fewer = {"cpu": config.pools["cpu"].model_copy(update={"replicas": 1})}
     deploy(config.model_copy(update={"pools": fewer}))
-    left = wait(
-        lambda: len(found := handle.state.remote().result()["replicas"]) == 1 and set(found)
-    )
+    left = wait(lambda: len(live := handle.state.remote().result()["replicas"]) == 1 and set(live))
     assert left < replicas, "scaling down replaced the replica that stays"
 
     first = serving.Cluster(cluster.address)

@@ -40,10 +40,10 @@ def served() -> Iterator[tuple[FakeBackend, Api, openai.OpenAI]]:
 
 def ended(client: openai.OpenAI, id: str) -> Any:
     until = time.monotonic() + 20
-    while (found := client.responses.retrieve(id)).status not in ENDED:
-        assert found.status in ("queued", "in_progress") and time.monotonic() < until
+    while (response := client.responses.retrieve(id)).status not in ENDED:
+        assert response.status in ("queued", "in_progress") and time.monotonic() < until
         time.sleep(0.02)
-    return found
+    return response
 
 
 def idle(api: Api) -> None:
@@ -66,12 +66,12 @@ def test_an_answer_is_polled_for(served: tuple[FakeBackend, Api, openai.OpenAI])
     client.responses.cancel(first.id)
     backend.first_pause = 0.0
     first = client.responses.create(**LATER)
-    found = ended(client, first.id)
+    response = ended(client, first.id)
     plain = client.responses.create(**BODY)
-    assert found.status == "completed" and found.output_text == plain.output_text != ""
-    assert found.usage == plain.usage
+    assert response.status == "completed" and response.output_text == plain.output_text != ""
+    assert response.usage == plain.usage
     idle(api)
-    assert client.responses.cancel(first.id) == found, "it has ended, and says so"
+    assert client.responses.cancel(first.id) == response, "it has ended, and says so"
     follow = client.responses.create(**{**LATER, "previous_response_id": first.id})
     assert ended(client, follow.id).status == "completed"
     with pytest.raises(openai.BadRequestError):
@@ -149,15 +149,17 @@ def test_a_kept_answer_is_streamed(
     answer."""
     backend, _, client = served
     backend.script = text
-    kept = client.responses.create(**BODY, tools=[WEATHER])  # type: ignore[call-overload]
-    events = list(client.responses.retrieve(kept.id, stream=True))
+    stored = client.responses.create(**BODY, tools=[WEATHER])  # type: ignore[call-overload]
+    events = list(client.responses.retrieve(stored.id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert events[-1].type == "response.completed" and events[-1].response == kept
-    told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert told == kept.output_text
+    assert events[-1].type == "response.completed" and events[-1].response == stored
+    streamed = "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
+    )
+    assert streamed == stored.output_text
     live = {event.type for event in client.responses.create(**BODY, tools=[WEATHER], stream=True)}  # type: ignore[call-overload]
     assert {event.type for event in events} == live
-    half = list(client.responses.retrieve(kept.id, stream=True, starting_after=3))
+    half = list(client.responses.retrieve(stored.id, stream=True, starting_after=3))
     assert half == events[4:]
 
 

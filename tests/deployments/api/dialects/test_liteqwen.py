@@ -27,31 +27,33 @@ def rendered(backend: FakeBackend, **fields: Any) -> list[int]:
 
 
 def error(reply: Reply) -> tuple[int, str, str]:
-    told = reply.json()["error"]
-    return reply.status, told["code"], told["param"]
+    details = reply.json()["error"]
+    return reply.status, details["code"], details["param"]
 
 
 def test_the_answer_is_that_of_a_chat(client: Client, backend: FakeBackend) -> None:
     """Bug: another prompt than the template's, or a history without what was just said."""
-    told = ask(client).json()
+    answer = ask(client).json()
     same = asyncio.run(client.chat(**{**CHAT, "max_tokens": 12})).json()
-    assert told["response"] == same["choices"][0]["message"]["content"] != ""
-    assert (told["code"], told["logits"], told["flag"]) == (200, [], True)
-    assert told["history"] == [
+    assert answer["response"] == same["choices"][0]["message"]["content"] != ""
+    assert (answer["code"], answer["logits"], answer["flag"]) == (200, [], True)
+    assert answer["history"] == [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": told["response"]},
+        {"role": "assistant", "content": answer["response"]},
     ]
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
-    again = ask(client, history=told["history"], query="more", role="observation").json()
-    assert again["history"][:2] == told["history"] and len(again["history"]) == 4
+    again = ask(client, history=answer["history"], query="more", role="observation").json()
+    assert again["history"][:2] == answer["history"] and len(again["history"]) == 4
     last = {"role": "observation", "content": "more"}
-    assert backend.requests.pop().token_ids == rendered(backend, messages=[*told["history"], last])
+    assert backend.requests.pop().token_ids == rendered(
+        backend, messages=[*answer["history"], last]
+    )
 
 
 def test_history_of_pairs(client: Client, backend: FakeBackend) -> None:
     """Bug: a question given to the assistant; pairs that come back as messages."""
-    told = ask(client, history=[["a", "b"], ["c", "d"]]).json()
-    assert told["history"] == [["a", "b"], ["c", "d"], ["hello", told["response"]]]
+    answer = ask(client, history=[["a", "b"], ["c", "d"]]).json()
+    assert answer["history"] == [["a", "b"], ["c", "d"], ["hello", answer["response"]]]
     turns = zip(("user", "assistant") * 2 + ("user",), ("a", "b", "c", "d", "hello"), strict=True)
     messages = [{"role": role, "content": text} for role, text in turns]
     assert backend.requests.pop().token_ids == rendered(backend, messages=messages)
@@ -98,13 +100,13 @@ def test_the_reply_begins_as_given(client: Client, backend: FakeBackend) -> None
     """Bug: the beginning counted in max_new_tokens, or left out of the reply; a silent one."""
     plain = rendered(backend)
     begin = backend.tokenizer(MODEL).encode("the answer", add_special_tokens=False)
-    told = ask(client, gen_kwargs={"max_new_tokens": 2, "prefix_token_ids": begin}).json()
+    answer = ask(client, gen_kwargs={"max_new_tokens": 2, "prefix_token_ids": begin}).json()
     request = backend.requests.pop()
     assert request.token_ids == [*plain, *begin] and request.params.max_tokens == 2
-    assert told["response"].startswith("the answer") and told["history"][-1]["content"] != ""
+    assert answer["response"].startswith("the answer") and answer["history"][-1]["content"] != ""
     silent = ask(client, gen_kwargs={"max_new_tokens": 2, "prefix_text": "the answer"}).json()
     assert backend.requests.pop().token_ids == [*plain, *begin]
-    assert told["response"] == "the answer" + silent["response"]
+    assert answer["response"] == "the answer" + silent["response"]
     for bad, code in (([10**6], "token_out_of_range"), ("a", "invalid_type")):
         reply = ask(client, gen_kwargs={"prefix_token_ids": bad})
         assert error(reply)[:2] == (400, code)
@@ -113,10 +115,12 @@ def test_the_reply_begins_as_given(client: Client, backend: FakeBackend) -> None
 def test_logits(client: Client) -> None:
     """Bug: positions that do not fit the tokens, pairs that are not in order, or
     log-probabilities, of which a client that weighs models against each other makes nothing."""
-    told = ask(client, gen_kwargs={**GREEDY, "return_logits": True}).json()["logits"]
-    assert [one["pos"] for one in told] == list(range(len(told))) and len(told) > 1
-    for one in told:
-        values = [pair["lgt"] for pair in one["tops"]]
+    positions = ask(client, gen_kwargs={**GREEDY, "return_logits": True}).json()["logits"]
+    assert [position["pos"] for position in positions] == list(range(len(positions))) and len(
+        positions
+    ) > 1
+    for position in positions:
+        values = [pair["lgt"] for pair in position["tops"]]
         assert len(values) == MAX_LOGPROBS == 32 and values == sorted(values, reverse=True)
         assert values[0] == 8.5  # -0.5 and 9
 
@@ -128,11 +132,11 @@ def test_events(client: Client, backend: FakeBackend) -> None:
     reply = ask(client, "/stream_chat_post", gen_kwargs=kwargs)
     lines = [event for event in reply.body.decode().split("\n\n") if event]
     assert all(line.startswith("event: delta\ndata: ") for line in lines)
-    told = [json.loads(line.partition("data: ")[2]) for line in lines]
-    assert "".join(one["delta"] for one in told) == told[-1]["text"] == whole["response"]
-    assert [pos for one in told for pos in one["logits"]] == whole["logits"]
-    assert [one["flag"] for one in told] == [False] * (len(told) - 1) + [True]
-    assert {one["code"] for one in told} == {200}
+    pieces = [json.loads(line.partition("data: ")[2]) for line in lines]
+    assert "".join(piece["delta"] for piece in pieces) == pieces[-1]["text"] == whole["response"]
+    assert [pos for piece in pieces for pos in piece["logits"]] == whole["logits"]
+    assert [piece["flag"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {piece["code"] for piece in pieces} == {200}
 
 
 def test_an_id_that_is_live(backend: FakeBackend) -> None:

@@ -76,14 +76,14 @@ def client_of(backend: FakeBackend, **options: Any) -> Client:
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
     """(id, data) of each event."""
-    found = []
+    parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines() if b": " in line)
         if b"data" in fields:
             data = json.loads(fields[b"data"])
             assert fields[b"event"].decode() == data["type"]
-            found.append((fields.get(b"id", b""), data))
-    return found
+            parsed.append((fields.get(b"id", b""), data))
+    return parsed
 
 
 def put_together(told: list[Any]) -> dict[str, Any]:
@@ -285,9 +285,9 @@ def test_refused(fields: dict[str, Any], kind: str, param: str) -> None:
     """An error in a shape that Anthropic's clients do not read, or about another field."""
     body = {name: value for name, value in {**BODY, **fields}.items() if value is not None}
     reply = asyncio.run(client_of(backend_with(TEMPLATES["hermes"])).post("/v1/messages", body))
-    told = reply.json()
-    assert reply.status >= 400 and told["type"] == "error"
-    assert (told["error"]["type"], told["error"]["param"]) == (kind, param), told
+    answer = reply.json()
+    assert reply.status >= 400 and answer["type"] == "error"
+    assert (answer["error"]["type"], answer["error"]["param"]) == (kind, param), answer
 
 
 def test_errors_of_every_kind_have_its_shape() -> None:
@@ -305,8 +305,8 @@ def test_errors_of_every_kind_have_its_shape() -> None:
     assert ask(mine).status == ask((b"authorization", b"Bearer alice")).status == 200
     assert ask(mine, (b"authorization", b"Bearer bob")).status == 401
     assert ask(mine, mine).status == 401
-    told = ask().json()
-    assert (told["type"], told["error"]["type"]) == ("error", "authentication_error")
+    answer = ask().json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", "authentication_error")
     assert ask(mine, method="GET").json()["type"] == "error"
     long = ask(mine, body={**BODY, "messages": [{"role": "user", "content": "a " * 30_000}]}).json()
     assert long["error"]["message"].startswith("prompt is too long")
@@ -342,11 +342,11 @@ def test_ids_of_calls_are_of_the_dialect_and_come_back() -> None:
 
     async def through() -> None:
         answer = (await client.post("/v1/messages", body)).json()
-        (call,) = [one for one in answer["content"] if one["type"] == "tool_use"]
+        (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
         assert re.fullmatch(r"toolu_[A-Za-z0-9]{24}", call["id"])
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sun"}
-        told = {"role": "assistant", "content": answer["content"]}
-        history = [user, told, {"role": "user", "content": [result]}]
+        turn = {"role": "assistant", "content": answer["content"]}
+        history = [user, turn, {"role": "user", "content": [result]}]
         reply = await client.post("/v1/messages", {**body, "messages": history})
         assert reply.status == 200, reply.body
 

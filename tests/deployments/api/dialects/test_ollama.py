@@ -56,15 +56,15 @@ def test_the_answer_is_that_of_a_chat(client: Client, backend: FakeBackend) -> N
     assert counts == [same["usage"]["prompt_tokens"], same["usage"]["completion_tokens"]]
     assert (whole["done"], whole["done_reason"]) == (True, same["choices"][0]["finish_reason"])
     assert whole["total_duration"] >= whole["prompt_eval_duration"] >= 0
-    told = lines(ask(client, stream=None))
-    assert "".join(one["message"]["content"] for one in told) == whole["message"]["content"]
-    assert [one["done"] for one in told] == [False] * (len(told) - 1) + [True]
-    assert told[-1]["eval_count"] == whole["eval_count"] and "eval_count" not in told[0]
+    pieces = lines(ask(client, stream=None))
+    assert "".join(piece["message"]["content"] for piece in pieces) == whole["message"]["content"]
+    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1]["eval_count"] == whole["eval_count"] and "eval_count" not in pieces[0]
 
 
 def test_options(client: Client, backend: FakeBackend) -> None:
     """Bug: an option that reaches nothing, or -1 taken for a number of tokens."""
-    given = {
+    options = {
         "temperature": 0.5,
         "top_k": 7,
         "top_p": 0.9,
@@ -75,12 +75,12 @@ def test_options(client: Client, backend: FakeBackend) -> None:
         "num_predict": 5,
     }
     more = {"seed": 3, "stop": ["x"], "num_ctx": 4096}
-    reply = ask(client, options=given | more, keep_alive="5m")
+    reply = ask(client, options=options | more, keep_alive="5m")
     assert reply.header("x-ignored-fields") == "keep_alive, options.num_ctx"
     request = backend.requests.pop()
     params, renamed = request.params, {"repeat_penalty": "repetition_penalty"}
     renamed["num_predict"] = "max_tokens"
-    for name, value in given.items():
+    for name, value in options.items():
         assert getattr(params, renamed.get(name, name)) == value, name
     assert (request.seed, list(params.stop)) == (3, ["x"])
     assert ask(client, options={"num_predict": -1}).status == 200
@@ -106,9 +106,9 @@ def test_options(client: Client, backend: FakeBackend) -> None:
 def test_errors_are_texts_that_name_the_field(client: Client, body: Any, param: str) -> None:
     """Bug: an object where Ollama's clients show a text; the name of a field that was not sent."""
     reply = ask(client, **body)
-    told = reply.json()
-    assert reply.status == 400 and told["param"] == param
-    assert isinstance(told["error"], str) and param.partition("#")[0] in told["error"]
+    answer = reply.json()
+    assert reply.status == 400 and answer["param"] == param
+    assert isinstance(answer["error"], str) and param.partition("#")[0] in answer["error"]
 
 
 def test_an_unknown_model(client: Client) -> None:
@@ -121,10 +121,10 @@ def test_an_unknown_model(client: Client) -> None:
 def test_tags(client: Client, backend: FakeBackend) -> None:
     """Bug: a list without what a client shows of each model, or asks for it by."""
     backend.cards[MODEL] = replace(backend.cards[MODEL], facts=FACTS)
-    (one,) = asyncio.run(client.request("GET", "/api/tags")).json()["models"]
-    assert one["name"] == one["model"] == MODEL and len(one["digest"]) == 64
-    assert one["modified_at"].endswith("Z") and one["size"] == 4_700_000_000
-    assert one["details"] == {
+    (model,) = asyncio.run(client.request("GET", "/api/tags")).json()["models"]
+    assert model["name"] == model["model"] == MODEL and len(model["digest"]) == 64
+    assert model["modified_at"].endswith("Z") and model["size"] == 4_700_000_000
+    assert model["details"] == {
         "parent_model": "",
         "format": "gguf",
         "family": "llama",
@@ -133,7 +133,7 @@ def test_tags(client: Client, backend: FakeBackend) -> None:
         "quantization_level": "Q4_K",
     }
     (awake,) = asyncio.run(client.request("GET", "/api/ps")).json()["models"]
-    assert {key: awake[key] for key in one} == one
+    assert {key: awake[key] for key in model} == model
     assert awake["context_length"] == 256 and awake["expires_at"]
     assert "version" in asyncio.run(client.request("GET", "/api/version")).json()
 
@@ -159,18 +159,18 @@ def test_show(name: str) -> None:
     backend.cards[MODEL] = replace(backend.cards[MODEL], facts=FACTS)
     client = Client(build_asgi(backend))
     reply = asyncio.run(client.post("/api/show", {name: f"{MODEL}:latest"}))
-    told = reply.json()
-    assert reply.status == 200, told
-    assert told["capabilities"] == ["completion", "tools", "thinking"]
-    assert told["details"]["parameter_size"] == "8.0B" and told["template"]
-    assert told["model_info"] == {
+    shown = reply.json()
+    assert reply.status == 200, shown
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["details"]["parameter_size"] == "8.0B" and shown["template"]
+    assert shown["model_info"] == {
         "general.architecture": "llama",
         "general.parameter_count": 8_030_000_000,
         "llama.context_length": backend.cards[MODEL].max_model_len,
         "llama.block_count": 32,
     }
-    assert told["template"] in told["modelfile"] and 'stop "<|im_end|>"' in told["parameters"]
-    assert told["modified_at"].endswith("Z")
+    assert shown["template"] in shown["modelfile"] and 'stop "<|im_end|>"' in shown["parameters"]
+    assert shown["modified_at"].endswith("Z")
     gone = asyncio.run(client.post("/api/show", {name: "other"}))
     assert gone.status == 404 and "other" in gone.json()["error"]
     backend.cards[MODEL] = replace(
@@ -197,9 +197,9 @@ def test_a_text_is_that_of_a_chat(client: Client, backend: FakeBackend) -> None:
     assert (whole["done"], whole["done_reason"]) == (True, "stop")
     counts = [whole["prompt_eval_count"], whole["eval_count"]]
     assert counts == [same["usage"]["prompt_tokens"], same["usage"]["completion_tokens"]]
-    told = lines(generate(client, stream=None))
-    assert "".join(one["response"] for one in told) == whole["response"]
-    assert [one["done"] for one in told] == [False] * (len(told) - 1) + [True]
+    pieces = lines(generate(client, stream=None))
+    assert "".join(piece["response"] for piece in pieces) == whole["response"]
+    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     backend.requests.clear()
     generate(client, system="Be brief.", options={"num_predict": 3, "seed": 7})
     request = backend.requests.pop()
@@ -248,9 +248,9 @@ def test_what_a_text_cannot_be_asked_with(client: Client, body: Any, param: str)
     """Bug: a field that changes the text is passed over, or an error names one that was not
     sent."""
     reply = generate(client, **body)
-    told = reply.json()
-    assert reply.status == 400 and told["param"] == param, told
-    assert isinstance(told["error"], str) and param in told["error"]
+    answer = reply.json()
+    assert reply.status == 400 and answer["param"] == param, answer
+    assert isinstance(answer["error"], str) and param in answer["error"]
 
 
 @pytest.mark.parametrize("path", ["chat", "generate"])
@@ -262,10 +262,12 @@ def test_an_empty_request_loads_the_model(
     for fields in ({}, {"messages": []} if path == "chat" else {"prompt": ""}):
         body = {"model": f"{MODEL}:latest", **fields, **empty}
         reply = asyncio.run(client.post(f"/api/{path}", body))
-        told = json.loads(reply.body)
-        assert (told["done"], told["done_reason"], told["model"]) == (True, "load", MODEL), told
+        answer = json.loads(reply.body)
+        assert (answer["done"], answer["done_reason"], answer["model"]) == (True, "load", MODEL), (
+            answer
+        )
         want = {"role": "assistant", "content": ""} if path == "chat" else ""
-        assert told["message" if path == "chat" else "response"] == want
+        assert answer["message" if path == "chat" else "response"] == want
         assert not backend.requests
         gone = asyncio.run(client.post(f"/api/{path}", {**body, "model": "other"}))
         assert gone.status == 404
@@ -302,12 +304,16 @@ def test_vectors(embedder: FakeBackend) -> None:
     def embed(**body: Any) -> Reply:
         return asyncio.run(client.post("/api/embed", {"model": f"{MODEL}:latest", **body}))
 
-    one, two = embed(input="sea").json(), embed(input=["sea", "sky"]).json()
-    assert one["embeddings"] == two["embeddings"][:1] and len(two["embeddings"]) == 2
-    assert one["model"] == MODEL and one["prompt_eval_count"] > 0 and one["total_duration"] > 0
+    single, two = embed(input="sea").json(), embed(input=["sea", "sky"]).json()
+    assert single["embeddings"] == two["embeddings"][:1] and len(two["embeddings"]) == 2
+    assert (
+        single["model"] == MODEL
+        and single["prompt_eval_count"] > 0
+        and single["total_duration"] > 0
+    )
     assert np.allclose(np.linalg.norm(two["embeddings"], axis=1), 1)
     cut = np.array(embed(input="sea", dimensions=4).json()["embeddings"][0])
-    whole = np.array(one["embeddings"][0][:4])
+    whole = np.array(single["embeddings"][0][:4])
     assert np.allclose(cut, whole / np.linalg.norm(whole))
     long = "the answer is the number of the words " * 30
     assert embed(input=long).status == 200 and len(embedder.requests[-1].token_ids) == 64
@@ -342,9 +348,9 @@ def test_routes_that_manage_models(client: Client) -> None:
         ("DELETE", "/api/delete", {"model": MODEL}),
     ):
         reply = asyncio.run(client.request(method, path, json.dumps(body).encode()))
-        told = reply.json()
-        assert reply.status == 400 and isinstance(told["error"], str), path
-        assert told["code"] == "not_supported" and "configuration" in told["error"]
+        answer = reply.json()
+        assert reply.status == 400 and isinstance(answer["error"], str), path
+        assert answer["code"] == "not_supported" and "configuration" in answer["error"]
     blobs = asyncio.run(client.request("POST", "/api/blobs/sha256:00"))
     assert blobs.status == 404 and isinstance(blobs.json()["error"], str)
 
@@ -357,18 +363,18 @@ def test_tools_and_thinking(streamed: bool) -> None:
     call = ("weather", {"city": "Paris", "days": 1})
     backend.script = "hm\n</think>\n\nSo:\n" + written(call, ("now", {}))
     reply = ask(client, tools=TOOLS, think=True, stream=streamed, options={"num_predict": 1000})
-    parts = [one["message"] for one in (lines(reply) if streamed else [reply.json()])]
-    assert "".join(one["content"] for one in parts) == "So:"
-    assert "".join(one.get("thinking", "") for one in parts) == "hm"
-    calls = [call for one in parts for call in one.get("tool_calls", [])]
-    found = [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
-    assert found == [call, ("now", {})]
-    assert [one["function"]["index"] for one in calls] == [0, 1]
-    assert len({one["id"] for one in calls}) == 2
+    parts = [piece["message"] for piece in (lines(reply) if streamed else [reply.json()])]
+    assert "".join(part["content"] for part in parts) == "So:"
+    assert "".join(part.get("thinking", "") for part in parts) == "hm"
+    calls = [call for part in parts for call in part.get("tool_calls", [])]
+    parsed = [(item["function"]["name"], item["function"]["arguments"]) for item in calls]
+    assert parsed == [call, ("now", {})]
+    assert [item["function"]["index"] for item in calls] == [0, 1]
+    assert len({item["id"] for item in calls}) == 2
     backend.script = written(call)[:-20]
     cut = ask(client, tools=TOOLS, stream=streamed)
-    parts = [one["message"] for one in (lines(cut) if streamed else [cut.json()])]
-    assert not any("tool_calls" in one for one in parts), "half a call must not be run"
+    parts = [piece["message"] for piece in (lines(cut) if streamed else [cut.json()])]
+    assert not any("tool_calls" in part for part in parts), "half a call must not be run"
 
 
 def test_results_find_their_calls() -> None:
@@ -414,26 +420,26 @@ def test_its_own_client() -> None:
     backend = backend_with(TEMPLATES["hermes"])
     with serve(build_asgi(backend)) as port:
         client = ollama.Client(host=f"http://127.0.0.1:{port}")
-        assert [one.model for one in client.list().models] == [MODEL]
+        assert [model.model for model in client.list().models] == [MODEL]
         for stream in (False, True):
             backend.script = "hm\n</think>\n\n" + written(("now", {}))
             asked = client.chat(MODEL, TURN, tools=TOOLS, think=True, stream=stream)
-            said = [one.message for one in asked] if stream else [asked.message]
-            (call,) = [call for one in said for call in one.tool_calls or []]
+            said = [piece.message for piece in asked] if stream else [asked.message]
+            (call,) = [call for message in said for call in message.tool_calls or []]
             assert (call.function.name, call.function.arguments) == ("now", {})
             history = [*TURN, {"role": "assistant", "tool_calls": [call.model_dump()]}]
             history += [{"role": "tool", "tool_name": "now", "content": "noon"}]
             backend.script = "It is noon."
-            told = client.chat(MODEL, history, tools=TOOLS)
-            assert (told.message.content, told.done_reason) == ("It is noon.", "stop")
+            final = client.chat(MODEL, history, tools=TOOLS)
+            assert (final.message.content, final.done_reason) == ("It is noon.", "stop")
         backend.script = "It is noon."
         text = client.generate(MODEL, "Time?")
         assert (text.response, text.done_reason) == ("It is noon.", "stop")
         pieces = client.generate(MODEL, "Time?", stream=True)
-        assert "".join(one.response for one in pieces) == "It is noon."
+        assert "".join(piece.response for piece in pieces) == "It is noon."
         assert client.generate(MODEL).done_reason == client.chat(MODEL).done_reason == "load"
         assert client.show(MODEL).capabilities == ["completion", "tools", "thinking"]
-        assert [one.model for one in client.ps().models] == [MODEL]
+        assert [model.model for model in client.ps().models] == [MODEL]
         assert client.pull(MODEL).status == "success"
         with pytest.raises(ollama.ResponseError, match="configuration"):
             client.delete(MODEL)

@@ -17,10 +17,10 @@ from tests.deployments.fake_backend import MODEL
 
 # type -> the schema of such an event
 EVENTS: dict[str, type[BaseModel]] = {}
-for found in vars(types).values():
-    if isinstance(found, type) and found.__name__.endswith("StreamingEvent"):
-        (name,) = found.model_fields["type"].annotation
-        EVENTS[name.value] = found
+for event_type in vars(types).values():
+    if isinstance(event_type, type) and event_type.__name__.endswith("StreamingEvent"):
+        (name,) = event_type.model_fields["type"].annotation
+        EVENTS[name.value] = event_type
 # OpenAI's clients know the events of raw reasoning by the names of OpenAI's own document.
 NAMES = {f"response.reasoning_text.{end}": f"response.reasoning.{end}" for end in ("delta", "done")}
 

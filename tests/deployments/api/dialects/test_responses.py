@@ -132,14 +132,14 @@ def client_of(backend: FakeBackend, **options: Any) -> Client:
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
     """(id, data) of each event."""
-    found = []
+    parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines() if b": " in line)
         if b"data" in fields:
             data = json.loads(fields[b"data"])
             assert fields[b"event"].decode() == data["type"]
-            found.append((fields.get(b"id", b""), data))
-    return found
+            parsed.append((fields.get(b"id", b""), data))
+    return parsed
 
 
 def test_the_order_of_events() -> None:
@@ -149,10 +149,10 @@ def test_the_order_of_events() -> None:
     reply = asyncio.run(
         client_of(backend).post("/v1/responses", {**BODY, "tools": TOOLS, "stream": True})
     )
-    told = [data for _, data in events(reply)]
-    assert [data["sequence_number"] for data in told] == list(range(len(told)))
+    payloads = [data for _, data in events(reply)]
+    assert [data["sequence_number"] for data in payloads] == list(range(len(payloads)))
     names = []
-    for data in told:
+    for data in payloads:
         name = data["type"].removeprefix("response.")
         if not names or names[-1] != name:
             names.append(name)
@@ -165,7 +165,7 @@ def test_the_order_of_events() -> None:
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
         *("output_item.done", "completed"),
     ]
-    assert told[-1]["response"]["output"][2]["arguments"] == json.dumps(PARIS)
+    assert payloads[-1]["response"]["output"][2]["arguments"] == json.dumps(PARIS)
     assert reply.header("x-ignored-fields") == "tools[2]"
 
 
@@ -233,8 +233,8 @@ def test_history() -> None:
     turn = f"assistant\n<think>\nhm\n</think>\nI{calls}"
     assert turn + "<|im_end|>\n<|im_start|>tool\ndone<|im_end|>\n<|im_start|>tool\n9" in prompt
     items[-1]["call_id"] = "c3"
-    found = code_of(asyncio.run(client.post("/v1/responses", body)))
-    assert found == (400, "invalid_tool_call_id", "input[9].call_id")
+    refusal = code_of(asyncio.run(client.post("/v1/responses", body)))
+    assert refusal == (400, "invalid_tool_call_id", "input[9].call_id")
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_refused(fields: dict[str, Any], code: str, param: str) -> None:
     client = client_of(backend_with(TEMPLATES["hermes"]))
     reply = asyncio.run(client.post("/v1/responses", {**BODY, **fields}))
     assert code_of(reply) == (400, code, param), reply.body
-    told = reply.json()["error"]["message"]  # of the context in words that libraries know
-    assert "messages" not in told or told.startswith("This model")
+    message = reply.json()["error"]["message"]  # of the context in words that libraries know
+    assert "messages" not in message or message.startswith("This model")
 
 
 def test_what_has_no_effect_is_named() -> None:
@@ -309,8 +309,8 @@ def test_what_has_no_effect_is_named() -> None:
     answer = reply.json()
     assert (answer["store"], answer["user"], answer["metadata"]) == (False, "me", {"a": "b"})
     strict = client_of(backend_with(TEMPLATES["hermes"]), strict=True)
-    found = code_of(asyncio.run(strict.post("/v1/responses", {**BODY, "inputs": 1})))
-    assert found == (400, "unknown_field", "inputs")
+    refusal = code_of(asyncio.run(strict.post("/v1/responses", {**BODY, "inputs": 1})))
+    assert refusal == (400, "unknown_field", "inputs")
 
 
 def test_formats_and_logprobs() -> None:
@@ -330,7 +330,7 @@ def test_formats_and_logprobs() -> None:
         for _, data in events(asyncio.run(client.post("/v1/responses", {**body, "stream": True})))
         if data["type"] == "response.output_text.delta"
     ]
-    assert [one for told in deltas for one in told] == part["logprobs"]
+    assert [entry for entries in deltas for entry in entries] == part["logprobs"]
 
 
 def test_tokens_are_counted() -> None:
@@ -384,10 +384,10 @@ def test_kept_answers() -> None:
     assert code_of(ask("GET", path)) == code_of(foreign)
     unkept = ask("POST", "", {**BODY, "store": False}).json()
     assert ask("GET", f"/{unkept['id']}").status == 404
-    kept = [ask("POST", "", BODY).json()["id"] for _ in range(30)]
-    there = [ask("GET", f"/{id}").status for id in kept]
+    ids = [ask("POST", "", BODY).json()["id"] for _ in range(30)]
+    there = [ask("GET", f"/{id}").status for id in ids]
     assert there[-1] == 200 and there[0] == 404
-    assert ask("PUT", f"/{kept[-1]}").status == 405 and ask("GET", "/a/b").status == 404
+    assert ask("PUT", f"/{ids[-1]}").status == 405 and ask("GET", "/a/b").status == 404
 
 
 def test_a_text_in_pieces() -> None:

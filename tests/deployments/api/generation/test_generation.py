@@ -70,8 +70,8 @@ def test_timing_for_those_who_ask(client: Client) -> None:
     fields in it that nobody asked for."""
     asks = ((b"content-type", b"application/json"), (b"x-return-timing", b"1"))
     reply = run(client.post("/v1/completions", {**COMPLETION, "prompt": ["a", "b"]}, headers=asks))
-    told = reply.json()["usage"]["timing"]
-    assert told == {"queue_ms": 250.0, "migrations": 2, "replicas": ["r0", "r1", "r0", "r1"]}
+    timing = reply.json()["usage"]["timing"]
+    assert timing == {"queue_ms": 250.0, "migrations": 2, "replicas": ["r0", "r1", "r0", "r1"]}
     streamed = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     events = run(client.post("/v1/chat/completions", streamed, headers=asks)).events()
     assert events[-2]["usage"]["timing"]["migrations"] == 1
@@ -190,7 +190,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
     }
     run(client.chat(**fields, logprobs=True, top_logprobs=3, cache_salt="s", priority=-2))
     request = backend.requests[-1]
-    given = msgspec.structs.asdict(request.params)
+    params = msgspec.structs.asdict(request.params)
     expected = {
         **fields,
         "stop": ("x", "y"),
@@ -205,7 +205,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "unscaled": False,
         "thinking": None,
     }
-    assert given == expected
+    assert params == expected
     assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)
     run(client.chat(seed=None))
     run(client.chat(seed=None))
@@ -258,8 +258,8 @@ def test_the_engine_s_seed_decides_where_a_request_gives_none(
     run(resumable.post("/v1/chat/completions", body, headers=headers))
     assert backend.requests[-1].seed == first[1] and backend.requests[-1].stream
     run(client.completion(prompt=["one", "two", "one"], temperature=1))
-    one, two, again = (request.seed for request in backend.requests[-3:])
-    assert one == again != two
+    seed, two, again = (request.seed for request in backend.requests[-3:])
+    assert seed == again != two
 
 
 def test_defaults(backend: FakeBackend, client: Client) -> None:
@@ -298,21 +298,24 @@ def test_echo_with_logprobs(client: Client, stream: bool, max_tokens: int) -> No
     reply = run(client.completion(echo=True, logprobs=1, max_tokens=max_tokens, stream=stream))
     if stream:
         parts = [e["choices"][0] for e in reply.events()[:-1]]
-        found: dict[str, list[Any]] = {}
+        logprobs: dict[str, list[Any]] = {}
         for part in parts:
             for key, value in (part["logprobs"] or {}).items():
-                found[key] = found.get(key, []) + value
+                logprobs[key] = logprobs.get(key, []) + value
         text = "".join(part["text"] for part in parts)
     else:
-        found, text = reply.json()["choices"][0]["logprobs"], text_of(reply)
+        logprobs, text = reply.json()["choices"][0]["logprobs"], text_of(reply)
         assert reply.json()["usage"]["completion_tokens"] == max_tokens
         assert "prompt_logprobs" not in reply.json()["choices"][0]
-    assert text.startswith("hello") and "".join(found["tokens"]) == text
-    assert len(found["tokens"]) == 5 + max_tokens
-    assert found["token_logprobs"] == [None] + [-1.5] * (4 + max_tokens)
-    assert found["top_logprobs"][0] is None
+    assert text.startswith("hello") and "".join(logprobs["tokens"]) == text
+    assert len(logprobs["tokens"]) == 5 + max_tokens
+    assert logprobs["token_logprobs"] == [None] + [-1.5] * (4 + max_tokens)
+    assert logprobs["top_logprobs"][0] is None
     for token, offset, top in zip(
-        found["tokens"][1:], found["text_offset"][1:], found["top_logprobs"][1:], strict=True
+        logprobs["tokens"][1:],
+        logprobs["text_offset"][1:],
+        logprobs["top_logprobs"][1:],
+        strict=True,
     ):
         assert text[offset : offset + len(token)] == token
         assert top[token] == -1.5, "the token itself is always among the alternatives"
@@ -487,10 +490,10 @@ def test_a_model_that_is_not_there(client: Client, backend: FakeBackend) -> None
     assert message("gpt-4").endswith(
         'served: "tiny", "legal-0", "legal-1", "legal-2" and 2 more, see /v1/models'
     )
-    told = run(
+    refusal = run(
         handle_call.call(client.app, {**COMPLETION, "model": "gpt-4"})
     )  # the Python client's
-    assert 'served: "tiny"' in told["error"]["message"]
+    assert 'served: "tiny"' in refusal["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -517,10 +520,10 @@ def test_aliases_go_to_the_model(
         if served is None:
             assert reply["error"]["code"] == "model_not_found"
             assert 'served: "tiny"' in reply["error"]["message"]
-    told = run(client.request("GET", f"/v1/models/{name}")).json()
-    assert told.get("id") == served
+    shown = run(client.request("GET", f"/v1/models/{name}")).json()
+    assert shown.get("id") == served
     listed = run(client.request("GET", "/v1/models")).json()["data"]
-    assert [(one["id"], one.get("aliases")) for one in listed] == [
+    assert [(model["id"], model.get("aliases")) for model in listed] == [
         ("tiny", ["claude-*", "gpt-4o"]),
         ("claude-law", None),
     ]
@@ -551,7 +554,9 @@ def test_the_most_specific_alias_is_meant(
     }
     card = backend.cards["tiny"]
     names = reversed(aliases) if turned else aliases
-    backend.cards = {one: replace(card, id=one, aliases=aliases[one]) for one in names}
+    backend.cards = {
+        card_id: replace(card, id=card_id, aliases=aliases[card_id]) for card_id in names
+    }
     assert run(client.request("GET", f"/v1/models/{name}")).json()["id"] == served
     assert run(client.chat(model=name)).json()["model"] == served
 
@@ -593,19 +598,19 @@ def test_the_end_token_is_listed(client: Client, chat: bool, stream: bool) -> No
     reply = run(ask(n=2, return_token_ids=True, stream=stream, **scores))
     choices = [e["choices"][0] for e in reply.events()[:-1]] if stream else reply.json()["choices"]
     for index in (0, 1):
-        mine = [one for one in choices if one["index"] == index]
-        ids = [token for one in mine for token in one.get("token_ids", [])]
-        told = [one["logprobs"] for one in mine if one.get("logprobs")]
-        listed = [x for one in told for x in one["content" if chat else "tokens"]]
+        mine = [choice for choice in choices if choice["index"] == index]
+        ids = [token for choice in mine for token in choice.get("token_ids", [])]
+        logprobs = [choice["logprobs"] for choice in mine if choice.get("logprobs")]
+        listed = [x for choice in logprobs for x in choice["content" if chat else "tokens"]]
         assert ids[-1] == 2 and len(listed) == len(ids)
         text = [
-            one.get("text") or one.get("message", one.get("delta", {})).get("content")
-            for one in mine
+            choice.get("text") or choice.get("message", choice.get("delta", {})).get("content")
+            for choice in mine
         ]
         assert "<|im_end|>" not in "".join(filter(None, text))
     if not stream:
         assert reply.json()["usage"]["completion_tokens"] == sum(
-            len(one["token_ids"]) for one in choices
+            len(choice["token_ids"]) for choice in choices
         )
 
 

@@ -97,8 +97,8 @@ def test_infill_as_llama_cpp_answers() -> None:
     assert (params.max_tokens, params.repetition_penalty, params.temperature) == (9, 1.1, 0)
     streamed = ask(backend, "/infill", **body, stream=True)
     pieces = [json.loads(line[6:]) for line in streamed.body.decode().split("\n\n") if line]
-    assert "".join(one["content"] for one in pieces) == whole["content"]
-    assert [one["stop"] for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1]["tokens_evaluated"] == whole["tokens_evaluated"]
 
 
@@ -135,8 +135,8 @@ def test_a_model_without_such_tokens(path: str, body: dict[str, Any], param: str
     """Bug: a gap is filled as if nothing stood behind it."""
     backend = FakeBackend()
     assert FillMarks.of(backend.tokenizer(MODEL)) is None
-    told = ask(backend, path, model=MODEL, **body).json()
-    error = told if isinstance(told["error"], str) else told["error"]
+    answer = ask(backend, path, model=MODEL, **body).json()
+    error = answer if isinstance(answer["error"], str) else answer["error"]
     assert (error["code"], error["param"]) == ("suffix_not_supported", param)
     assert not backend.requests
 

@@ -30,7 +30,7 @@ def test_bad_words_are_banned_as_they_are_written(
     for text in ("hello", " hello", "answer", " answer"):
         assert tokenizer.encode(text, add_special_tokens=False) in banned
     ids = tokenizer.encode("x\nhello", add_special_tokens=False)
-    assert any(ids[-len(one) :] == one for one in banned)
+    assert any(ids[-len(sequence) :] == sequence for sequence in banned)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_each_event_tells_the_usage(client: Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for post in (client.chat, client.completion):
         events = run(post(stream=True, n=2, stream_options=options)).events()[:-1]
-        told = [event["usage"]["completion_tokens"] for event in events]
-        assert told == sorted(told) and told[0] <= 1 and len(set(told)) > 3
-        assert told[-1] == run(post(n=2)).json()["usage"]["completion_tokens"]
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[0] <= 1 and len(set(counts)) > 3
+        assert counts[-1] == run(post(n=2)).json()["usage"]["completion_tokens"]
         assert all(event["usage"]["prompt_tokens"] > 0 for event in events)
         assert events[-1]["choices"] == []
         alone = {"continuous_usage_stats": True}

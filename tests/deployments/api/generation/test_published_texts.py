@@ -154,8 +154,8 @@ def test_a_prefill(served: Served, dialect: str) -> None:
             options = {"num_predict": len(answer)}
             fields = {"messages": messages, "stream": stream, "options": options}
             reply = served.ask("/api/chat", answer, **fields)
-            told = [json.loads(line) for line in lines(reply, "\n")]
-            return "".join(item["message"]["content"] for item in told)
+            pieces = [json.loads(line) for line in lines(reply, "\n")]
+            return "".join(item["message"]["content"] for item in pieces)
         path, fields = "/v1/chat/completions", {"messages": messages, "stream": stream}
         going_on = {"continue_final_message": True, "add_generation_prompt": False}
         reply = served.ask(path, answer, **fields, **going_on)

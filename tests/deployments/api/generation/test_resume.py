@@ -58,14 +58,14 @@ async def ask(client: Client, body: dict[str, Any], last: bytes = b"", **more: A
 
 def events(reply: Reply) -> list[tuple[bytes, Any]]:
     """(id, data) of each; b"" where there is none."""
-    found = []
+    parsed = []
     for block in reply.body.split(b"\n\n"):
         fields = dict(line.split(b": ", 1) for line in block.splitlines())
         if b"data" in fields:
             data = fields[b"data"]
             done = data == b"[DONE]"
-            found.append((fields.get(b"id", b""), "[DONE]" if done else json.loads(data)))
-    return found
+            parsed.append((fields.get(b"id", b""), "[DONE]" if done else json.loads(data)))
+    return parsed
 
 
 def told(parts: list[Any]) -> dict[str, Any]:
@@ -178,8 +178,8 @@ def test_ids_are_asked_for_and_short() -> None:
         plain = await router(backend).chat(stream=True)
         assert b"id: " not in plain.body.replace(b'"id": ', b"") and not backend.kept
         body = {**CHAT, "max_tokens": MAX_MODEL_LEN - 50, "ignore_eos": True}
-        found = events(await ask(router(backend), body))
-        assert len(found) > 150 and len(found[-2][0]) <= len(found[3][0]) + 8 <= 72
+        received = events(await ask(router(backend), body))
+        assert len(received) > 150 and len(received[-2][0]) <= len(received[3][0]) + 8 <= 72
         wide = {**COMPLETION, "prompt": ["a"] * 32, "n": 8, "temperature": 1}
         assert len(events(await ask(router(backend), wide))[-2][0]) < 4000
 

@@ -75,8 +75,8 @@ def test_forms(
     assert reply.status == 200, reply.body
     grammar = backend.requests[-1].params.structured
     assert grammar is not None and grammar.kind == kind
-    found = grammar.text if isinstance(text, str) else json.loads(grammar.text)
-    assert found == text
+    value = grammar.text if isinstance(text, str) else json.loads(grammar.text)
+    assert value == text
     assert reply.header("x-ignored-fields") is None
 
 
@@ -260,7 +260,7 @@ def sent_to(route: str, schema: Any) -> tuple[str, dict[str, Any], str]:
 
 ROUTES = [
     *("chat/completions", "completions", "responses", "messages", "api/chat", "api/generate"),
-    *(f"{one} tools" for one in ("chat/completions", "responses", "messages", "api/chat")),
+    *(f"{path} tools" for path in ("chat/completions", "responses", "messages", "api/chat")),
 ]
 
 
@@ -271,8 +271,8 @@ def test_patterns_that_cannot_be_enforced_are_named(route: str) -> None:
     backend = backend_with(TEMPLATES["hermes"])
     client = Client(build_asgi(backend))
     patterns = {f"p{i}": {"type": "string", "pattern": p} for i, p in enumerate(UNSUPPORTED)}
-    kept = {"type": "string", "pattern": "^[a-c]+$"}
-    schema = {"type": "object", "properties": {"kept": kept, **patterns}, "required": ["kept"]}
+    supported = {"type": "string", "pattern": "^[a-c]+$"}
+    schema = {"type": "object", "properties": {"kept": supported, **patterns}, "required": ["kept"]}
     path, body, where = sent_to(route, schema)
     reply = run(client.post(path, {"model": MODEL, **body}))
     assert reply.status == 200, reply.body
@@ -280,7 +280,7 @@ def test_patterns_that_cannot_be_enforced_are_named(route: str) -> None:
     assert named >= {f"{where}#/properties/{name}/pattern" for name in patterns}, named
     assert not any("kept" in name for name in named)
     grammar = backend.requests[-1].params.structured
-    assert grammar is not None and json.dumps(kept["pattern"]) in grammar.text
+    assert grammar is not None and json.dumps(supported["pattern"]) in grammar.text
     assert "(?!" not in grammar.text
 
 

@@ -242,7 +242,11 @@ class Table:
                 elif step > _ENOUGH or rng.random() < 0.3:
                     some = closers if step > _ENOUGH and rng.random() < 0.7 else hints
                     rng.shuffle(some)
-                    fits = (one for one in some if matcher.validate_tokens(one) == len(one))
+                    fits = (
+                        candidate
+                        for candidate in some
+                        if matcher.validate_tokens(candidate) == len(candidate)
+                    )
                     queue = list(next(fits, []))
             token = queue.pop(0) if queue else int(allowed[rng.randrange(allowed.size)])
             if token in ends:
@@ -255,7 +259,7 @@ class Table:
 
     def _hints(self, marks: Sequence[str]) -> list[list[int]]:
         """Tokens of each, with those that are marks, and spelled."""
-        found = []
+        sequences = []
         for mark in dict.fromkeys(filter(None, marks)):
             spelled = self.tokenizer.encode_plain(mark)
             pieces = self._cuts.split(mark) if self._cuts else [mark]
@@ -269,8 +273,8 @@ class Table:
                     else self._vocabulary.tokens.tokenize_str(piece)
                 )
             ]
-            found += [whole] if whole == spelled else [whole, spelled]
-        return found
+            sequences += [whole] if whole == spelled else [whole, spelled]
+        return sequences
 
     def _shown(self, tokens: Sequence[int]) -> str:
         return repr(self.tokenizer.decode(tokens, skip_special_tokens=False))[-300:]
@@ -278,38 +282,38 @@ class Table:
 
 def _reasoning(format: OutputFormat) -> Reasoning:
     if format.name == "harmony":
-        return next(one for one in REASONING if one.channels)
+        return next(reasoning for reasoning in REASONING if reasoning.channels)
     start = THOUGHTS.get(format.name, "<think>")
-    return next(one for one in REASONING if one.start == start)
+    return next(reasoning for reasoning in REASONING if reasoning.start == start)
 
 
 def _check(answer: dict[str, Any], choice: str, what: str, text: str) -> None:
     message = answer["message"]
     calls = message.get("tool_calls") or []
-    told = f"{answer} of {text!r}"
+    described = f"{answer} of {text!r}"
     assert answer["finish_reason"] == ("tool_calls" if calls and choice != "named" else "stop"), (
-        told
+        described
     )
-    assert not (calls and choice in ("none", "no tools")), told
-    assert calls or choice not in ("required", "named"), told
+    assert not (calls and choice in ("none", "no tools")), described
+    assert calls or choice not in ("required", "named"), described
     for call in calls:
         name = call["function"]["name"]
         try:
             arguments = json.loads(call["function"]["arguments"])
         except ValueError:
-            raise AssertionError(f"no JSON: {told}") from None
+            raise AssertionError(f"no JSON: {described}") from None
         if name == "f":
             try:
                 jsonschema.validate(arguments, SCHEMAS[what])
             except jsonschema.ValidationError as error:
-                raise AssertionError(f"{error.message}: {told}") from None
+                raise AssertionError(f"{error.message}: {described}") from None
         else:
-            assert (name, arguments) == ("now", {}) and choice != "named", told
+            assert (name, arguments) == ("now", {}) and choice != "named", described
     if choice in ("none", "no tools") or (choice == "auto or content" and not calls):
         content = message["content"] or ""
         if what == "an expression":
-            assert re.fullmatch(EXPRESSION, content), told
+            assert re.fullmatch(EXPRESSION, content), described
         elif what == "constants":
-            assert content.strip() in [tag.strip() for tag in TAGS], told
+            assert content.strip() in [tag.strip() for tag in TAGS], described
         else:
             jsonschema.validate(json.loads(content), SCHEMAS[what])

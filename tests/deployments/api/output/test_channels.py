@@ -34,8 +34,8 @@ def harmony() -> Tokenizer:
     plain.add_special_tokens(list(HARMONY_MARKS))
     names = {"eos_token": "<|return|>"}
     ends = [plain.token_to_id(mark) for mark in ("<|call|>", "<|im_end|>")]
-    made = ChatTemplate({"default": HARMONY}, names)
-    return Tokenizer(plain, special_tokens=names, eos_token_ids=ends, chat_template=made)
+    template = ChatTemplate({"default": HARMONY}, names)
+    return Tokenizer(plain, special_tokens=names, eos_token_ids=ends, chat_template=template)
 
 
 def backend_of_channels() -> FakeBackend:
@@ -137,10 +137,13 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
     else:
         answer = client.chat.completions.create(**sent)
     (choice,) = answer.choices
-    told = choice.message
-    assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
-    found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
-    assert (found, choice.finish_reason) == (calls, finish)
+    message = choice.message
+    assert (message.content or None, getattr(message, "reasoning_content", None)) == (
+        content,
+        reasoning,
+    )
+    parsed = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    assert (parsed, choice.finish_reason) == (calls, finish)
 
 
 def test_detection() -> None:
@@ -176,8 +179,12 @@ def test_history() -> None:
     client = Client(build_asgi(backend))
     asked = [("a", "weather", PARIS), ("b", "now", {})]
     calls = [
-        {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
-        for id, name, given in asked
+        {
+            "id": id,
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        for id, name, arguments in asked
     ]
     messages = [
         *USER,
@@ -260,8 +267,10 @@ def test_a_document_of_a_random_model(tmp_path: Path) -> None:
         backend.script = output.deltas
         answer = asyncio.run(client.chat(**fields, max_tokens=2000)).json()
         message = answer["choices"][0]["message"]
-        told = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        thought += told > 0
-        assert told <= 10  # the end mark is counted where it is read, a character is finished
+        reasoning_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        thought += reasoning_tokens > 0
+        assert (
+            reasoning_tokens <= 10
+        )  # the end mark is counted where it is read, a character is finished
         jsonschema.validate(json.loads(message["content"]), BOUNDED)
     assert thought

@@ -41,7 +41,7 @@ def made(folder: Path, kind: str, special: bool | None) -> Path:
     marks += ["<arg_value>", "<|tool_call_start|>", "<|tool_call>", "<tool_call|>"]
     marks += ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|return|>"]
     known = tokenizer.backend.get_vocab(True)
-    for i, text in enumerate(one for one in marks if one not in known):
+    for i, text in enumerate(mark for mark in marks if mark not in known):
         is_special = i % 2 == 0 if special is None else special
         tokenizer.backend.add_tokens([AddedToken(text, special=is_special, normalized=False)])
     tokenizer.backend.save(str(folder / "tokenizer.json"))

@@ -40,9 +40,9 @@ def backend_of_cohere(controls: bool) -> FakeBackend:
     if controls:
         plain.add_special_tokens(list(COHERE_MARKS))
     names = {"eos_token": "<|im_end|>"}
-    made = ChatTemplate({"default": COHERE}, names)
+    template = ChatTemplate({"default": COHERE}, names)
     backend = FakeBackend()
-    backend._tokenizer = Tokenizer(plain, special_tokens=names, chat_template=made)
+    backend._tokenizer = Tokenizer(plain, special_tokens=names, chat_template=template)
     size = backend._tokenizer.vocab_size + 7
     backend.cards = {MODEL: replace(backend.cards[MODEL], max_model_len=16_384, vocab_size=size)}
     return backend
@@ -128,10 +128,13 @@ def test_answers_between_marks(
         answer = client.chat.completions.create(**sent)
     assert allowed(backend, text)
     (choice,) = answer.choices
-    told = choice.message
-    assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
-    found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
-    assert (found, choice.finish_reason) == (calls, finish)
+    message = choice.message
+    assert (message.content or None, getattr(message, "reasoning_content", None)) == (
+        content,
+        reasoning,
+    )
+    parsed = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    assert (parsed, choice.finish_reason) == (calls, finish)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_answers_between_marks(
 def test_cut_at_every_byte(text: str) -> None:
     """Other events where a chunk ends inside a mark, which begins as another one does, or inside a
     number."""
-    format = next(one for one in FORMATS if one.name == "command-a")
+    format = next(known for known in FORMATS if known.name == "command-a")
     thoughts = Reasoning("<|START_THINKING|>", "<|END_THINKING|>")
     data = (THOUGHT + text).encode()
 
@@ -166,7 +169,7 @@ def conversation(id: str) -> list[dict[str, Any]]:
         return {"id": id, "type": "function", "function": function}
 
     first = [call(id, "weather", PARIS), call("other", "now", {})]
-    results = [{"role": "tool", "tool_call_id": one["id"], "content": "5"} for one in first]
+    results = [{"role": "tool", "tool_call_id": item["id"], "content": "5"} for item in first]
     return [
         *USER,
         {"role": "assistant", "content": "So:", "reasoning": "hm", "tool_calls": first},
@@ -200,7 +203,7 @@ def test_history_of_named_calls() -> None:
     begin, behind = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
     for name, arguments in (("weather:0", PARIS), ("now:1", {}), ("weather:2", DEEP)):
         assert f"{begin}{name}{behind}{json.dumps(arguments)}<|tool_call_end|>" in prompt
-    found = [
-        prompt.index(f"Return of functions.{one}5") for one in ("now:1", "weather:0", "weather:2")
+    positions = [
+        prompt.index(f"Return of functions.{id}5") for id in ("now:1", "weather:0", "weather:2")
     ]
-    assert found == sorted(found)
+    assert positions == sorted(positions)

@@ -55,7 +55,7 @@ def test_every_chunking(
     text = "".join(pieces).replace("CALL", call).replace("TRIGGER", format.trigger)[: end or None]
 
     def parser() -> OutputParser:
-        raw = {one.name: one.raw(format) for one in FUNCTIONS}
+        raw = {function.name: function.raw(format) for function in FUNCTIONS}
         return OutputParser(format, raw, Reasoning("<think>", "</think>"), thinking)
 
     whole = merged(parser(), [text])
@@ -103,8 +103,8 @@ def written(name: str) -> tuple[str, Make]:
     """A text with thoughts, content and calls, and what reads it."""
     if name == "channels":
         return CHANNELS, lambda: ChannelParser(calls=True)
-    format = next(one for one in FORMATS if one.name == name)
-    raw = {one.name: one.raw(format) for one in FUNCTIONS}
+    format = next(known for known in FORMATS if known.name == name)
+    raw = {function.name: function.raw(format) for function in FUNCTIONS}
     calls = [format.write("weather", HARD)]
     calls += [format.write("now", {})] if format.parallel else []
     text = format.opening + format.separator.join(calls) + format.closing
@@ -116,7 +116,7 @@ def written(name: str) -> tuple[str, Make]:
 
 
 @pytest.mark.parametrize(
-    "name", [*(one.name for one in FORMATS if one.name != "harmony"), "channels"]
+    "name", [*(format.name for format in FORMATS if format.name != "harmony"), "channels"]
 )
 def test_cut_at_every_byte(name: str) -> None:
     """Of each format: other events where a chunk ends inside a mark, a name or a character."""
@@ -159,15 +159,15 @@ def test_tokens_of_a_byte(name: str) -> None:
 @pytest.mark.parametrize("name", ["glm-4.7", "minimax-m2"])
 def test_json_that_holds_what_ends_it(name: str) -> None:
     """An argument that is cut where a string in its list spells the end of arguments."""
-    format = next(one for one in FORMATS if one.name == name)
+    format = next(known for known in FORMATS if known.name == name)
     assert format.tagged is not None
     value = ["a" + format.tagged.value_close.strip() + '"\\', {"b": format.end}]
     text = format.opening + format.write("f", {"x": value, "y": 2}) + format.closing
     for cut in range(len(text) + 1):
         parser = OutputParser(format, {}, None, "no")
         events = parser.feed(text[:cut]) + parser.feed(text[cut:]) + parser.finish()
-        told = "".join(event.text for event in events if event.kind == "arguments")
-        assert json.loads(told) == {"x": value, "y": 2}
+        arguments = "".join(event.text for event in events if event.kind == "arguments")
+        assert json.loads(arguments) == {"x": value, "y": 2}
         assert events[-1].kind == "end"
 
 
@@ -183,15 +183,15 @@ def test_json_that_holds_what_ends_it(name: str) -> None:
 )
 def test_limited_content_is_left_alone(text: str, content: str | None) -> None:
     """A mark inside a document that is read as a call, or taken out; a wrapper that is shown."""
-    format = next(one for one in FORMATS if one.name == "hermes")
+    format = next(known for known in FORMATS if known.name == "hermes")
     for cut in range(len(text) + 1):
         marks = (_THOUGHTS, "may", ("<|BEGIN|>", "<|END|>"))
         parser = OutputParser(format, {}, *marks, limited=True)
         events = merged(parser, [text[:cut], text[cut:]])
-        assert [one.text for one in events if one.kind == "content"] == (
+        assert [event.text for event in events if event.kind == "content"] == (
             [content] if content else []
         )
-        assert not any(one.kind == "call" for one in events)
+        assert not any(event.kind == "call" for event in events)
     parser = OutputParser(format, {}, *marks, limited=True)
     (called, *_) = merged(parser, ["\n" + format.write("f", {"a": 1})])
     assert called == Event("call", "f")

@@ -59,8 +59,8 @@ def test_the_prompt_is_what_transformers_renders(name: str) -> None:
     backend = backend_with(source)
     known = template_output(backend._tokenizer)
     assert known.calls is not None and known.calls.name == FORMATS[name]
-    given = conversation(json.dumps(ARGUMENTS), "")
-    reply = asyncio.run(Client(build_asgi(backend)).chat(tools=TOOLS, messages=given))
+    messages = conversation(json.dumps(ARGUMENTS), "")
+    reply = asyncio.run(Client(build_asgi(backend)).chat(tools=TOOLS, messages=messages))
     assert reply.status == 200, reply.body
     ours = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
     # transformers makes such parameters of a function that has none.

@@ -73,12 +73,12 @@ def test_calls_as_declared(name: str) -> None:
     assert not allowed(backend, text.replace("3", "12"))
     assert not allowed(backend, text.replace("now", "new"))
     theirs = parse_response(text, spec, prefix="", tools=TOOLS)
-    calls = [one["function"] for one in theirs["tool_calls"]]
+    calls = [call["function"] for call in theirs["tool_calls"]]
     ours = [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]]
-    assert [(one, json.loads(arguments)) for one, arguments in ours] == [
-        (one["name"], one["arguments"]) for one in calls
+    assert [(name, json.loads(arguments)) for name, arguments in ours] == [
+        (function["name"], function["arguments"]) for function in calls
     ]
-    assert [message[one] for one in ("content", "reasoning_content")] == ["So:", "hm"]
+    assert [message[field] for field in ("content", "reasoning_content")] == ["So:", "hm"]
     assert (theirs["content"], theirs["reasoning_content"]) == ("So:", "hm")
     message["reasoning_content"] = ""
     results = [
@@ -98,7 +98,7 @@ def test_cut_at_every_byte(name: str) -> None:
     tokenizer.response_template = spec
     known = template_output(tokenizer)
     assert known.calls is not None
-    raw = {one.name: one.raw(known.calls) for one in FUNCTIONS}
+    raw = {function.name: function.raw(known.calls) for function in FUNCTIONS}
     data = written(known.calls).encode()
 
     def parser() -> OutputParser:
@@ -194,14 +194,14 @@ def test_declarations_of_real_models(name: str) -> None:
     tokenizer.response_template = _of_trl(f"{called}_template")
     known = template_output(tokenizer)
     assert known.calls is not None and known.calls.name == format
-    assert [one.split(":")[0] for one in known.problems] == {
+    assert [problem.split(":")[0] for problem in known.problems] == {
         "lfm2": ["response_template.fields.tool_calls.open_pattern"],
         "qwen3-coder": ["response_template.fields.reasoning_content.open_pattern"]
         * (called == "nemotron_3"),
     }.get(format, [])
-    told = next(one for one in FORMATS if one.name == format)
+    expected = next(candidate for candidate in FORMATS if candidate.name == format)
     end = "<|eot_id|>" if format == "llama3-json" else ""
-    text = told.opening + told.write("weather", PARIS) + told.closing + end
+    text = expected.opening + expected.write("weather", PARIS) + expected.closing + end
     theirs = parse_response(text, tokenizer.response_template, prefix="", tools=TOOLS)
     (call,) = theirs["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": PARIS}

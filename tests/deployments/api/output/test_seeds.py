@@ -11,7 +11,7 @@ from tests.deployments.api.output.tool_templates import DECLARED
 
 # Of what checkpoints declare one: grammars of the others are those of a family.
 @pytest.mark.parametrize(
-    "name", [one for one in FORMATS if one not in DECLARED or one == "tags around JSON"]
+    "name", [format for format in FORMATS if format not in DECLARED or format == "tags around JSON"]
 )
 def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
     """A call that is invalid, or that is cut, or not read as one."""

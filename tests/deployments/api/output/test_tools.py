@@ -70,8 +70,8 @@ TOOLS: Any = [tool("weather", CITY), tool("now")]
 def tokenizer_with(template: str) -> Tokenizer:
     plain = byte_level()
     names = {"eos_token": "<|im_end|>"}
-    made = ChatTemplate({"default": template}, names)
-    return Tokenizer(plain.backend, special_tokens=names, chat_template=made)
+    chat_template = ChatTemplate({"default": template}, names)
+    return Tokenizer(plain.backend, special_tokens=names, chat_template=chat_template)
 
 
 def backend_with(template: str) -> FakeBackend:
@@ -93,7 +93,7 @@ def served() -> Iterator[tuple[FakeBackend, openai.OpenAI]]:
 
 def written(*calls: tuple[str, Any]) -> str:
     """As a model of the Hermes family writes them."""
-    hermes = next(one for one in FORMATS if one.name == "hermes")
+    hermes = next(known for known in FORMATS if known.name == "hermes")
     return "\n".join(hermes.write(name, arguments) for name, arguments in calls)
 
 
@@ -304,7 +304,7 @@ def allowed(backend: FakeBackend, text: str) -> bool:
     matcher = Compiler(known).compile(grammar).deep_copy()
     marks = {name: [id] for id, name in special.items()}
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
-    ids = [id for one in pieces for id in marks.get(one) or known.tokens.tokenize_str(one)]
+    ids = [id for piece in pieces for id in marks.get(piece) or known.tokens.tokenize_str(piece)]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -324,17 +324,20 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
         answer = client.chat.completions.create(**sent)
     assert allowed(backend, text) is (case[0] != "never closed")
     (choice,) = answer.choices
-    told = choice.message
-    assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
-    assert getattr(told, "reasoning", None) == reasoning
+    message = choice.message
+    assert (message.content or None, getattr(message, "reasoning_content", None)) == (
+        content,
+        reasoning,
+    )
+    assert getattr(message, "reasoning", None) == reasoning
     sent["extra_body"] = {**sent.get("extra_body", {}), "include_reasoning": False}
     hidden = client.chat.completions.create(**sent)
     assert not getattr(hidden.choices[0].message, "reasoning", None)
     assert (hidden.choices[0].message.content or None) == content
-    found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
-    assert (found, choice.finish_reason) == (calls, finish)
-    ids = [c.id for c in told.tool_calls or []]
-    assert len(set(ids)) == len(ids) and all(len(one) == 29 for one in ids)
+    parsed = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    assert (parsed, choice.finish_reason) == (calls, finish)
+    ids = [c.id for c in message.tool_calls or []]
+    assert len(set(ids)) == len(ids) and all(len(call_id) == 29 for call_id in ids)
 
 
 @pytest.mark.parametrize(
@@ -428,8 +431,8 @@ def test_arguments_in_a_dialect(name: str, around: str, call: str, arguments: An
     (choice,) = asyncio.run(client.chat(**fields)).json()["choices"]
     assert allowed(backend, backend.script) is (arguments is not None)
     if arguments is not None:
-        (told,) = choice["message"]["tool_calls"]
-        assert json.loads(told["function"]["arguments"]) == arguments
+        (tool_call,) = choice["message"]["tool_calls"]
+        assert json.loads(tool_call["function"]["arguments"]) == arguments
         assert choice["finish_reason"] == "tool_calls"
 
 
@@ -455,8 +458,8 @@ def test_through_an_adapter(streamed: bool) -> None:
     assert backend.requests[-1].adapter is not None and answer.model == "legal"
     assert allowed(backend, backend.script)
     message = answer.choices[0].message
-    found = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
-    assert (message.content, found) == ("So:", [("weather", HARD), ("now", {})])
+    parsed = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    assert (message.content, parsed) == ("So:", [("weather", HARD), ("now", {})])
 
 
 def test_results_of_calls() -> None:
@@ -471,8 +474,8 @@ def test_results_of_calls() -> None:
     prompt = backend._tokenizer.decode(backend.requests[-1].token_ids)
     assert prompt.index("of c2") < prompt.index("of c1")
     results[1]["tool_call_id"] = "c3"
-    found = code_of(asyncio.run(client.chat(tools=TOOLS, messages=messages)))
-    assert found == (400, "invalid_tool_call_id", "messages[3].tool_call_id")
+    refusal = code_of(asyncio.run(client.chat(tools=TOOLS, messages=messages)))
+    assert refusal == (400, "invalid_tool_call_id", "messages[3].tool_call_id")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -556,15 +559,15 @@ def test_a_tool_of_text(served: tuple[FakeBackend, openai.OpenAI], streamed: boo
     backend.script = written(("patch", {"input": text}), ("now", {}))
     sent: Any = {"model": MODEL, "messages": USER, "tools": [*TOOLS, patch()]}
     if streamed:
-        found: dict[int, dict[str, str]] = {}
+        merged: dict[int, dict[str, str]] = {}
         for chunk in client.chat.completions.create(**sent, stream=True):
             for call in chunk.to_dict()["choices"][0]["delta"].get("tool_calls") or ():  # type: ignore[index]
-                known = found.setdefault(call["index"], call)
+                known = merged.setdefault(call["index"], call)
                 if call is not known:
                     kind = known["type"]
                     for name, piece in call[kind].items():
                         known[kind][name] += piece
-        calls: list[Any] = list(found.values())
+        calls: list[Any] = list(merged.values())
     else:
         answer = client.chat.completions.create(**sent)
         calls = answer.to_dict()["choices"][0]["message"]["tool_calls"]  # type: ignore[index]
@@ -644,7 +647,9 @@ def test_a_template_that_knows_nothing_of_tools(takes_system: bool) -> None:
     (call,) = answer["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == PARIS
     assert (answer["message"]["content"], answer["finish_reason"]) == (TEXT, "tool_calls")
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": one} for one in ("sun", "5")]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": text} for text in ("sun", "5")
+    ]
     backend.script = "Sunny."
     history = [*USER, answer["message"], *results]
     asyncio.run(client.chat(tools=TOOLS, messages=history, max_tokens=500))
@@ -652,11 +657,11 @@ def test_a_template_that_knows_nothing_of_tools(takes_system: bool) -> None:
     roles = re.findall(r"<\|im_start\|>(\w+)\n", prompt)
     assert roles == ["system", "user", "assistant", "user"][not takes_system :]
     first = prompt.partition("<|im_end|>\n<|im_start|>")[0]
-    for one in TOOLS:
-        assert json.dumps(one["function"]["name"]) in first
+    for tool in TOOLS:
+        assert json.dumps(tool["function"]["name"]) in first
     assert f"assistant\n{TEXT}\n{written(('weather', PARIS))}<|im_end|>" in prompt
-    one = "<tool_response>\n{}\n</tool_response>"
-    assert f"user\n{one.format('sun')}\n{one.format('5')}<|im_end|>" in prompt
+    response = "<tool_response>\n{}\n</tool_response>"
+    assert f"user\n{response.format('sun')}\n{response.format('5')}<|im_end|>" in prompt
     # Without tools, as many clients ask for the last answer, the history is told the same.
     assert asyncio.run(client.chat(messages=history, max_tokens=500)).status == 200
     alone = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
@@ -688,22 +693,22 @@ def test_a_budget_of_thoughts() -> None:
         return asyncio.run(client.post(path, {**CHAT, **fields}))
 
     assert ask(thinking_token_budget=5).status == 200
-    told = backend.requests[-1].params.thinking
-    assert told is not None and (told.tokens, told.start) == (5, "<think>")
-    assert told.ends == ("</think>",) and backend.requests[-1].params.structured is not None
+    thinking = backend.requests[-1].params.thinking
+    assert thinking is not None and (thinking.tokens, thinking.start) == (5, "<think>")
+    assert thinking.ends == ("</think>",) and backend.requests[-1].params.structured is not None
     enabled = {"type": "enabled", "budget_tokens": 7}
     assert ask("/v1/messages", thinking=enabled, max_tokens=20).status == 200
-    told = backend.requests[-1].params.thinking
-    assert told is not None and (told.tokens, told.start) == (7, "")
+    thinking = backend.requests[-1].params.thinking
+    assert thinking is not None and (thinking.tokens, thinking.start) == (7, "")
     assert ask(thinking_token_budget=5, tools=TOOLS).status == 200
-    told = backend.requests[-1].params.thinking
-    assert told is not None and told.ends == ("</think>", "<tool_call>")
+    thinking = backend.requests[-1].params.thinking
+    assert thinking is not None and thinking.ends == ("</think>", "<tool_call>")
     assert ask(thinking_token_budget=-1).status == 200
     assert backend.requests[-1].params.thinking is None
     off = ask(thinking_token_budget=5, reasoning_effort="none")
     assert off.header("x-ignored-fields") == "thinking_token_budget"
-    found = code_of(ask(thinking_token_budget=-2))
-    assert found == (400, "invalid_value", "thinking_token_budget")
+    refusal = code_of(ask(thinking_token_budget=-2))
+    assert refusal == (400, "invalid_value", "thinking_token_budget")
 
 
 def test_a_plain_chat_has_no_parser() -> None:
@@ -736,8 +741,8 @@ def test_history(name: str) -> None:
     prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
     assert known.write("weather", DEEP) in prompt and "<think>\nwhy\n</think>" in prompt
     (end,) = backend._tokenizer.eos_token_ids
-    told = [prompt.count("<|im_end|>"), backend.requests[-1].token_ids.count(end)]
-    assert told == [7, 4], "what descriptions and results say is no control token"
+    counts = [prompt.count("<|im_end|>"), backend.requests[-1].token_ids.count(end)]
+    assert counts == [7, 4], "what descriptions and results say is no control token"
     bad = asyncio.run(client.chat(tools=TOOLS, messages=[*USER, turn('{"a"'), result]))
     assert bad.status == 200
     assert bad.header("x-ignored-fields") == "messages[1].tool_calls[0].function.arguments"
@@ -784,5 +789,5 @@ def test_cut_by_max_tokens() -> None:
             assert choice["finish_reason"] == "length"
             assert "<tool_call>" not in choice["message"]["content"]
             assert len(choice["logprobs"]["content"]) <= 6
-        ids = [call["id"] for one in choices for call in one["message"].get("tool_calls", [])]
+        ids = [call["id"] for choice in choices for call in choice["message"].get("tool_calls", [])]
         assert len(set(ids)) == len(ids)

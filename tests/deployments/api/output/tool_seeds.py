@@ -68,7 +68,7 @@ def wrong_calls(name: str, folder: Path, seeds: int, adapter: bool = False) -> l
 
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         add(core, "legal", save_adapter(plain, folder / "legal"))
-        asked += [replace(one, id=one.id + seeds, adapter="legal") for one in asked]
+        asked += [replace(base, id=base.id + seeds, adapter="legal") for base in asked]
     wrong = []
     outputs = run(core, *asked)
     for id in range(1, seeds + 1) if adapter else ():

@@ -36,9 +36,9 @@ def rows(reply: Reply) -> list[list[float]]:
     answer = reply.json()
     assert reply.status == 200, answer
     assert (answer["object"], answer["model"]) == ("list", MODEL)
-    for index, each in enumerate(answer["data"]):
-        assert (each["object"], each["index"]) == ("embedding", index)
-    return [each["embedding"] for each in answer["data"]]
+    for index, row in enumerate(answer["data"]):
+        assert (row["object"], row["index"]) == ("embedding", index)
+    return [row["embedding"] for row in answer["data"]]
 
 
 def test_texts_and_ids(client: Client, backend: FakeBackend) -> None:
@@ -46,15 +46,15 @@ def test_texts_and_ids(client: Client, backend: FakeBackend) -> None:
     tokenizer = backend.tokenizer(MODEL)
     texts = [f"the answer {number}" for number in range(300)]
     reply = ask(client, input=texts)
-    found = rows(reply)
+    vectors = rows(reply)
     asked = [request.token_ids for request in backend.requests]
     assert asked == [tokenizer.encode(text, add_special_tokens=True) for text in texts]
-    assert found == [as_array(vector_of(request)).tolist() for request in backend.requests]
+    assert vectors == [as_array(vector_of(request)).tolist() for request in backend.requests]
     tokens = sum(map(len, asked))
     assert reply.json()["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert rows(ask(client, input=asked[:2])) == found[:2]
-    assert rows(ask(client, input=asked[0])) == found[:1]
-    assert rows(ask(client, input=texts[0])) == found[:1]
+    assert rows(ask(client, input=asked[:2])) == vectors[:2]
+    assert rows(ask(client, input=asked[0])) == vectors[:1]
+    assert rows(ask(client, input=texts[0])) == vectors[:1]
     assert not backend.live and client.app.in_flight == 0
 
 
@@ -77,13 +77,13 @@ def test_prompts_and_truncation(client: Client, backend: FakeBackend) -> None:
     refused = ask(client, input=["a", long])
     assert (refused.status, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert refused.json()["error"]["param"] == "input[1]"
-    for fields, kept in (
+    for fields, limit in (
         ({"truncate": True}, 64),
         ({"truncate_prompt_tokens": -1}, 64),
         ({"truncate_prompt_tokens": 9}, 9),
     ):
         rows(ask(client, input=long, **fields))
-        assert backend.requests[-1].token_ids == tokenizer.encode(long)[:kept]
+        assert backend.requests[-1].token_ids == tokenizer.encode(long)[:limit]
     rows(ask(client, input=[[5] * 70], truncate=True))
     assert len(backend.requests[-1].token_ids) == 64
 
@@ -180,9 +180,9 @@ def test_openai_client(backend: FakeBackend) -> None:
     openai = pytest.importorskip("openai")
     with serve(build_asgi(backend)) as port:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
-        found = client.embeddings.create(model=MODEL, input=["hello", "sea"], dimensions=2)
-        assert [len(each.embedding) for each in found.data] == [2, 2]
+        response = client.embeddings.create(model=MODEL, input=["hello", "sea"], dimensions=2)
+        assert [len(row.embedding) for row in response.data] == [2, 2]
         want = POOLING.cut(as_array(vector_of(backend.requests[0])), 2)
-        assert np.allclose(found.data[0].embedding, want)
+        assert np.allclose(response.data[0].embedding, want)
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model=MODEL, input="")

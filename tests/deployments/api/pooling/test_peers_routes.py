@@ -37,43 +37,47 @@ def test_cohere_embed(client: Client, backend: FakeBackend, path: str) -> None:
     texts = ["the sea", "sky"]
     kinds = ["float", "base64", "binary", "ubinary"]
     body = {"model": MODEL, "texts": texts, "input_type": "search_query"}
-    told = ask(client, path, **body, embedding_types=kinds).json()
+    answer = ask(client, path, **body, embedding_types=kinds).json()
     encode = backend.tokenizer(MODEL).encode
     want = [encode(f"query: {text}") for text in texts]
     assert [request.token_ids for request in backend.requests] == want
     whole = [as_array(vector_of(request)) for request in backend.requests]
-    assert told["response_type"] == "embeddings_by_type" and told["texts"] == texts and told["id"]
-    made = told["embeddings"]
-    assert made["float"] == [vector.tolist() for vector in whole]
-    assert [base64.b64decode(one) for one in made["base64"]] == [v.tobytes() for v in whole]
+    assert (
+        answer["response_type"] == "embeddings_by_type"
+        and answer["texts"] == texts
+        and answer["id"]
+    )
+    embeddings = answer["embeddings"]
+    assert embeddings["float"] == [vector.tolist() for vector in whole]
+    assert [base64.b64decode(data) for data in embeddings["base64"]] == [v.tobytes() for v in whole]
     bits = [int("".join("01"[int(x > 0)] for x in vector), 2) for vector in whole]
-    assert made["ubinary"] == [[one] for one in bits]
-    assert made["binary"] == [[one - 128] for one in bits]
+    assert embeddings["ubinary"] == [[number] for number in bits]
+    assert embeddings["binary"] == [[number - 128] for number in bits]
     tokens = sum(map(len, want))
-    assert told["meta"]["billed_units"] == {"input_tokens": tokens}
-    assert told["meta"]["api_version"]["version"] == path[2]
+    assert answer["meta"]["billed_units"] == {"input_tokens": tokens}
+    assert answer["meta"]["api_version"]["version"] == path[2]
     plain = ask(client, path, **body).json()
     floats = plain["embeddings"] if path == "/v1/embed" else plain["embeddings"]["float"]
-    assert floats == made["float"]
+    assert floats == embeddings["float"]
     inputs = [{"content": [{"type": "text", "text": text}]} for text in texts]
     more = {"inputs": inputs, "input_type": "search_document", "output_dimension": 4}
     cut = ask(client, path, model=MODEL, **more, embedding_types=["float"]).json()
     assert backend.requests[-1].token_ids == encode("text: sky")
-    assert [len(one) for one in cut["embeddings"]["float"]] == [4, 4]
+    assert [len(row) for row in cut["embeddings"]["float"]] == [4, 4]
 
 
 def test_cohere_cuts(client: Client, backend: FakeBackend) -> None:
     """A long text that ends the request, or loses the end that was to be kept."""
     use(backend, EMBEDDER)
     whole = backend.tokenizer(MODEL).encode(LONG)
-    for fields, kept in (
+    for fields, expected in (
         ({}, whole[:64]),
         ({"truncate": "END", "max_tokens": 9}, whole[:9]),
         ({"truncate": "START"}, whole[-64:]),
         ({"truncate": "START", "max_tokens": 9}, whole[-9:]),
     ):
         assert ask(client, "/v2/embed", model=MODEL, texts=[LONG], **fields).status == 200
-        assert backend.requests[-1].token_ids == kept
+        assert backend.requests[-1].token_ids == expected
     refused = ask(client, "/v2/embed", model=MODEL, texts=["a", LONG], truncate="NONE").json()
     assert refused["error"]["param"] == "texts[1]"
 
@@ -109,36 +113,36 @@ def test_cohere_refusals(
 def test_tei_embed(client: Client, backend: FakeBackend) -> None:
     """A list alone is what its clients read; there is no field for a model's name."""
     use(backend, replace(EMBEDDER, steps=()))
-    found = ask(client, "/embed", inputs=["the sea", "sky"]).json()
+    vectors = ask(client, "/embed", inputs=["the sea", "sky"]).json()
     whole = [as_array(vector_of(request)) for request in backend.requests]
-    assert np.allclose(found, whole), "these are of length 1 already"
-    assert ask(client, "/embed", inputs="the sea").json() == found[:1]
+    assert np.allclose(vectors, whole), "these are of length 1 already"
+    assert ask(client, "/embed", inputs="the sea").json() == vectors[:1]
     ask(client, "/embed", inputs="sea", prompt_name="query")
     encode = backend.tokenizer(MODEL).encode
     assert backend.requests[-1].token_ids == encode("query: sea")
-    for direction, kept in (("Left", encode(LONG)[-64:]), ("Right", encode(LONG)[:64])):
+    for direction, expected in (("Left", encode(LONG)[-64:]), ("Right", encode(LONG)[:64])):
         ask(client, "/embed", inputs=LONG, truncate=True, truncation_direction=direction)
-        assert backend.requests[-1].token_ids == kept
+        assert backend.requests[-1].token_ids == expected
     refused = ask(client, "/embed", inputs=LONG).json()
     assert isinstance(refused["error"], str) and refused["error_type"] == "Validation"
     assert (refused["code"], refused["param"]) == ("context_length_exceeded", "inputs")
     cut = np.array(ask(client, "/embed", inputs="the sea", dimensions=4).json()[0])
     assert len(cut) == 4 and np.allclose(np.linalg.norm(cut), 1)
-    told = asyncio.run(client.request("GET", "/info")).json()
-    assert told["model_id"] == MODEL and told["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert told["max_input_length"] == 64
+    info = asyncio.run(client.request("GET", "/info")).json()
+    assert info["model_id"] == MODEL and info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_input_length"] == 64
 
 
 def test_tei_rerank(client: Client, backend: FakeBackend) -> None:
     """`texts` in the place of `documents`, and a bare list, an empty text among them."""
     use(backend, RERANKER)
     texts = ["b", "", "c", "d"]
-    found = ask(client, "/rerank", query="a", texts=texts, return_text=True).json()
-    scores = {each["index"]: each["score"] for each in found}
-    assert [each["score"] for each in found] == sorted(scores.values(), reverse=True)
-    assert all(each["text"] == texts[each["index"]] for each in found) and len(found) == 4
+    results = ask(client, "/rerank", query="a", texts=texts, return_text=True).json()
+    scores = {result["index"]: result["score"] for result in results}
+    assert [result["score"] for result in results] == sorted(scores.values(), reverse=True)
+    assert all(result["text"] == texts[result["index"]] for result in results) and len(results) == 4
     same = ask(client, "/rerank", model=MODEL, query="a", documents=texts).json()["results"]
-    assert {each["index"]: each["relevance_score"] for each in same} == scores
+    assert {result["index"]: result["relevance_score"] for result in same} == scores
     assert set(ask(client, "/rerank", query="a", texts=["b"]).json()[0]) == {"index", "score"}
     for body, param in (
         ({"query": "a", "texts": "b"}, "texts"),
@@ -155,16 +159,18 @@ def test_tei_rerank(client: Client, backend: FakeBackend) -> None:
 def test_tei_predict(client: Client, backend: FakeBackend) -> None:
     """One text, a pair, and a batch of either, the likeliest label first."""
     use(backend, LABELS)
-    one = ask(client, "/predict", inputs="a").json()
-    assert [each["score"] for each in one] == sorted((e["score"] for e in one), reverse=True)
+    labels = ask(client, "/predict", inputs="a").json()
+    assert [label["score"] for label in labels] == sorted(
+        (e["score"] for e in labels), reverse=True
+    )
     row = ask(client, "/v1/classify", model=MODEL, input="a").json()["data"][0]
-    assert one[0]["label"] == row["label"] and len(one) == VECTOR
+    assert labels[0]["label"] == row["label"] and len(labels) == VECTOR
     pair = ask(client, "/predict", inputs=["a", "b"]).json()
     assert backend.requests[-1].token_ids == backend.tokenizer(MODEL).backend.encode("a", "b").ids
-    assert ask(client, "/predict", inputs=[["a"], ["a", "b"]]).json() == [one, pair]
+    assert ask(client, "/predict", inputs=[["a"], ["a", "b"]]).json() == [labels, pair]
     for inputs, param in ((None, "inputs"), ([["a"], []], "inputs[1]"), ("", "inputs")):
-        told = ask(client, "/predict", inputs=inputs).json()
-        assert told["param"] == param and isinstance(told["error"], str)
+        refusal = ask(client, "/predict", inputs=inputs).json()
+        assert refusal["param"] == param and isinstance(refusal["error"], str)
     use(backend, EMBEDDER)
     assert ask(client, "/predict", inputs="a").json()["code"] == "classify_not_supported"
 
@@ -204,14 +210,14 @@ def test_its_own_client(backend: FakeBackend) -> None:
         ):
             use(backend, EMBEDDER)
             asked: Any = {"model": MODEL, "texts": ["a", "b"], "input_type": "search_query"}
-            made = client.embed(**asked, embedding_types=["float", "ubinary"])
-            assert len(made.embeddings.float_) == 2 and len(made.embeddings.ubinary[0]) == 1
-            assert made.meta.billed_units.input_tokens > 0
+            response = client.embed(**asked, embedding_types=["float", "ubinary"])
+            assert len(response.embeddings.float_) == 2 and len(response.embeddings.ubinary[0]) == 1
+            assert response.meta.billed_units.input_tokens > 0
             use(backend, RERANKER)
             documents: Any = {"documents": ["b", "c", ""]}
             if isinstance(client, cohere.ClientV2):
                 documents = {"documents": ["b", LONG, ""], "max_tokens_per_doc": 20}
-            found = client.rerank(model=MODEL, query="a", top_n=2, **documents)
-            assert len(found.results) == 2 and found.id
-            assert found.results[0].relevance_score >= found.results[1].relevance_score
-            assert found.meta.billed_units.search_units == 1
+            ranked = client.rerank(model=MODEL, query="a", top_n=2, **documents)
+            assert len(ranked.results) == 2 and ranked.id
+            assert ranked.results[0].relevance_score >= ranked.results[1].relevance_score
+            assert ranked.meta.billed_units.search_units == 1

@@ -41,13 +41,13 @@ def test_rerank(client: Client, backend: FakeBackend, path: str) -> None:
     encode = backend.tokenizer(MODEL).backend.encode
     pairs = [encode("the sea", document).ids for document in DOCUMENTS]
     assert [request.token_ids for request in backend.requests] == pairs
-    scores = [RERANKER.relevance(as_array(vector_of(one))) for one in backend.requests]
+    scores = [RERANKER.relevance(as_array(vector_of(scored))) for scored in backend.requests]
     best = sorted(range(9), key=lambda i: -scores[i])[:4]
     results = reply.json()["results"]
-    assert [each["index"] for each in results] == best
-    for each in results:
-        assert each["relevance_score"] == scores[each["index"]]
-        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert [result["index"] for result in results] == best
+    for result in results:
+        assert result["relevance_score"] == scores[result["index"]]
+        assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     assert reply.json()["usage"]["total_tokens"] == sum(map(len, pairs))
     assert client.app.in_flight == 0 and not backend.live
 
@@ -55,9 +55,9 @@ def test_rerank(client: Client, backend: FakeBackend, path: str) -> None:
 def test_score_of_pairs_and_of_vectors(client: Client, backend: FakeBackend) -> None:
     """One against all, or pair by pair; an embedder's score is the cosine."""
     use(backend, RERANKER)
-    one = ask(client, "/v1/score", text_1=DOCUMENTS[0], text_2=DOCUMENTS).json()["data"]
-    each = ask(client, "/v1/score", text_1=[DOCUMENTS[0]] * 9, text_2=DOCUMENTS).json()["data"]
-    assert one == each and [row["index"] for row in one] == list(range(9))
+    single = ask(client, "/v1/score", text_1=DOCUMENTS[0], text_2=DOCUMENTS).json()["data"]
+    pairs = ask(client, "/v1/score", text_1=[DOCUMENTS[0]] * 9, text_2=DOCUMENTS).json()["data"]
+    assert single == pairs and [row["index"] for row in single] == list(range(9))
     use(backend, Pooling("mean", (None,)))
     backend.requests.clear()
     cosine = ask(client, "/v1/score", text_1="the sea", text_2=["the sea", "a"]).json()["data"]
@@ -102,9 +102,9 @@ def test_documents_are_repeated_as_each_dialect_has_it(
     field."""
     use(backend, RERANKER)
     answer = ask(client, path, query="a", documents=["b", {"text": "c"}]).json()
-    for each in answer["results"]:
-        want = {"text": ["b", "c"][each["index"]]} if told else None
-        assert each.get("document") == want and ("document" in each) == told
+    for result in answer["results"]:
+        want = {"text": ["b", "c"][result["index"]]} if told else None
+        assert result.get("document") == want and ("document" in result) == told
     assert answer["id"] and answer["meta"]["api_version"]["version"] in ("1", "2")
     assert answer["meta"]["tokens"]["input_tokens"] == answer["usage"]["prompt_tokens"]
     other = ask(client, path, query="a", documents=["b"], return_documents=not told).json()
@@ -135,7 +135,7 @@ def test_an_empty_document_is_a_document(
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         reply = ask(client, path, query="a", documents=documents)
         assert reply.status == 200, reply.json()
-        scores = {each["index"]: each["relevance_score"] for each in reply.json()["results"]}
+        scores = {result["index"]: result["relevance_score"] for result in reply.json()["results"]}
         assert sorted(scores) == [0, 1, 2, 3] and scores[1] == scores[2]
     data = ask(client, "/score", text_1="a", text_2=documents).json()["data"]
     assert {row["index"]: row["score"] for row in data} == scores

@@ -38,12 +38,12 @@ def test_types_and_orders_of_bytes(
     fields: dict[str, Any] = {"input": ["hello", "sea"], "embed_dtype": dtype}
     plain = ask(client, "/v1/embeddings", **fields).json()["data"]
     whole = [as_array(vector_of(request)) for request in backend.requests]
-    want = [torch.from_numpy(one.copy()).to(getattr(torch, dtype)) for one in whole]
-    for row, one in zip(plain, want, strict=True):
-        assert row["embedding"] == one.float().tolist()
+    want = [torch.from_numpy(vector.copy()).to(getattr(torch, dtype)) for vector in whole]
+    for row, tensor in zip(plain, want, strict=True):
+        assert row["embedding"] == tensor.float().tolist()
     bits = []
-    for one in want:
-        words = one.view(torch.int32 if dtype == "float32" else torch.int16).numpy()
+    for tensor in want:
+        words = tensor.view(torch.int32 if dtype == "float32" else torch.int16).numpy()
         bits.append((words.byteswap() if order == "big" else words).tobytes())
     packed = ask(client, "/v1/embeddings", **fields, encoding_format="base64", endianness=order)
     assert [base64.b64decode(row["embedding"]) for row in packed.json()["data"]] == bits
@@ -55,8 +55,8 @@ def test_types_and_orders_of_bytes(
         if form == "bytes_only":
             assert reply.header("metadata") is None
             continue
-        for row, one in zip(json.loads(reply.header("metadata") or "")["data"], bits, strict=True):
-            assert reply.body[row["start"] : row["end"]] == one and row["embed_dtype"] == dtype
+        for row, data in zip(json.loads(reply.header("metadata") or "")["data"], bits, strict=True):
+            assert reply.body[row["start"] : row["end"]] == data and row["embed_dtype"] == dtype
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_numbers_before_the_activation(
             named = ("data", "embedding", "probs", "score", "relevance_score", "results")
             return sorted(x for key in named if key in value for x in numbers(value[key]))
         if isinstance(value, list):
-            return sorted(x for one in value for x in numbers(one))
+            return sorted(x for item in value for x in numbers(item))
         return [value] if isinstance(value, float) else []
 
     names = ["use_activation"]
@@ -123,12 +123,12 @@ def test_the_engine_leaves_the_last_step_out() -> None:
     double = lambda x: x * 2  # noqa: E731
     head = PoolingHead(Pooling("mean", (None, None)), 3, (double, normalized))
     part = np.array([3.0, 0.0, 8.0], np.float32)
-    found = []
+    vectors = []
     for unscaled in (False, True):
         text = PooledText(head, 2, unscaled=unscaled)
         text.add(0, part)
-        found.append(as_array(text.vector()))
-    assert np.allclose(found[1], part) and np.allclose(found[0], normalized(part))
+        vectors.append(as_array(text.vector()))
+    assert np.allclose(vectors[1], part) and np.allclose(vectors[0], normalized(part))
     plain = PoolingHead(Pooling("mean"), 3, (double,))
     text = PooledText(plain, 1, unscaled=True)
     text.add(0, part)
@@ -145,8 +145,8 @@ def test_messages(client: Client, backend: FakeBackend, path: str) -> None:
     for fields in ({}, {"add_generation_prompt": True}):
         reply = ask(client, path, messages=messages, **fields)
         assert reply.status == 200, reply.json()
-        told = {"add_generation_prompt": False, **fields}
-        ids = backend.tokenizer(MODEL).encode_chat(messages, **told)
+        settings = {"add_generation_prompt": False, **fields}
+        ids = backend.tokenizer(MODEL).encode_chat(messages, **settings)
         assert backend.requests[-1].token_ids == ids
         assert reply.json()["usage"]["prompt_tokens"] == len(ids)
     for more, param in (
@@ -163,8 +163,8 @@ def test_messages(client: Client, backend: FakeBackend, path: str) -> None:
         assert ask(client, path, messages=long, truncate=True).status == 200
         assert len(backend.requests[-1].token_ids) == 64
     assert ask(client, path).json()["error"]["param"] == "input"
-    told = ask(client, path, input="a", add_generation_prompt=True)
-    assert told.header("x-ignored-fields") == "add_generation_prompt"
+    ignored = ask(client, path, input="a", add_generation_prompt=True)
+    assert ignored.header("x-ignored-fields") == "add_generation_prompt"
 
 
 def test_the_beginning_of_a_long_text_is_cut(client: Client, backend: FakeBackend) -> None:
@@ -175,9 +175,9 @@ def test_the_beginning_of_a_long_text_is_cut(client: Client, backend: FakeBacken
     for side in ("left", "right"):
         fields: dict[str, Any] = {"truncate_prompt_tokens": 9, "truncation_side": side}
         whole = encode(long)
-        kept = whole[-9:] if side == "left" else whole[:9]
+        expected = whole[-9:] if side == "left" else whole[:9]
         ask(client, "/v1/embeddings", input=long, **fields)
-        assert backend.requests[-1].token_ids == kept
+        assert backend.requests[-1].token_ids == expected
         ask(client, "/v1/embeddings", input=whole[:100], **fields)
         ids = whole[:100]
         assert backend.requests[-1].token_ids == (ids[-9:] if side == "left" else ids[:9])
