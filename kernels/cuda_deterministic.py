@@ -27,7 +27,7 @@ class CudaDeterministic(Cuda):
     EXPERTS = FIXED_EXPERTS
     PACKED_EXPERTS = FIXED_PACKED_EXPERTS
 
-    # As they are made of the products below, not as Cuda fuses them.
+    # The reference's, which call the products below; Cuda's are fused.
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route

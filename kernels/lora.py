@@ -352,7 +352,8 @@ def _expand_rank_block(step: LoraStep) -> int:
 
 
 def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
-    """Fill step.partial, and return its number of splits."""
+    """Multiply x by the A of each row's adapter, into step.partial. Returns the splits of the
+    columns."""
     num_tokens, columns = x.shape
     parts = len(layer.outs)
     splits = num_splits(1 if step.deterministic else num_tokens, parts, columns)

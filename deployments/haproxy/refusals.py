@@ -10,7 +10,7 @@ _AGAIN = (("retry-after", "1"),)
 # is larger than what routers accept, and they refuse it. A request that fits whole can be retried
 # at another router.
 BUFFER_BYTES = 64 * 1024
-# Less what HAProxy reserves for headers that it adds, and a head.
+# A smaller body fits with its head: 2 KiB are for the head and the headers that HAProxy adds.
 REQUEST_BYTES = BUFFER_BYTES - 2048
 
 UNREACHABLE = ApiError(

@@ -38,7 +38,8 @@ def merge_into(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[entry, head * GROUP ...] = splits first, first + 1 ..., weighed by their shares."""
+    """Write the outputs of a key head's queries: means of `splits` partial ones, from `first` on,
+    weighed by their shares of the softmax."""
     rows = tl.arange(0, MERGE_ROWS)
     dims = tl.arange(0, DIMS)
     chunk = tl.arange(0, MERGE)

@@ -98,7 +98,7 @@ def _quantized_decode_kernel(
         head_rows = (entry * NUM_HEADS + head * HEADS.group + rows) * HEADS.head_dim
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
-        # Block ids and numbers are read a tile ahead, codes more tiles by the compiler.
+        # Block ids and scales are read a tile ahead; the compiler reads codes more tiles ahead.
         position = begin + keys
         page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
         where_query = q + head_rows[:, None] + dims[None, :]

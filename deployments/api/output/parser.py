@@ -42,7 +42,7 @@ class OutputParser(StepParser):
         # with a word, and not with a turn's beginning.
         self._said = not wrapper and (reasoning is None or thinking != "open")
         self._name = ""
-        self._first = True  # of the arguments
+        self._first = True  # whether the call's next argument is its first
         self._reader: DialectReader | None = None  # of the one that is being written
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
         super().__init__(begin[thinking if reasoning is not None else "no"])

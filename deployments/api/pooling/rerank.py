@@ -28,7 +28,7 @@ from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_inpu
 from deployments.api.pooling.tei import only_model
 from engine.pooling import as_array
 
-COHERE = "/v2/rerank"  # its documents are not repeated, and long ones are cut
+COHERE = "/v2/rerank"  # answers without the documents' texts, and long documents are cut
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
 

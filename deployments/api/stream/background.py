@@ -90,7 +90,8 @@ class BackgroundRun:
         self._record()
 
     def _record(self) -> bool:
-        """Whether there may be more."""
+        """Keep the events that the answer has made, and wake readers. Returns whether more may
+        come."""
         new = self._answer.take_events()
         self.events += new
         self.size += sum(map(len, new))
@@ -116,7 +117,10 @@ class BackgroundRuns:
         self._runs: dict[str, BackgroundRun] = {}
 
     def check_room(self, most_bytes: int) -> None:
-        """Raises ApiError 503 overloaded."""
+        """Refuse another run beyond MAX_RUNS, or while those here hold more than most_bytes.
+
+        Raises ApiError 503 overloaded.
+        """
         held = sum(run.size for run in self._runs.values())
         if len(self._runs) >= MAX_RUNS or held > most_bytes:
             raise ApiError(

@@ -1,4 +1,6 @@
-"""The first product of experts in fragments: act(gate) * up of pairs of a token and its expert."""
+"""The first product of experts, of weights in fragments (`kernels.fragments`): act(gate) * up of
+pairs of a token and its expert.
+"""
 
 import torch
 import triton

@@ -488,7 +488,7 @@ def add_parts(
     residual: Tensor | None,  # [tokens, out]
     out: Tensor,  # [tokens, out]
 ) -> None:
-    """Add what shares of the columns found, in their order, into out."""
+    """Write to out the sum, in order, of products over shares of the columns, bias and residual."""
     split, tokens, rows = parts.shape
     count = tokens * rows
     _packed_sum_kernel[(triton.cdiv(count, 1024),)](
