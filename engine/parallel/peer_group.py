@@ -28,7 +28,7 @@ logger = logging.getLogger("manta.engine")
 class PeerGroup(DistributedGroup):
     """The group of ranks on GPUs that can access each other's memory.
 
-    memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured.
+    memory: `kernels.all_reduce.PeerMemory`, whose kernels can be captured.
     exact: whether an all-reduce must have the same bits for any message size. NCCL, which chooses
         its order of additions by size, is then not used for all-reduces.
     NCCL is not used either if process_group has another backend, as where ranks share a device.

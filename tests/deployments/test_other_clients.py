@@ -37,12 +37,12 @@ def run(folder: str, openai: str, tests: Sequence[str]) -> None:
 def test_openai_1() -> None:
     """The two generations parse answers differently; half of the users have the other one."""
     tools = ("test_table", "test_a_tool_of_text", "test_through_an_adapter")
-    cases = [f"tools/test_tools.py::{name}" for name in tools]
+    cases = [f"output/test_tools.py::{name}" for name in tools]
     run("openai-1", "1", ["test_openai_client.py", *cases])
 
 
 def test_libraries() -> None:
     """Bug: an item, a chunk or a schema that one of them does not take, or sends otherwise."""
-    own = ("ollama/test_ollama.py", "pooling/test_peers_routes.py")
+    own = ("dialects/test_ollama.py", "pooling/test_peers_routes.py")
     cases = [f"{name}::test_its_own_client" for name in own]
     run("clients", "3", ["test_client_libraries.py", *cases])

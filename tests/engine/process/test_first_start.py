@@ -209,7 +209,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 
     monkeypatch.setattr(driver, "_active", Fresh())
     monkeypatch.setattr(
-        Compilers, "_hand_over", lambda self, job, text: self._jobs.update({job: Future()})
+        Compilers, "_hand_over", lambda self, job, *_: self._jobs.update({job: Future()})
     )
     compilers_here = Compilers(1)
     yield compilers_here
