@@ -35,19 +35,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.attention.decode import LOG2E
 from kernels.attention.shapes import Heads, Scores
 from kernels.kv.quantized import Cache, QuantizedKV
-from kernels.launch.hopper import PIECE, SWIZZLED, barrier, load_box, reinterpret
+from kernels.launch.hopper import PIECE, SWIZZLED, barrier, clear_rows_from, load_box, reinterpret
 from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
 
 ROWS = 128  # of a program
-LOG2E = 1.4426950408889634
 MAX_REGISTERS = 168  # of a thread, on average of three warpgroups
 
 
 class PrefillTile(NamedTuple):
-    """What a program has in shared memory and registers, as one `tl.constexpr`.
+    """A program's shared memory and registers, as one `tl.constexpr`.
 
     keys: keys of a tile.
     places: tiles of keys, and of values, in shared memory.
@@ -212,15 +212,6 @@ def _field(fields, which: gl.constexpr):
 
 
 @gluon.jit
-def _clear_from(piece, count, KEYS: gl.constexpr):
-    """Write zeros to a piece's rows from `count` on: a weight of zero times a NaN is a NaN."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    values = piece.load(LAYOUT)
-    piece.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
 def _masked(
     score, start, row_position, KEYS: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
     PRODUCT: gl.constexpr,
@@ -261,7 +252,6 @@ def _attend(
     QUERIES: gl.constexpr = 128 // GROUP
     keys, values, value_pieces = tiles
     full_q, free_q, full_k, free_k, full_v, free_v = barriers
-    LOG2E: gl.constexpr = 1.4426950408889634
     LOWEST: gl.constexpr = -1.0e30  # below all scores, and finite: no inf - inf
     PIECES: gl.constexpr = DIM // 64
     OWN: gl.constexpr = QUERIES // 2
@@ -309,7 +299,9 @@ def _attend(
                 if start + KEYS > end:  # the last block's places behind the entry's last key
                     mbarrier.wait(full_v.index(place), step // PLACES & 1)
                     for piece in gl.static_range(PIECES):
-                        _clear_from(value_pieces.index(place * PIECES + piece), end - start, KEYS)
+                        clear_rows_from(
+                            value_pieces.index(place * PIECES + piece), end - start, KEYS
+                        )
                     fence_async_shared()
                     barrier()
                 score = warpgroup_mma_wait(0, deps=[score])
@@ -519,7 +511,7 @@ def specialized_prefill(
         meta.counts,
         _queue(q.device),
         q if sinks is None else sinks,
-        scale * LOG2E,
+        scale * LOG2E.value,
         meta.block_table.stride(0),
         num_tokens,
         blocks,

@@ -1,5 +1,6 @@
-"""Names of Gluon's operations for Hopper that differ between Triton 3.6 and later releases."""
+"""What Gluon kernels for Hopper share: operations that Triton 3.6 names otherwise, and layouts."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -15,3 +16,15 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
 # Tiles of 16-bit numbers whose rows lie in pieces of 128 bytes, as the matrix units read them.
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 PIECE = 64  # elements of such a piece
+
+
+@gluon.jit
+def clear_rows_from(tile, count, ROWS: gl.constexpr):
+    """Write zeros to a tile's rows from `count` on: a weight of zero times a NaN is a NaN.
+
+    Four warps share the work.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    values = tile.load(LAYOUT)
+    tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))

@@ -35,7 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.decode_plan import DecodePlan
 from kernels.attention.shapes import LatentHeads
-from kernels.launch.hopper import PIECE, SWIZZLED, barrier, load_box, load_rows, reinterpret
+from kernels.launch.hopper import (
+    PIECE,
+    SWIZZLED,
+    barrier,
+    clear_rows_from,
+    load_box,
+    load_rows,
+    reinterpret,
+)
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 ROWS, KEYS = 64, 64  # heads of a program, latents of a tile
@@ -165,15 +173,6 @@ def _half(
 
 
 @gluon.jit
-def _without(tile, count, ROWS: gl.constexpr):
-    """Zeros from row `count` on: times a weight of zero a NaN would be one."""
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
-    latents = tile.load(WHOLE)
-    tile.store(gl.where((row < count)[:, None], latents, gl.zeros_like(latents)))
-
-
-@gluon.jit
 def _read(
     to, pointer, stride, heads, row_mask, BEGIN: gl.constexpr, COLUMNS: gl.constexpr,
     WHOLE: gl.constexpr,
@@ -204,15 +203,15 @@ def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
     """The last tile of an entry: nothing that lies behind its `count` latents."""
     PIECES: gl.constexpr = 4
     for piece in range(PIECES):
-        _without(pieces_first.index(place * PIECES + piece), count, KEYS)
-        _without(pieces_second.index(place * PIECES + piece), count, KEYS)
-    _without(shared.index(place), count, KEYS)
+        clear_rows_from(pieces_first.index(place * PIECES + piece), count, KEYS)
+        clear_rows_from(pieces_second.index(place * PIECES + piece), count, KEYS)
+    clear_rows_from(shared.index(place), count, KEYS)
     fence_async_shared()
     barrier()
 
 
 class SpecializedTile(NamedTuple):
-    """What a program takes at a time, as one `gl.constexpr`."""
+    """The tile of a program, as one `gl.constexpr`."""
 
     box: int  # rows that the accelerator copies at once
     rows: int
@@ -461,7 +460,7 @@ def specialized_decode(
     plan: DecodePlan,
     parts: int,
 ) -> None:
-    """What `latent_decode` does before the merge."""
+    """Compute what `latent_decode` does before the merge."""
     num_heads = absorbed.shape[0]
     block_size = cache.shape[2]
     box = min(KEYS, block_size)
