@@ -39,8 +39,8 @@ def config_of(
     for key, theirs in {**KEYS, **layout.keys}.items():
         if (value := file.own(theirs)) is not None:
             config[key] = value
-    made = {**layout.says, **{key: make(file) for key, make in layout.computed.items()}}
-    config = {key: value for key, value in config.items() if value is not None} | made
+    fields = {**layout.says, **{key: make(file) for key, make in layout.computed.items()}}
+    config = {key: value for key, value in config.items() if value is not None} | fields
     names = file.record.keys
     config = {names.get(key, key): value for key, value in config.items()}
     if types:
