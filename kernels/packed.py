@@ -43,7 +43,7 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What weights are made of: scale * (code - zero) + offset.
+    """A format of packed weights: scale * (code - zero) + offset.
 
     bits: of a code: 4 or 8, unsigned.
     group: inputs that share a scale and an offset: 16, or a multiple of 32.

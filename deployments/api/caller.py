@@ -54,7 +54,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """What errors and records call the key."""
+        """Return the name of the key for errors and records."""
         return self.rule.name or self.id[:8]
 
     def may_use(self, model: str) -> bool:

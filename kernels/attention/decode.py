@@ -108,7 +108,7 @@ def item_of(items, item, exists):
 
 
 class DecodeTile(NamedTuple):
-    """What a program takes at a time, as one `tl.constexpr`."""
+    """The tile of a program, as one `tl.constexpr`."""
 
     rows: int  # GROUP padded to what the matrix unit takes
     dims: int  # HEAD_DIM padded to a power of two

@@ -25,7 +25,7 @@ def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.const
 
 
 class PrefillTile(NamedTuple):
-    """What a program takes at a time, as one `tl.constexpr`."""
+    """The tile of a program, as one `tl.constexpr`."""
 
     rows: int
     dims: int

@@ -38,7 +38,7 @@ class LatentHeads(NamedTuple):
 
 
 class LatentTile(NamedTuple):
-    """What a program of a kernel over latents takes at a time, as one `tl.constexpr`.
+    """The tile of a program over latents, as one `tl.constexpr`.
 
     rows: heads, or queries times heads, padded to what the matrix units take.
     ranks, ropes: `rank` and `rope` of `LatentHeads`, padded.
@@ -52,7 +52,7 @@ class LatentTile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are made and which keys a query sees, as one `tl.constexpr`.
+    """The rule by which scores are made and keys are seen, as one `tl.constexpr`.
 
     softcap: scores times `scale_log2` are what tanh takes.
     sinks: a head has a score of no key.

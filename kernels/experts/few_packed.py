@@ -89,7 +89,7 @@ def _four(w, CODE: tl.constexpr):
 
 
 class PairShape(NamedTuple):
-    """What a program reads at a time, and how its codes become numbers."""
+    """The tile of a program, and the rule by which its codes become numbers."""
 
     rows: int  # outputs a program owns
     units: int

@@ -19,7 +19,7 @@ _WIDEST = 8192  # a program holds a whole row of x
 
 
 class RouteTile(NamedTuple):
-    """What programs take at a time, as one `tl.constexpr`."""
+    """The tile of a program, as one `tl.constexpr`."""
 
     rows: int
     columns: int  # a power of two, at least WIDTH
@@ -28,7 +28,7 @@ class RouteTile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How experts are chosen, as one `tl.constexpr`."""
+    """The rule by which experts are chosen, as one `tl.constexpr`."""
 
     experts: int
     chosen: int

@@ -94,7 +94,7 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
 
 
 class GroupedShape(NamedTuple):
-    """What a program multiplies at a time, and how tiles reach it."""
+    """The tile of a program, and the way tiles reach it."""
 
     block: int  # a power of two, at least EXPERTS
     rows: int

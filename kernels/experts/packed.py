@@ -49,7 +49,7 @@ FIXED = PackedTiles(PackedTile(32, 64, 4, 3), PackedTile(32, 64, 4, 3))
 
 
 class PackedShape(NamedTuple):
-    """What a program multiplies at a time."""
+    """The tile of a program."""
 
     block: int  # a power of two, at least EXPERTS
     pairs: int

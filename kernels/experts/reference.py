@@ -57,7 +57,7 @@ class PackedExperts:
         return self.down.shape[0] // self.gate_up.shape[1]
 
     def dense(self, dtype: torch.dtype) -> ExpertWeights:
-        """What the codes stand for."""
+        """Return the dequantised weights."""
         return ExpertWeights(
             self.gate_up.dense(dtype).unflatten(0, (self.count, -1)),
             self.down.dense(dtype).unflatten(0, (self.count, -1)),
@@ -108,7 +108,7 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
-    """What the first product of an expert gives, [n, up_rows] -> [n, size]."""
+    """Apply the activation to an expert's first matmul, [n, up_rows] -> [n, size]."""
     if act in UNGATED:
         return relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)

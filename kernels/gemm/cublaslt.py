@@ -109,7 +109,7 @@ class Matmul:
         )
 
     def offered(self) -> list[Algorithm]:
-        """What the library's heuristic proposes, its favourite first; it may have nothing."""
+        """Return the library's proposals, its favourite first; it may have none."""
         lib = self._lib
         preference = ctypes.c_void_p()
         lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))

@@ -22,7 +22,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Fused(NamedTuple):
-    """What a kernel computes around the GEMV of one token, as one `tl.constexpr`."""
+    """The operations around the GEMV of one token, as one `tl.constexpr`."""
 
     norm: bool  # an RMS norm of x
     gated: bool  # act(gate) * up of gate and up rows

@@ -118,7 +118,7 @@ def quantize(form: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(form: KVFormat, codes: Tensor, numbers: Tensor) -> Tensor:
-    """What `quantize` gave -> float32 [..., head_dim]."""
+    """Dequantise the result of `quantize` -> float32 [..., head_dim]."""
     scale = numbers[..., :1].float()
     if form.name != "int4":
         return codes.float() * scale

@@ -99,7 +99,7 @@ _CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_too
 
 
 class ItemChat(Sampling, kw_only=True):
-    """What both bodies have beside their own fields."""
+    """The fields that the bodies of Responses and Messages share."""
 
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"con
 
 
 class Queued(Struct, kw_only=True, gc=False):
-    """What every request for a model has."""
+    """The fields that every request for a model has."""
 
     model: str | None = None
     priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=UINT31)] | None = None

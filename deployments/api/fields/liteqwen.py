@@ -18,7 +18,7 @@ _Count = Annotated[int, Meta(ge=1, le=UINT31)]
 
 
 class GenKwargs(Struct, kw_only=True, gc=False):
-    """How the answer is generated."""
+    """The options of generating the answer."""
 
     temperature: Annotated[float, sampled("temperature")] | None = None
     top_p: Annotated[float, sampled("top_p")] | None = None

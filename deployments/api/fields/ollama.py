@@ -54,7 +54,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 class Options(Struct, kw_only=True, gc=False):
-    """How a model answers. num_predict below 0: as far as the context reaches."""
+    """The options of a model's answer. num_predict below 0: as far as the context reaches."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=UINT31)] | None = None
     temperature: Annotated[float, sampled("temperature")] | None = None
@@ -69,7 +69,7 @@ class Options(Struct, kw_only=True, gc=False):
 
 
 class OllamaGeneration(Queued, kw_only=True):
-    """What the bodies of both generating routes have."""
+    """The fields that the bodies of both generating routes share."""
 
     format: Annotated[Any, of_schema(either(one_of("json", ""), OBJECT))] = None
     options: Options | None = None

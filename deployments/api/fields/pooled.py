@@ -212,7 +212,7 @@ def _joined(parts: Any) -> str | None:
 
 
 class PoolingOptions(NamedTuple):
-    """What a request wants of its texts and of their numbers.
+    """The options for the texts of a request and for their vectors.
 
     truncate: whether longer texts are cut, at their end
     keep_end: whether they are cut at their beginning instead
@@ -237,7 +237,7 @@ class PoolingBody(Queued, kw_only=True):
 
 
 class Texts(PoolingBody, kw_only=True):
-    """What most bodies about texts have."""
+    """The fields of most bodies about texts."""
 
     truncate: bool | None = None
     truncate_prompt_tokens: TokenCut | None = None
@@ -387,7 +387,7 @@ class CohereEmbed(PoolingBody, kw_only=True):
 
 
 class Tei(Texts, kw_only=True):
-    """What the bodies of TEI's own routes have."""
+    """The fields that the bodies of TEI's own routes share."""
 
     raw_scores: bool | None = None
     truncation_direction: Annotated[Direction, words(Direction)] | None = None

@@ -99,7 +99,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """How a chat is rendered.
+    """The options of rendering a chat.
 
     opens: whether the prompt opens the model's turn
     continues: whether the model goes on with the last message
@@ -124,7 +124,7 @@ class PromptCut:
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What chats and completions have in common.
+    """The fields that chats and completions have in common.
 
     model: the name that the client gave; None: the only model
     usage, continuous_usage: whether a stream reports usage at its end, and in each event

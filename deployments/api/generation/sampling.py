@@ -29,7 +29,7 @@ _SAME = {
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """How a client wants tokens to be chosen.
+    """A client's wishes for how tokens are chosen.
 
     values: the values of the fields of SamplingParams, whose ranges are not yet checked
     bad_words: texts that the output may not have

@@ -18,7 +18,7 @@ _MAX_KEY = 256  # bytes of a name that goes into the key
 
 @dataclass(frozen=True, slots=True)
 class QueueFields:
-    """What a request says of itself beside its content.
+    """The fields of a request that decide its place in the queue, and its owner.
 
     user: the name of the caller's user
     deadline: seconds until the answer must have ended

@@ -80,7 +80,7 @@ def _json(schema: object) -> str:
 
 
 def _code(text: str) -> str:
-    """What stands in backquotes as code."""
+    """Return HTML with the text in backquotes as code."""
     parts = text.split("`")
     return "".join(
         f"<code>{escape(part)}</code>" if i % 2 else escape(part) for i, part in enumerate(parts)

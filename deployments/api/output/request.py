@@ -48,7 +48,7 @@ class RequestedTools:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools may be called, and whether one has to be.
+    """A choice of tools: those that may be called, and whether one has to be.
 
     callable: the names of the tools that may be called
     named: whether one tool was asked for by its name

@@ -14,7 +14,7 @@ class TextReader:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """What is new of the text, unescaped. Half a surrogate pair waits for the other."""
+        """Return the new part of the text, unescaped. Half a surrogate pair waits for the other."""
         if self._ended:
             return ""
         self._held += piece

@@ -22,7 +22,7 @@ _AMPERE = (8, 0)
 
 
 class LinearCall(NamedTuple):
-    """What `Kernels.packed_linear` computes around the GEMM, as its parameters say.
+    """The operations of `Kernels.packed_linear` around the GEMM, as its parameters say.
 
     norm: weight [in] of an RMS norm of x, or None; eps: its epsilon.
     gate: key of `Kernels.GATES` for the result, or None.

@@ -64,7 +64,7 @@ def _scaled(words, s, DECODE: tl.constexpr, AT: tl.constexpr):
 
 
 class Decoding(NamedTuple):
-    """How packed codes become operands of the matrix units, as one `tl.constexpr`.
+    """The rule by which packed codes become operands of the matrix units, as one `tl.constexpr`.
 
     by_ptx: inline PTX decodes pairs of codes, and scales come to the sums of their groups.
     scale_codes: scales come to the codes instead, and a step is one matmul.
@@ -81,7 +81,7 @@ class Decoding(NamedTuple):
 
 
 class DotTile(NamedTuple):
-    """What a program of `_packed_dot_kernel` multiplies at a time."""
+    """The tile of a program of `_packed_dot_kernel`."""
 
     rows: int
     tokens: int

@@ -37,7 +37,7 @@ _GROUP = 128  # inputs of a scale of 4-bit codes
 
 
 class FewTile(NamedTuple):
-    """What a program multiplies at a time, as one `gl.constexpr`."""
+    """The tile of a program, as one `gl.constexpr`."""
 
     rows: int
     tokens: int

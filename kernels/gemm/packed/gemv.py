@@ -17,7 +17,7 @@ from kernels.packed import PackedWeight
 
 
 class GemvTile(NamedTuple):
-    """What a program reads at a time."""
+    """The tile of a program."""
 
     rows: int  # a program owns; GATED: gate and up rows alternate
     units: int  # of a row at a time

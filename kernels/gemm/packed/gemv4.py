@@ -78,7 +78,7 @@ def _decoded(w, HOW: tl.constexpr):
 
 
 class Nibbles(NamedTuple):
-    """How 4-bit codes become numbers."""
+    """The rule by which 4-bit codes become numbers."""
 
     ptx: str  # of `decoder`
     zero: int

@@ -121,7 +121,7 @@ class MmaTile(NamedTuple):
 
 
 class MmaCodes(NamedTuple):
-    """How 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
+    """The rule by which 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
 
     matmul_ptx: str  # of a step's codes with x
     sum_ptx: str  # of a step's x
