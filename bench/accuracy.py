@@ -107,7 +107,7 @@ def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
         at = 0
         parameter.allocate()
         for source in parameter.sources:
-            parameter.tensor[at : at + source.num_rows] = source.take(tensor(source.name))
+            parameter.tensor[at : at + source.num_rows] = source.part_of(tensor(source.name))
             at += source.num_rows
     model.finish()
     return model

@@ -154,7 +154,7 @@ class Client(_Connected):
             responses: Any = self._method("stream", stream=True).remote(body, again.last)
             try:
                 for item in responses:
-                    if again.take(item):
+                    if again.take_chunk(item):
                         return
                     yield from _chunks(item)
                 return
@@ -207,7 +207,7 @@ class AsyncClient(_Connected):
             responses: Any = self._method("stream", stream=True).remote(body, again.last)
             try:
                 async for item in responses:
-                    if again.take(item):
+                    if again.take_chunk(item):
                         return
                     for chunk in _chunks(item):
                         yield chunk
@@ -229,7 +229,7 @@ class _RouterRetry:
         self.last = ""
         self._resuming = ResumableStream()
 
-    def take(self, item: dict[str, Any]) -> bool:
+    def take_chunk(self, item: dict[str, Any]) -> bool:
         """Whether a chunk is the last. Removes the event's id, which callers do not need, from
         it."""
         if "error" not in item:

@@ -105,7 +105,7 @@ class Region:
         )
         self.held = False
         try:
-            self.take()
+            self.take_pages()
         except BaseException:
             _call("cuMemAddressFree", self._address, self._size)
             raise
@@ -120,7 +120,7 @@ class Region:
             "version": 3,
         }
 
-    def take(self) -> None:
+    def take_pages(self) -> None:
         """Get pages, of any content. Raises torch.OutOfMemoryError; then it has none."""
         handle = ctypes.c_uint64()
         create = (ctypes.byref(handle), self._size, ctypes.byref(self._properties))
@@ -143,7 +143,7 @@ class Region:
         )
         self.held = True
 
-    def give(self) -> None:
+    def give_pages(self) -> None:
         """Give the pages back. Nothing on the device may be using them."""
         if self.held:
             _call("cuMemUnmap", self._address, self._size)
@@ -151,6 +151,6 @@ class Region:
 
     def close(self) -> None:
         """Give the address back too. No tensor over it may be left but its own."""
-        self.give()
+        self.give_pages()
         _call("cuMemAddressFree", self._address, self._size)
         del self.bytes

@@ -251,7 +251,7 @@ class ConnectionPool:
         self.address = address
         self._idle: list[HttpConnection] = []
 
-    def take(self, now: float) -> HttpConnection | None:
+    def take_connection(self, now: float) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and now - connection.idle_since < IDLE_S:

@@ -113,7 +113,7 @@ def _frames(count: int) -> Callable[[], None]:
     """Return a function that writes a frame's state to the fleet's columns."""
     fleet, step = _fleet(count), 0
 
-    def take() -> None:
+    def write_frame() -> None:
         nonlocal step
         step += 1
         stats = EngineStats(
@@ -126,4 +126,4 @@ def _frames(count: int) -> Callable[[], None]:
         fleet.replicas["gpu/7"].observe(stats, (), 0.01 * step)
         fleet.refresh()
 
-    return take
+    return write_frame

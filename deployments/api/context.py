@@ -105,7 +105,7 @@ class ApiContext:
             )
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:
-            limits.take(exchange.caller, time.monotonic(), time.time())
+            limits.count_request(exchange.caller, time.monotonic(), time.time())
 
     def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
         """Count the tokens of a request's prompts against the limits of its key.

@@ -66,7 +66,7 @@ class KeyLimits:
         self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key's id -> its last word
         self.used = 0.0
 
-    def take(self, caller: Caller, now: float, at: float) -> None:
+    def count_request(self, caller: Caller, now: float, at: float) -> None:
         """Count a new request of a key. now: monotonic seconds; at: Unix seconds.
 
         Raises ApiError 429 insufficient_quota, rate_limit_exceeded.

@@ -41,7 +41,7 @@ class DeviceLease:
         fcntl.flock(self._waiting, fcntl.LOCK_UN)
         return False
 
-    async def take(self, seconds: float | None = None) -> bool:
+    async def acquire(self, seconds: float | None = None) -> bool:
         """Wait for the lease, and return whether it was granted.
 
         seconds: longest wait; None: no limit.

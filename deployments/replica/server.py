@@ -241,7 +241,7 @@ class ReplicaServer:
     def _share_out(self, frame: StepFrame) -> None:
         """Send each router the deltas of its own requests, and the stats."""
         stats, now = frame.stats, self._loop.time()
-        self._memory.take(frame.deltas, now)
+        self._memory.take_deltas(frame.deltas, now)
         self.steps.observe_frame(stats)
         if self._draining:
             stats.draining = True

@@ -78,9 +78,9 @@ class ReplicaSleep:
 
     async def before_start(self) -> None:
         """Wait for the device, which the engine needs for its start."""
-        if self._lease is not None and not await self._lease.take(0):
+        if self._lease is not None and not await self._lease.acquire(0):
             logger.info("waiting for the device, which another replica uses")
-            await self._lease.take()
+            await self._lease.acquire()
 
     def begin(self) -> None:
         """Begin to watch for idle times; the engine must be started and awake."""
@@ -168,7 +168,7 @@ class ReplicaSleep:
                 continue
             since = min(since for since, _ in self._held)
             left = since + self._settings.wait_seconds - time.monotonic()
-            if self._lease is None or await self._lease.take(max(0.0, left)):
+            if self._lease is None or await self._lease.acquire(max(0.0, left)):
                 return
             late = time.monotonic() - self._settings.wait_seconds
             for since, submitted in self._held:

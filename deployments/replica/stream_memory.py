@@ -44,7 +44,7 @@ class StreamMemory:
         self._live[request.id] = record
         self._streams.setdefault(stream, []).append(record)
 
-    def take(self, deltas: list[Delta], now: float) -> None:
+    def take_deltas(self, deltas: list[Delta], now: float) -> None:
         """Add a step's tokens to their streams. now: seconds of the clock that `find` uses."""
         live = self._live
         if not live:

@@ -164,7 +164,7 @@ class StaleAdapters:
             for choice, delta in ended:
                 if not choice.done:
                     delta.error = without_paths(delta.error, pinned.path, request.model)
-                    inflight.take(choice, delta, time.monotonic())
+                    inflight.take_delta(choice, delta, time.monotonic())
             return
         request.adapter = record
         choices = [choice for choice in inflight.choices if not choice.done]

@@ -218,7 +218,7 @@ class InflightRequest:
             self._error = error
             self._end([choice for choice in self.choices if not choice.done])
 
-    def take(self, choice: InflightChoice, delta: Delta, now: float) -> None:
+    def take_delta(self, choice: InflightChoice, delta: Delta, now: float) -> None:
         """Add a delta to a choice that is not done.
 
         now: monotonic seconds.

@@ -91,12 +91,12 @@ class ReplicaEvents:
                     continue
                 if choice.passes(delta, client.endpoint.max_model_len):
                     delta.finish = ""
-                    choice.inflight.take(choice, delta, now)
+                    choice.inflight.take_delta(choice, delta, now)
                     self._end_probation(client, choice)
                     continue
             if delta.finish == "error" and self._stale.hold_back(choice, delta):
                 continue
-            choice.inflight.take(choice, delta, now)
+            choice.inflight.take_delta(choice, delta, now)
         self._queue.hear_frame(state)
 
     def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:

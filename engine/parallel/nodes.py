@@ -143,7 +143,7 @@ class Places:
         self._folder = folder or Path(tempfile.gettempdir()) / f"manta-nodes-{user}"
         self._held: list[int] = []
 
-    def take(self, nodes: Sequence[Node], count: int) -> list[Node]:
+    def take_nodes(self, nodes: Sequence[Node], count: int) -> list[Node]:
         """Take and return the nodes that the fewest engines use, until this process ends."""
         chosen: list[Node] = []
         try:
@@ -182,7 +182,7 @@ def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = N
     nodes = read_nodes() if nodes is None else nodes
     ranks = config.ranks_per_node
     if ranks < len(nodes):
-        nodes = places.take(nodes, ranks)
+        nodes = places.take_nodes(nodes, ranks)
     return shares(nodes, ranks, config.num_threads)
 
 

@@ -34,7 +34,7 @@ class FreeBlocks(Protocol):
 
     def extend(self, blocks: Iterable[int], /) -> None: ...
 
-    def take(self, count: int) -> list[int]:
+    def take_blocks(self, count: int) -> list[int]:
         """Remove `count` <= len(self) blocks."""
         ...
 
@@ -45,7 +45,7 @@ class FreeList(list[int]):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks - 1, -1, -1))
 
-    def take(self, count: int) -> list[int]:
+    def take_blocks(self, count: int) -> list[int]:
         blocks = self[: -count - 1 : -1]
         del self[len(self) - count :]
         return blocks
@@ -96,7 +96,7 @@ class BlockManager:
         """
         while len(self._free) < count:
             self.evict()
-        blocks, refs = self._free.take(count), self._refs
+        blocks, refs = self._free.take_blocks(count), self._refs
         for block in blocks:
             refs[block] = 1
         return blocks

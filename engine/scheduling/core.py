@@ -286,7 +286,7 @@ class EngineCore:
                 with blame(-1):
                     self._begin_masks(newest)
         if blame.failure is not None:
-            self._retry(*blame.take())
+            self._retry(*blame.take_failure())
         if self._bisection is not None:
             deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())

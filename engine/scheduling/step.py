@@ -134,7 +134,7 @@ class LaunchedStep:
                 ended[entry] = tokens[entry]
                 continue
             try:
-                if constraint.take(tokens[entry]):
+                if constraint.accept_token(tokens[entry]):
                     ended[entry] = None
             except ValueError as error:
                 failed[entry] = str(error)

@@ -44,7 +44,7 @@ class StepBlame:
         self.failure, self._blamed = error, self.suspect
         return True
 
-    def take(self) -> tuple[Exception, int]:
+    def take_failure(self) -> tuple[Exception, int]:
         """Return the failure and the index of the step to blame, and reset both."""
         failure, self.failure = self.failure, None
         assert failure is not None, "no step has failed"

@@ -100,7 +100,7 @@ class Constraint:
             return True
         return token in self._stops and self._left <= 0 and bool(self._matcher.is_accepting())
 
-    def take(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """Take the next token of the text; return whether it completes the text.
 
         Raises ValueError, "code: message", if the grammar forbids the token or a step is too
@@ -116,9 +116,9 @@ class Constraint:
 
     def _observe(self, token: int) -> None:
         if self._thinking is not None:
-            self._thinking.take(token)
+            self._thinking.accept_token(token)
         if self._limits is not None:
-            self._limits.take(token)
+            self._limits.accept_token(token)
 
     def finish_mask(self, mask: Masks) -> str:
         """Apply end tokens and lists to a mask [num_words] int32 that the matcher has filled.

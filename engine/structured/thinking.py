@@ -49,7 +49,7 @@ class ThinkingCount:
         self._at = 0  # number of tokens of the forced end mark so far
         self.inside: bool | None = None if self._start else True  # None: thinking may still begin
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         if self.inside is False:
             return
         text = self._text_of(token)

@@ -39,7 +39,7 @@ class TokenLimits:
         self._longest = max(map(len, self._endings), default=0)
         self._tail: tuple[int, ...] = ()
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Take the next token of the output."""
         if self._longest:
             self._tail = (*self._tail, token)[-self._longest :]

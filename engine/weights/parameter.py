@@ -72,7 +72,7 @@ class Source:
     at: int | None = None
     shorter: bool = False
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of the checkpoint tensor that is taken.
 
         It is a view unless the order of rows changes.

@@ -88,7 +88,7 @@ class Transfer:
         begin, end = span(source.rows)
         return stored.offset + begin * row_bytes, (end - begin) * row_bytes
 
-    def take(self, raw: Tensor) -> Tensor:
+    def to_values(self, raw: Tensor) -> Tensor:
         """Convert raw bytes to values with the shape of the target.
 
         raw: uint8, of byte_range's length.
@@ -96,11 +96,11 @@ class Transfer:
         source, stored = self.source, self.stored
         values = raw.view(stored.dtype)
         if source.transpose or source.rows is None:
-            return source.take(values.view(stored.shape))
+            return source.part_of(values.view(stored.shape))
         values = values.view(-1, *stored.shape[1:])
         rows = source.rows
         within = None if isinstance(rows, tuple) else rows - span(rows)[0]
-        return replace(source, rows=within).take(values)
+        return replace(source, rows=within).part_of(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +467,7 @@ class _CpuReader:
         )
         _read(self._descriptors[part.stored.file], raw, offset, [part])
         if not direct:
-            target.copy_(part.take(raw))
+            target.copy_(part.to_values(raw))
         _check_finite(part)
         return length
 
@@ -536,7 +536,7 @@ class _CudaReader:
             target.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
         else:
             staged = raw.to(self._device, non_blocking=True)
-            target.copy_(part.take(staged), non_blocking=True)
+            target.copy_(part.to_values(staged), non_blocking=True)
 
 
 def _read(descriptor: int, raw: Tensor, offset: int, parts: Sequence[Transfer]) -> None:

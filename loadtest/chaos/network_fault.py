@@ -82,7 +82,7 @@ class NetworkProxy:
         """
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
 
-        async def take() -> None:
+        async def receive() -> None:
             data = b"-"
             while data:
                 try:
@@ -92,7 +92,7 @@ class NetworkProxy:
                     data = b""
                 await pieces.put((clock() + self.delay_s, data))
 
-        taking = asyncio.create_task(take())
+        taking = asyncio.create_task(receive())
         try:
             while True:
                 due, data = await pieces.get()

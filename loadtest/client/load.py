@@ -286,7 +286,7 @@ class LoadClient:
         self.progress.late.append(now - intended)
         if spec.cancel_after is not None:
             asyncio.get_running_loop().call_later(spec.cancel_after, self._cancel, attempt)
-        connection = None if spec.slow_pause else pool.take(now)
+        connection = None if spec.slow_pause else pool.take_connection(now)
         if connection is not None:
             attempt.connection = connection
             connection.send(request, attempt)

@@ -64,17 +64,17 @@ class LostPages:
         self.held = True
         self.all.append(self)
 
-    def take(self) -> None:
+    def take_pages(self) -> None:
         assert not self.held
         self.held = True
 
-    def give(self) -> None:
+    def give_pages(self) -> None:
         assert self.held
         self.bytes.fill_(0x7F)
         self.held = False
 
     def close(self) -> None:
-        self.give()
+        self.give_pages()
 
 
 class MemoryOfCuda(CudaSleepMemory):

@@ -51,7 +51,7 @@ class Said:
         logprobs = sorted(self.logprobs.items())
         return self.error, texts, finishes, self.prompt, self.output, logprobs
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take_event(self, event: dict[str, Any]) -> None:
         if "error" in event:
             self.error = json.dumps(event["error"])
         for choice in event.get("choices", ()):
@@ -133,7 +133,7 @@ async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str, header:
                 data = event.removeprefix(b"data: ")
                 if data == b"[DONE]":
                     return
-                said.take(json.loads(data))
+                said.take_event(json.loads(data))
         said.error = said.error or "the stream ended without [DONE]"
     except ValueError as error:
         said.error = said.error or f"the stream was cut: {error}"

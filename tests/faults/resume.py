@@ -109,7 +109,7 @@ async def ask(client: openai.AsyncOpenAI, body: dict[str, Any]) -> Said:
             if last and now - last > said.gap:
                 said.gap, said.gap_end = now - last, now
             last = now
-            said.take(chunk.model_dump())
+            said.take_event(chunk.model_dump())
     except (openai.OpenAIError, OSError, AssertionError) as error:
         said.error = f"{type(error).__name__}: {error}"
     except Exception as error:  # of the HTTP library, whichever it is

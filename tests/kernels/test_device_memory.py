@@ -29,9 +29,9 @@ def test_pages_go_and_come_back_under_the_same_address(device: torch.device) -> 
     assert result.item() == 3.0 * count
     for value in (1.0, 2.0):
         free = torch.cuda.mem_get_info(device)[0]
-        region.give()
+        region.give_pages()
         assert torch.cuda.mem_get_info(device)[0] - free >= SIZE
-        region.take()
+        region.take_pages()
         assert numbers.data_ptr() == address
         numbers.fill_(value)
         graph.replay()

@@ -82,7 +82,7 @@ class _Writer:
     def open(self, usage: Usage) -> None:
         return
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
         self._first = self._first or time.monotonic()
         self._text.append(event.text)
         self.wire.push("", {"index": 0, "content": event.text, "stop": False})

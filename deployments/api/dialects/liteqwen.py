@@ -152,7 +152,7 @@ class LiteqwenWriter:
             tops = [{"tid": token, "lgt": logprob + scored.total} for token, logprob in pairs]
             self._logits.append({"pos": len(self._logits), "tops": tops})
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
         if event.kind == "content" and event.text:
             self._say(event.text)
 

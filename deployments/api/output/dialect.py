@@ -72,7 +72,7 @@ class DialectReader:
         self._quote = ""  # of the string that it is in
         self._open = ""  # brackets
 
-    def take(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
+    def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
         """Convert a text; return the JSON, the text that is left, and what comes behind the value.
 
         "next" is another value behind the comma. "end" is the end of the call, which is left in the

@@ -264,7 +264,7 @@ class OutputParser(StepParser):
 
     def _written_value(self) -> bool:
         assert self._reader is not None
-        piece, self._text, behind = self._reader.take(self._text, self._final)
+        piece, self._text, behind = self._reader.take_text(self._text, self._final)
         if piece:
             self._out.append(Event("arguments", piece))
         if behind:

@@ -80,7 +80,7 @@ def declared_output(
     except _Unusable as error:
         return DeclaredOutput(problems=(f"response_template: {error}",))
 
-    def take(field: str, make: Any, *more: Any) -> Any:
+    def read_field(field: str, make: Any, *more: Any) -> Any:
         if field not in fields:
             return None
         try:
@@ -91,10 +91,10 @@ def declared_output(
             problems.append(f"response_template.fields.{field}: a value in it is of another type")
         return None
 
-    calls = take("tool_calls", _calls, (name, key, value), examples, tuple(ends))
+    calls = read_field("tool_calls", _calls, (name, key, value), examples, tuple(ends))
     thoughts = next((known for known in _REASONING if known in fields), "")
-    reasoning = take(thoughts, _reasoning)
-    wrapper = take("content", _wrapper)
+    reasoning = read_field(thoughts, _reasoning)
+    wrapper = read_field("content", _wrapper)
     return DeclaredOutput(calls, reasoning, wrapper or (), tuple(problems))
 
 

@@ -76,7 +76,7 @@ class ItemWriter(Protocol):
         """Begin the answer. usage: the counts before the first token, without the engines' own."""
         ...
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None: ...
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None: ...
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None: ...
 
@@ -119,7 +119,7 @@ class _WrittenChoice(ParsedChoice):
         if self._call.common.params.logprobs is None or not delta.logprobs:
             decoded = super().feed(delta)
             for event in self.new:
-                self._writer.take(event, [])
+                self._writer.take_event(event, [])
             return decoded
         count = 0
         for i, token in enumerate(delta.token_ids):
@@ -132,7 +132,7 @@ class _WrittenChoice(ParsedChoice):
             if self.is_content and self.is_content[0] and single.stop_token is None:
                 entries = chat_logprobs(self._call.tokenizer, delta.logprobs[i : i + 1])
             for event in self.new:
-                self._writer.take(event, entries if event.kind == "content" else [])
+                self._writer.take_event(event, entries if event.kind == "content" else [])
                 entries = []
             if decoded.finish_reason is not None:
                 break

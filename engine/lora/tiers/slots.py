@@ -87,7 +87,7 @@ class DeviceSlots:
         slot.adapter, slot.ready, adapter.slot = adapter, False, slot
         self.touch(slot)
 
-    def take(self, slot: Slot) -> None:
+    def empty_slot(self, slot: Slot) -> None:
         """Empty the slot."""
         assert slot.adapter is not None and not slot.pins
         slot.adapter.slot = None

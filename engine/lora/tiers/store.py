@@ -400,7 +400,7 @@ class AdapterStore:
     def _uploaded(self, adapter: Adapter, slot: Slot, error: AdapterError | None) -> None:
         slot.ready = True
         if error is not None:
-            self._slots.take(slot)
+            self._slots.empty_slot(slot)
             adapter.error, adapter.failed_at = error, self._clock()
         self._news.append(adapter)
         self._drop_unused(adapter)
@@ -420,7 +420,7 @@ class AdapterStore:
         if slot is not None:
             if slot.pins or not slot.ready:
                 return  # called again when the slot is unused
-            self._slots.take(slot)
+            self._slots.empty_slot(slot)
         self._host.forget(adapter)
         if slot is not None:
             self._slot_changed()

@@ -76,8 +76,8 @@ class Pages(Protocol):
     bytes: Tensor
     held: bool
 
-    def take(self) -> None: ...
-    def give(self) -> None: ...
+    def take_pages(self) -> None: ...
+    def give_pages(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -174,7 +174,7 @@ class CudaSleepMemory(SleepMemory):
                 copy.copy_(region.bytes, non_blocking=True)
             self._finish_work()
         for region in (*self._weights, *self._caches.values()):
-            region.give()
+            region.give_pages()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -183,10 +183,10 @@ class CudaSleepMemory(SleepMemory):
         try:
             # Copies run while further pages are taken.
             for region, copy in zip(self._weights, self._copies, strict=True):
-                region.take()
+                region.take_pages()
                 region.bytes.copy_(copy, non_blocking=True)
             for region in self._caches.values():
-                region.take()
+                region.take_pages()
                 region.bytes.zero_()
         except torch.OutOfMemoryError:
             free, total = torch.cuda.mem_get_info(self._device)

@@ -40,7 +40,7 @@ class TokenPool:
         for block in blocks:
             self.append(block)
 
-    def take(self, count: int) -> list[int]:
+    def take_blocks(self, count: int) -> list[int]:
         """Remove `count` blocks (see FreeBlocks).
 
         Raises RuntimeError if a block was freed twice.

@@ -351,13 +351,13 @@ class _Walk:
 
         w.loop(first, end, [(w.vector, value) for value in known], token)
 
-        def take(row: Value) -> None:
+        def store_row(row: Value) -> None:
             place = w.at(state, w.add(w.mul(row, values), column))
             state_row = w.at(tile, w.mul(row, width))
             for n, count in enumerate(counts):
                 w.store_some(w.load(w.at(state_row, n * w.lanes)), w.at(place, n * w.lanes), count)
 
-        each(w, 0, self._shape.key_size, take)
+        each(w, 0, self._shape.key_size, store_row)
 
 
 def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:

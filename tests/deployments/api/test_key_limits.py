@@ -110,12 +110,12 @@ def test_a_budget_ends_with_its_period() -> None:
     """A budget that never comes back; one that is over and is told as a rate, so that clients try
     again every second until midnight."""
     limits, key = KeyLimits(), caller(KeyRule(name="team", budget=100, period="day"))
-    limits.take(key, 0.0, AT)
+    limits.count_request(key, 0.0, AT)
     limits.ended("k", 60, 39, AT)
-    limits.take(key, 1.0, AT + 1)
+    limits.count_request(key, 1.0, AT + 1)
     limits.ended("k", 1, 0, AT + 1)
     with pytest.raises(ApiError) as refused:
-        limits.take(key, 2.0, AT + 2)
+        limits.count_request(key, 2.0, AT + 2)
     error = refused.value
     assert (error.status, error.code, error.kind) == (
         429,
@@ -124,7 +124,7 @@ def test_a_budget_ends_with_its_period() -> None:
     )
     assert "exceeded your current quota" in error.message and "100 of 100 tokens" in error.message
     assert dict(error.headers) == {"retry-after": str(18 * 3600 - 2), "x-should-retry": "false"}
-    limits.take(key, 2.0, AT + 86400)
+    limits.count_request(key, 2.0, AT + 86400)
     assert period_of("month", AT) == "2026-11" and period_ends("month", AT) == 7.75 * 86400
     assert period_of("day", AT) == "2026-11-23" and period_ends("day", AT) == 18 * 3600
 
@@ -135,28 +135,28 @@ def test_a_key_has_one_limit_at_all_routers() -> None:
     key = caller(KeyRule(requests=10, tokens=1000, budget=5000, period="month"))
     first, second = KeyLimits(), KeyLimits()
     for now in range(8):
-        first.take(key, 0.0, AT)
+        first.count_request(key, 0.0, AT)
         first.charge(key, 100, 0.0)
         first.ended("k", 100, 0, AT)
         assert now < 8
     second.hear({"one": {k: KeyCount(0, 0, "", 0) for k in first.told(AT)}}, AT)
-    second.take(key, 0.0, AT)
+    second.count_request(key, 0.0, AT)
     second.charge(key, 100, 0.0)
     second.hear({"one": first.told(AT)}, AT)
     second.hear({"one": first.told(AT)}, AT)  # nothing new
-    second.take(key, 0.0, AT)
+    second.count_request(key, 0.0, AT)
     with pytest.raises(ApiError, match="RPM"):
-        second.take(key, 0.0, AT)
+        second.count_request(key, 0.0, AT)
     with pytest.raises(ApiError, match="Used 900"):
         second.charge(key, 101, 0.0)
     late = KeyLimits()
     late.hear({"one": first.told(time.time())}, time.time())
-    late.take(key, 0.0, AT)
+    late.count_request(key, 0.0, AT)
     late.charge(key, 1000, 0.0)
     gone = {"one": {"k": KeyCount(8, 800, "2026-11", 5000)}}
     late.hear(gone, AT)
     with pytest.raises(ApiError, match="5000 of 5000"):
-        late.take(key, 0.0, AT)
+        late.count_request(key, 0.0, AT)
 
 
 @pytest.mark.parametrize(("path", "chat"), [("/v1/completions", 0), ("/v1/chat/completions", 1)])

@@ -78,9 +78,9 @@ class Dialect:
         if self.streamed:
             self.take_events(reply.body)
         else:
-            self.take(reply.json())
+            self.take_answer(reply.json())
 
-    def take(self, answer: Any) -> None:
+    def take_answer(self, answer: Any) -> None:
         self.history.append(answer["choices"][0]["message"])
 
     def take_events(self, body: bytes) -> None:
@@ -134,13 +134,13 @@ class Responses(Dialect):
         more = {"tools": self.tools()} if tools else {}
         return {"input": self.history, self.limit: self.most, "store": False, **more}
 
-    def take(self, answer: Any) -> None:
+    def take_answer(self, answer: Any) -> None:
         self.last = answer
         self.history += answer["output"]
 
     def take_events(self, body: bytes) -> None:
         lines = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
-        self.take(json.loads(lines[-1])["response"])
+        self.take_answer(json.loads(lines[-1])["response"])
 
     def reply(self) -> None:
         self.history += (results := list(self.results()))
@@ -161,8 +161,8 @@ class Kept(Responses):
         body = {**super().body(tools), "store": True}
         return {**body, "previous_response_id": self.last["id"]} if hasattr(self, "last") else body
 
-    def take(self, answer: Any) -> None:
-        super().take(answer)
+    def take_answer(self, answer: Any) -> None:
+        super().take_answer(answer)
         self.history = []
 
 
@@ -173,7 +173,7 @@ class Messages(Dialect):
     def tools(self) -> list[dict[str, Any]]:
         return [{"name": "weather", "input_schema": CITY}]
 
-    def take(self, answer: Any) -> None:
+    def take_answer(self, answer: Any) -> None:
         self.history.append({"role": "assistant", "content": answer["content"]})
 
     def take_events(self, body: bytes) -> None:
@@ -188,7 +188,7 @@ class Messages(Dialect):
                 for name, value in event["delta"].items():
                     if name in ("text", "thinking"):
                         blocks[-1][name] += value
-        self.take({"content": blocks})
+        self.take_answer({"content": blocks})
 
     def reply(self) -> None:
         calls = [block for block in self.history[-1]["content"] if block["type"] == "tool_use"]
@@ -206,7 +206,7 @@ class Ollama(Dialect):
         more = {"tools": self.tools()} if tools else {}
         return {"messages": self.history, "options": {"num_predict": self.most}, **more}
 
-    def take(self, answer: Any) -> None:
+    def take_answer(self, answer: Any) -> None:
         self.history.append(answer["message"])
 
     def take_events(self, body: bytes) -> None:
@@ -215,7 +215,7 @@ class Ollama(Dialect):
             for name, value in json.loads(line)["message"].items():
                 if name != "role":
                     message[name] = message.get(name, type(value)()) + value
-        self.take({"message": message})
+        self.take_answer({"message": message})
 
     def reply(self) -> None:
         for _ in self.history[-1].get("tool_calls", ()):

@@ -56,7 +56,7 @@ async def beside_another(settings: SleepSettings) -> tuple[Replica, DeviceLease]
     replica = await Replica().start(settings)
     await until(lambda: replica.asleep)
     other = DeviceLease("")
-    assert await other.take(1.0)
+    assert await other.acquire(1.0)
     replica.router.submit(1)
     return replica, other
 
@@ -168,7 +168,7 @@ def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         other.release()
         await until(lambda: replica.router.finish(2) == "length")
         await replica.server.stop()
-        assert await other.take(0.0), "a server that has stopped leaves the device"
+        assert await other.acquire(0.0), "a server that has stopped leaves the device"
         other.close()
 
     run(case())
@@ -187,7 +187,7 @@ def test_an_engine_that_dies_in_its_sleep_is_told_and_leaves_the_device() -> Non
             replica.server.check_health()
         await replica.server.stop()
         other = DeviceLease("")
-        assert await other.take(0.0)
+        assert await other.acquire(0.0)
         other.close()
 
     run(case())
@@ -238,7 +238,7 @@ def test_a_killed_holder_leaves_the_turn(tmp_path: Path) -> None:
             "from deployments.replica.device_lease import DeviceLease\n"
             "async def main():\n"
             f"    turn = DeviceLease('0', pathlib.Path({str(tmp_path)!r}))\n"
-            "    print(await turn.take(1.0), flush=True)\n"
+            "    print(await turn.acquire(1.0), flush=True)\n"
             "    await asyncio.sleep(60)\n"
             "asyncio.run(main())\n"
         )
@@ -248,10 +248,10 @@ def test_a_killed_holder_leaves_the_turn(tmp_path: Path) -> None:
         )
         assert holder.stdout is not None and await holder.stdout.readline() == b"True\n"
         turn = DeviceLease("0", tmp_path)
-        assert not await turn.take(0.1)
+        assert not await turn.acquire(0.1)
         holder.kill()
         await holder.wait()
-        assert await turn.take(1.0)
+        assert await turn.acquire(1.0)
         turn.close()
 
     run(case())

@@ -138,9 +138,9 @@ def test_replicas_keep_what_is_asked_for_and_for_a_while(monkeypatch: pytest.Mon
 
     memory = StreamMemory()
     memory.begin(request(1, 3), "s")
-    memory.take([Delta(1, [7]), Delta(2, [9])], 0.0)
+    memory.take_deltas([Delta(1, [7]), Delta(2, [9])], 0.0)
     assert memory.find(["s", "other"], 0.0)[0].token_ids == [0, 1, 2, 7]
-    memory.take([Delta(1, [8], "stop", stop_token=8)], 1.0)
+    memory.take_deltas([Delta(1, [8], "stop", stop_token=8)], 1.0)
     (record,) = memory.find(["s"], 1.0)
     assert (record.token_ids[-1], record.finish, record.stop_token) == (8, "stop", 8)
     memory.end(1, 1.0)

@@ -191,7 +191,7 @@ def test_a_request_that_moves_is_the_same_request():
         request.adapter = AdapterRecord(name="legal", path="/legal", revision="abc")
         inflight = InflightRequest(request, 40, RouterMetrics(), Anybody(), Anybody())
         choice = inflight.choices[1]
-        inflight.take(choice, Delta(41, [8, 9]), 1.0)
+        inflight.take_delta(choice, Delta(41, [8, 9]), 1.0)
         moved = choice.as_request()
         assert moved.token_ids == [*PROMPT, 8, 9] and moved.num_prompt_tokens == len(PROMPT)
         assert (moved.id, moved.choice, moved.params) == (41, 1, request.params)

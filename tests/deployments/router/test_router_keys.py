@@ -160,20 +160,20 @@ def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
         first, second = keeper(tmp_path, "r1", path), keeper(tmp_path, "r2", path)
         rules = (await first.start())["rules"]
         key = Caller(id=owner, rule=next(iter(rules.values())))
-        first.limits.take(key, time.monotonic(), time.time())
+        first.limits.count_request(key, time.monotonic(), time.time())
         first.ended(ended(owner))
         first.ended(ended(owner, emitted=[[1, 2, 3]]))  # one new token
         first.ended(ended(""))
         await first.poll()
         await second.start()
-        second.limits.take(key, time.monotonic(), time.time())  # 15 of 20
+        second.limits.count_request(key, time.monotonic(), time.time())  # 15 of 20
         second.ended(ended(owner, output=2))  # 20
         with pytest.raises(ApiError, match="20 of 20"):
-            second.limits.take(key, time.monotonic(), time.time())
+            second.limits.count_request(key, time.monotonic(), time.time())
         await second.poll()
         await first.poll()
         with pytest.raises(ApiError, match="20 of 20"):
-            first.limits.take(key, time.monotonic(), time.time())
+            first.limits.count_request(key, time.monotonic(), time.time())
         text = render((family for family in _families(first) if "key_" in family.name), "served")
         assert 'manta_key_requests_total{model_name="served",key="team",model="m"} 2' in text
         assert 'manta_key_generation_tokens_total{model_name="served",key="team",model="m"} 5' in (

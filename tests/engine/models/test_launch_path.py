@@ -41,7 +41,10 @@ ALLOWED = {
         "falling asleep, awaking"
     ),
     ("engine/runner/caches/token_pool.py", "TokenPool.__iter__"): "for checks of integrity",
-    ("engine/runner/caches/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
+    (
+        "engine/runner/caches/token_pool.py",
+        "TokenPool.take_blocks",
+    ): "in schedule, of the mode that waits",
     ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,

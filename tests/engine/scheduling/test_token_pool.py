@@ -21,23 +21,23 @@ def pool_of(count: int, device: str = "cpu") -> TokenPool:
 def test_contiguous_first_then_scattered() -> None:
     """LightLLM's order: the first run that is long enough, and only then any blocks."""
     pool = pool_of(10)
-    assert pool.take(10) == list(range(10)) and len(pool) == 0
+    assert pool.take_blocks(10) == list(range(10)) and len(pool) == 0
     pool.extend([1, 3, 4, 7, 8, 9])
     assert len(pool) == 6 and sorted(pool) == [1, 3, 4, 7, 8, 9]
-    assert pool.take(2) == [3, 4]
-    assert pool.take(3) == [7, 8, 9]
+    assert pool.take_blocks(2) == [3, 4]
+    assert pool.take_blocks(3) == [7, 8, 9]
     pool.extend([5, 8])
-    assert pool.take(2) == [1, 5]
-    assert pool.take(1) == [8] and pool.take(0) == [] and list(pool) == []
+    assert pool.take_blocks(2) == [1, 5]
+    assert pool.take_blocks(1) == [8] and pool.take_blocks(0) == [] and list(pool) == []
 
 
 def test_freed_twice() -> None:
     """A block that two requests write to."""
     pool = pool_of(4)
-    pool.take(2)
+    pool.take_blocks(2)
     pool.append(3)
     with pytest.raises(RuntimeError, match="freed twice"):
-        pool.take(1)
+        pool.take_blocks(1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -49,7 +49,7 @@ def test_against_a_set(device: str) -> None:
     for _ in range(2000):
         if rng.random() < 0.5 and free:
             count = rng.randint(1, min(8, len(free)))
-            blocks = pool.take(count)
+            blocks = pool.take_blocks(count)
             assert len(set(blocks)) == count and set(blocks) <= free
             runs = sorted(blocks)
             if all(b == a + 1 for a, b in pairwise(runs)):

@@ -403,7 +403,7 @@ def test_an_end_that_is_a_piece_of_text(tmp_path: Path, added: bool) -> None:
     compiler = Compiler(vocabulary)
     assert end not in forced(compiler, Grammar.choice(["a</s>"]))
     constraint = Constraint(compiler.compile(Grammar.regex("a.*b")).deep_copy(), vocabulary)
-    constraint.take(tokenizer.encode_plain("a")[-1])
+    constraint.accept_token(tokenizer.encode_plain("a")[-1])
     assert end not in allowed(constraint)
 
 
@@ -437,14 +437,14 @@ def test_ends_only_where_the_grammar_is_satisfied(compiler: Compiler) -> None:
     constraint = Constraint(matcher.deep_copy(), compiler.vocabulary, [newline, b])
     a = TOKENIZER.encode("a")[0]
     assert EOS not in allowed(constraint) and newline not in allowed(constraint)
-    assert not constraint.ends_with(a) and not constraint.take(a)
+    assert not constraint.ends_with(a) and not constraint.accept_token(a)
     assert {b} <= allowed(constraint) and not {EOS, newline} & allowed(constraint)
     assert not constraint.ends_with(b), "what is needed is text, though it is a stop token"
-    assert not constraint.take(b)
+    assert not constraint.accept_token(b)
     assert {EOS, newline, b} <= allowed(constraint)
     assert constraint.ends_with(b) and constraint.ends_with(newline) and constraint.ends_with(EOS)
     with pytest.raises(ValueError, match="not in the grammar"):
-        constraint.take(a)
+        constraint.accept_token(a)
 
 
 def test_min_tokens_and_ignore_eos_hold_while_the_grammar_leaves_a_choice(
@@ -455,10 +455,10 @@ def test_min_tokens_and_ignore_eos_hold_while_the_grammar_leaves_a_choice(
     for changes in ({"min_tokens": 3}, {"ignore_eos": True}):
         matcher = compiler.compile(Grammar.regex("ab{1,2}")).deep_copy()
         constraint = Constraint(matcher, compiler.vocabulary, **changes)
-        constraint.take(a)
-        constraint.take(b)
+        constraint.accept_token(a)
+        constraint.accept_token(b)
         assert EOS not in allowed(constraint) and b in allowed(constraint)
-        assert constraint.take(b), "complete: nothing may follow"
+        assert constraint.accept_token(b), "complete: nothing may follow"
 
 
 def test_resumed_is_where_it_was(compiler: Compiler) -> None:
@@ -467,7 +467,7 @@ def test_resumed_is_where_it_was(compiler: Compiler) -> None:
     ids = TOKENIZER.encode('{"name": "ab", "age": 12')
     first = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
     for token in ids:
-        first.take(token)
+        first.accept_token(token)
     second = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
     assert second.resume(ids) and allowed(first) == allowed(second)
     third = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
@@ -488,7 +488,7 @@ def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -
     ]
     with pytest.raises(ValueError, match="grammar_too_complex"):
         for token in TOKENIZER.encode('{"x":{"'):
-            costly.take(token)
+            costly.accept_token(token)
     for threads in (1, 2):
         masks, failed = StepGrammars(threads).fill([*others, costly])
         assert list(failed) == [9] and failed[9].startswith("grammar_too_complex")
@@ -537,7 +537,7 @@ def test_a_full_lexer_is_not_handed_on(compiler: Compiler, monkeypatch: Any) -> 
     def walk() -> None:
         constraint = Constraint(compiler.matcher(grammar)[0], compiler.vocabulary)
         for _ in range(300):
-            constraint.take(rng.choice(letters))
+            constraint.accept_token(rng.choice(letters))
 
     with pytest.raises(ValueError, match="grammar_too_complex"):
         for _ in range(1000):

@@ -79,6 +79,6 @@ def test_where_thoughts_end(text: str, start: str, inside: bool | None, forced: 
     budget = ThinkingBudget(5, end, (END, "<call>"), start)
     count = ThinkingCount(budget, lambda token: bytes([token]))
     for char in text.encode():
-        count.take(char)
+        count.accept_token(char)
     assert count.inside is inside
     assert count.forced == (None if forced is None else end[forced])

@@ -52,7 +52,7 @@ def test_a_mask_is_what_the_lists_say(
     """A bit of a word's other end, or a sequence that is forgotten behind a shorter one."""
     limits = TokenLimits(allowed, bad, 40)
     for token in output:
-        limits.take(token)
+        limits.accept_token(token)
     mask = np.full(2, -1, np.int32)
     left = limits.limit(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:40]

@@ -85,7 +85,7 @@ def filled(
         if source.shorter:
             parameter.tensor[: len(tensor)] = tensor
         else:
-            parameter.tensor.copy_(source.take(tensor))
+            parameter.tensor.copy_(source.part_of(tensor))
     return layout
 
 

@@ -65,7 +65,7 @@ def fill(model: Model, exact: dict[str, Tensor]) -> Model:
         at = 0
         for source in parameter.sources:
             whole = exact[source.name]
-            part = source.take(whole if source.at is None else whole[source.at])
+            part = source.part_of(whole if source.at is None else whole[source.at])
             parameter.tensor[at : at + source.num_rows] = part
             at += source.num_rows
     model.finish()

@@ -407,7 +407,7 @@ def test_sources_transpose_split_and_shard() -> None:
     """The transforms of the table, on numbers that show where each element went."""
     stored = torch.arange(24.0).view(4, 6)
     fused = Source("x", (4, 6), rows=(1, 3))
-    assert torch.equal(fused.take(stored), stored[1:3]) and fused.num_rows == 2
+    assert torch.equal(fused.part_of(stored), stored[1:3]) and fused.num_rows == 2
     turned = Source("x", (4, 6), rows=(2, 6), columns=(1, 3), transpose=True)
-    assert torch.equal(turned.take(stored), stored.t()[2:6, 1:3]) and turned.num_rows == 4
+    assert torch.equal(turned.part_of(stored), stored.t()[2:6, 1:3]) and turned.num_rows == 4
     assert Source("x", (4, 6), transpose=True).num_rows == 6

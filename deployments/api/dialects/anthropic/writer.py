@@ -70,7 +70,7 @@ class MessagesWriter:
         message = {**self._message, "content": [], "usage": counts}
         self._push("message_start", message=message)
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
         kind, text = event
         if kind == "end":
             self._close()

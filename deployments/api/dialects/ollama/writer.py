@@ -40,7 +40,7 @@ class OllamaWriter:
     def open(self, usage: Usage) -> None:
         return
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
         self._first = self._first or time.monotonic_ns()
         kind, text = event
         if kind == "call":

@@ -65,7 +65,7 @@ class ResponsesWriter:
         self._response["status"] = "in_progress"
         self._push("response.in_progress", response={**self._response, "output": []})
 
-    def take(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
         if self._response["status"] == "queued":
             self._progress()
         kind, text = event

@@ -253,7 +253,7 @@ class Table:
                 return tokens
             assert token < self.num_tokens - 7, f"token {token} is none, behind {tokens}"
             tokens.append(token)
-            if constraint.take(token):
+            if constraint.accept_token(token):
                 return tokens
         raise AssertionError(f"no end: {self._shown(tokens)}")
 
