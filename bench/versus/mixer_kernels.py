@@ -330,13 +330,13 @@ def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int)
 
     run = Autotuner.run
 
-    def some(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_share(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(tuner, "whole"):
             tuner.whole = tuner.configs
             tuner.configs = tuner.whole[index::count] or tuner.whole[:1]
         return run(tuner, *args, **kwargs)
 
-    Autotuner.run = some  # type: ignore[method-assign]
+    Autotuner.run = run_share  # type: ignore[method-assign]
     for make in chosen.values():
         case = make()
         with torch.inference_mode():

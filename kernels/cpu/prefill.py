@@ -149,7 +149,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                 )
                 w.store(joined, w.at(mixed, w.add(line, half * size)), both)
 
-        def some(at: Value) -> list[Value]:
+        def gather_keys(at: Value) -> list[Value]:
             places = []
             for i in range(size):
                 key = least(w.add(begin, w.add(at, i)), w.sub(length, 1))
@@ -181,7 +181,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             w.loop(0, dim, [], pairs if shape.pairs else part, step=per_word * size)
             return []
 
-        w.loop(0, tile, [], some, step=size)
+        w.loop(0, tile, [], gather_keys, step=size)
 
     def round_store(numbers: Value, line: Value, index: Value | int) -> None:
         """Store a vector from the line's index-th number on, rounded to bfloat16 where pairs are
@@ -310,7 +310,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             amx.store(w, v, w.at(weights, v * side), 4 * tile)
         result = w.at(sums, w.mul(row, dim))
 
-        def some(r: Value) -> list[Value]:
+        def soften_rows(r: Value) -> list[Value]:
             for each_row in range(4):
                 here = w.add(r, each_row)
                 scale_ = soften(here, begin, row, token, count, head, masked)
@@ -320,7 +320,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                     w.store(w.binary("fmul", w.load(place), scale_), place)
             return []
 
-        w.loop(0, side, [], some, step=4)
+        w.loop(0, side, [], soften_rows, step=4)
         for first in range(0, dim // side, 4):
             vectors = range(first, min(first + 4, dim // side))
             for v in vectors:

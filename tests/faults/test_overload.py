@@ -80,12 +80,12 @@ async def test_thousands_of_disconnects_leave_nothing():
             await Client(app).post("/v1/completions", body, hang_up=hang_up)
             timer.cancel()
 
-        async def some(count: int) -> None:
+        async def leave_often(count: int) -> None:
             for _ in range(count):
                 await leave()
 
         async def crowd(count: int) -> None:
-            await asyncio.gather(*(some(count // 50) for _ in range(50)))
+            await asyncio.gather(*(leave_often(count // 50) for _ in range(50)))
             await until(lambda: two.load() == {"r0": 0, "r1": 0})
             await until(lambda: not any(e.core.has_work() for e in two.engines.values()))
             gc.collect()

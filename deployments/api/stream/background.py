@@ -99,7 +99,7 @@ class BackgroundRun:
         self._more = asyncio.Event()
         return not self.ended
 
-    async def some(self, seconds: float | None) -> bool:
+    async def wait_for_event(self, seconds: float | None) -> bool:
         """Whether another event comes, or the end, within so long."""
         more = self._more
         try:
@@ -166,5 +166,5 @@ async def stream_run(
             if ended:
                 return
             idle = len(run.events) <= after + 1 and not run.ended
-            if idle and not await run.some(keepalive or None):
+            if idle and not await run.wait_for_event(keepalive or None):
                 await exchange.write(COMMENT)

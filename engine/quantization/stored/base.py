@@ -387,7 +387,7 @@ class _StoredEmbedding(EmbeddingTable):
             return None
         piece = self._piece
         if piece.state is not None and self._head != (0, self._spec.out_features):
-            piece = replace(piece, state=piece.state.some(*self._head))
+            piece = replace(piece, state=piece.state.view_outputs(*self._head))
         return self._method, StoredState([piece])
 
 

@@ -83,16 +83,16 @@ def _elements(name: str, width: int, multiplied: bool, size: int) -> tuple[IRWri
         target = w.at(out, w.add(w.mul(row, out_stride), first))
         factor = w.at(other, w.add(w.mul(row, other_stride), first))
 
-        def some(at: Value, count: int) -> list[Value]:
+        def activate(at: Value, count: int) -> list[Value]:
             value = FUNCTIONS[name](w, w.load_some(w.at(source, at), count))
             if multiplied:
                 value = w.binary("fmul", value, w.load_some(w.at(factor, at), count))
             w.store_some(value, w.at(target, at), count)
             return []
 
-        w.loop(0, whole, [], lambda at: some(at, size), step=size)
+        w.loop(0, whole, [], lambda at: activate(at, size), step=size)
         if whole < width:
-            some(str(whole), width - whole)
+            activate(str(whole), width - whole)
 
     w.claim("%args", "1", w.mul(w.argument(_ROWS), inner), piece)
     return w, "void @elements(ptr %args)"

@@ -125,7 +125,7 @@ def round_row(
             best = writer.larger(best, bits)
         return best
 
-    def some(first: Value, count: int) -> list[Value]:
+    def round_blocks(first: Value, count: int) -> list[Value]:
         few, floats = ", ".join(f"i32 {i}" for i in range(count)), f"<{count} x float>"
         indices = [first if at == 0 else writer.add(first, at) for at in range(count)]
         all_values = [read(index) for index in indices]
@@ -192,5 +192,5 @@ def round_row(
 
     blocks = writer.op(f"lshr i64 {width}, {BLOCK.bit_length() - 1}")
     whole = writer.op(f"and i64 {blocks}, {-_TOGETHER}")
-    writer.loop(0, whole, [], lambda index: some(index, _TOGETHER), step=_TOGETHER)
-    writer.loop(whole, blocks, [], lambda index: some(index, 1))
+    writer.loop(0, whole, [], lambda index: round_blocks(index, _TOGETHER), step=_TOGETHER)
+    writer.loop(whole, blocks, [], lambda index: round_blocks(index, 1))

@@ -109,7 +109,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def place(array: Value, token: Value, head: Value, row: int) -> Value:
         return w.at(array, w.mul(w.add(w.mul(token, shape.heads), head), row))
 
-    def some(head: Value, column: Value, token: Value, rows: int) -> None:
+    def multiply_tokens(head: Value, column: Value, token: Value, rows: int) -> None:
         """Multiply the queries of `rows` tokens, from `token` on, into `width` vectors of columns
         from `column` on.
         """
@@ -154,11 +154,11 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             whole = w.mul(w.op(f"udiv i64 {tokens}, {_ROWS}"), _ROWS)
 
             def rows(token: Value) -> list[Value]:
-                some(head, column, token, _ROWS)
+                multiply_tokens(head, column, token, _ROWS)
                 return []
 
             w.loop(0, whole, [], rows, step=_ROWS)
-            each(w, whole, tokens, lambda token: some(head, column, token, 1))
+            each(w, whole, tokens, lambda token: multiply_tokens(head, column, token, 1))
 
         between(w, block, 0, blocks, columns)
         between(w, block, blocks, blocks + 1, lambda _: rotated(head))

@@ -132,7 +132,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         Places after the last latent repeat the last latent.
         """
 
-        def some(at: Value) -> list[Value]:
+        def gather_keys(at: Value) -> list[Value]:
             places = []
             for i in range(size):
                 key = least(w.add(begin, w.add(at, i)), w.sub(length, 1))
@@ -158,7 +158,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             w.loop(0, shape.rope // unit, [], part(shape.rank, shared), step=size)
             return []
 
-        w.loop(0, tile, [], some, step=size)
+        w.loop(0, tile, [], gather_keys, step=size)
 
     def make(head: Value, first: int, count: int, put) -> None:  # type: ignore[no-untyped-def]
         """Expand latents to elements [first, first + count) of a head's keys and values.
@@ -166,7 +166,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         put(element - first, column, vectors for each of _MADE elements) stores the results.
         """
 
-        def some(element: Value) -> list[Value]:
+        def expand_elements(element: Value) -> list[Value]:
             row = w.add(w.add(w.mul(head, shape.each), first), element)
             source = w.at(up, w.mul(row, shape.rank), shape.up)
             rows = [w.at(source, r * shape.rank, shape.up) for r in range(_MADE)]
@@ -188,7 +188,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             w.loop(0, tile, [], columns, step=width * size)
             return []
 
-        w.loop(0, count, [], some, step=_MADE)
+        w.loop(0, count, [], expand_elements, step=_MADE)
 
     def put_key(element: Value, at: Value, found: list[list[Value]]) -> None:
         for r in range(0, _MADE, unit):
@@ -275,7 +275,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         results = [w.at(sums, w.mul(w.add(row, r), shape.value)) for r in range(_ROWS)]
 
         def mix(vectors: int) -> Callable[[Value], list[Value]]:
-            def some(at: Value) -> list[Value]:
+            def mix_columns(at: Value) -> list[Value]:
                 start = [
                     w.binary("fmul", w.load(w.at(result, w.add(at, v * size))), scales[r])
                     for r, result in enumerate(results)
@@ -287,7 +287,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                         w.store(sums[r * vectors + v], w.at(result, w.add(at, v * size)))
                 return []
 
-            return some
+            return mix_columns
 
         whole = shape.value // (width * size) * width * size
         w.loop(0, whole, [], mix(width), step=width * size)

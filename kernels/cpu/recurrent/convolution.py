@@ -169,7 +169,7 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
     def work(entry: Entry, item: Value) -> None:
         first = w.mul(item, block)
 
-        def some(count: int) -> None:
+        def convolve_channels(count: int) -> None:
             def found(token: Value, values: list[Value]) -> None:
                 target = w.at(out, w.add(w.mul(token, shape.channels), first))
                 other = w.at(behind, w.add(w.mul(token, stride), first))
@@ -182,9 +182,9 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
 
             conv.run(entry, first, count, found)
 
-        between(w, item, 0, whole, lambda _: some(block))
+        between(w, item, 0, whole, lambda _: convolve_channels(block))
         if rest:
-            between(w, item, whole, whole + 1, lambda _: some(rest))
+            between(w, item, whole, whole + 1, lambda _: convolve_channels(rest))
 
     entries.claim(whole + (rest > 0), work)
     return w, "void @convolve(ptr %args)"

@@ -218,13 +218,13 @@ class _Walk:
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
 
-        def some(row: Value, *carried: Value) -> list[Value]:
+        def keys_step(row: Value, *carried: Value) -> list[Value]:
             held = list(carried)
             for ahead in range(step):
                 held = body(w.add(row, ahead) if ahead else row, held)
             return held
 
-        return w.loop(0, keys, [(w.vector, value) for value in start], some, step=step)
+        return w.loop(0, keys, [(w.vector, value) for value in start], keys_step, step=step)
 
     def _number(self, line: Value, row: Value) -> Value:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
@@ -299,7 +299,7 @@ class _Walk:
         for n, value in enumerate(self.rows(zeros, change)):
             w.store(value, w.at(raw, w.add(column, n * w.lanes)))
 
-    def some(
+    def compute_tokens(
         self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
         counts: list[int], raw: Value, wide: int,
     ) -> None:  # fmt: skip
@@ -413,7 +413,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             w.when(alone, lambda: by_columns(_WIDE, lambda column, counts: walk.lone(
                 head, key_head, first, mine, column, counts, raw)))  # fmt: skip
             more = w.op(f"xor i1 {alone}, true")
-            w.when(more, lambda: by_columns(_COLUMNS, lambda column, counts: walk.some(
+            w.when(more, lambda: by_columns(_COLUMNS, lambda column, counts: walk.compute_tokens(
                 head, key_head, first, end, mine, column, counts, raw, wide)))  # fmt: skip
 
             def one(token: Value) -> None:

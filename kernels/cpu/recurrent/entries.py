@@ -142,11 +142,11 @@ def clear(w: IRWriter, place: Value, size: int) -> None:
     """Write zeros to `size` float32 numbers."""
     whole = size - size % w.lanes
 
-    def some(at: Value) -> list[Value]:
+    def clear_vector(at: Value) -> list[Value]:
         w.store("zeroinitializer", w.at(place, at))
         return []
 
-    w.loop(0, whole, [], some, step=w.lanes)
+    w.loop(0, whole, [], clear_vector, step=w.lanes)
     if size > whole:
         w.store_some("zeroinitializer", w.at(place, whole), size - whole)
 
