@@ -78,7 +78,7 @@ def route(
     has: NDArray[np.bool_] | None = None
     if request.adapter:
         load = fleet.adapter_seconds
-        own = fleet.popularity[request.adapter] + fleet.popularity.one(now)
+        own = fleet.popularity[request.adapter] + fleet.popularity.request_units(now)
         absent = _COPY * load * (1 + np.minimum(_VICTIM, fleet.victim / own))
         holding = fleet.holders.get(request.adapter)
         if holding:

@@ -315,7 +315,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     address = writer.at(cache, at, shape.dtype)
                     return what(writer.add(passed, index), address, *held)
 
-                def one(index: Value, *held: Value) -> list[Value]:
+                def visit_key(index: Value, *held: Value) -> list[Value]:
                     return told(index, each, *held)
 
                 def both(index: Value, *held: Value) -> list[Value]:
@@ -333,7 +333,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     start_values = list(zip(kinds, held, strict=True))
                     held = tuple(writer.loop(before, first, start_values, both, step=2))
                 return writer.loop(
-                    first, count, list(zip(kinds, held, strict=True)), one, step=step
+                    first, count, list(zip(kinds, held, strict=True)), visit_key, step=step
                 )
 
             whole = writer.sub(begin, writer.op(f"urem i64 {begin}, {shape.block_size}"))

@@ -83,11 +83,11 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     inner_bytes = shape.bytes[shape.inner]
 
     def over(count: Value | int, body: Callable[[Value], None], step: int = 1) -> None:
-        def one(index: Value) -> list[Value]:
+        def iteration(index: Value) -> list[Value]:
             body(index)
             return []
 
-        w.loop(0, count, [], one, step=step)
+        w.loop(0, count, [], iteration, step=step)
 
     def multiply(
         number: int, x: Value, width: int, outputs: int, count: Value,
@@ -147,19 +147,19 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         )
         eps = w.load(w.at("%args", first + 2, "i64"), "float")
 
-        def one(row: Value) -> None:
+        def normalise_row(row: Value) -> None:
             line, more = w.at(x, w.mul(row, hidden)), w.at(sums, w.mul(row, hidden))
             layer_norm_row(w, hidden, line, line, weight, bias, eps, added=more)
             if rounded:
                 target = w.at(taken, w.mul(row, shape.bytes[hidden]), "i8")
                 round_bf16(w, hidden, line, target, None)
 
-        over(count, one)
+        over(count, normalise_row)
 
     def activate(first: Value, count: Value, panel: Value) -> None:
         """Apply the activation to the buffer's rows and store them as the last matmul's input."""
 
-        def one(row: Value) -> None:
+        def activate_row(row: Value) -> None:
             place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")
             for half in (0, size):
                 value = w.load(w.at(buffer, w.add(w.mul(row, 2 * size), half)))
@@ -170,7 +170,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
                 else:
                     w.store(value, w.at(place, at))
 
-        over(count, one)
+        over(count, activate_row)
 
     def block(index: Value) -> None:
         first = w.mul(index, length)

@@ -213,7 +213,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         vectors = min(width, columns_ // size)
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
 
-        def one(k: Value, *held: Value) -> list[Value]:
+        def accumulate(k: Value, *held: Value) -> list[Value]:
             line = w.at(matrix, w.add(w.mul(k, columns_), at))
             parts = [w.load(w.at(line, v * size)) for v in range(vectors)]
             result = []
@@ -224,7 +224,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                     result.append(multiply(factor, part, held[r * vectors + v]))
             return result
 
-        return w.loop(0, inner, [(kind, value) for value in start], one)
+        return w.loop(0, inner, [(kind, value) for value in start], accumulate)
 
     def soften(
         r: Value | int,

@@ -208,7 +208,7 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
     tasks: list[asyncio.Task[None]] = []
 
     async def request(number: int) -> None:
-        run.requests.append(await load.one(number, began))
+        run.requests.append(await load.send_request(number, began))
 
     async def arrivals() -> None:
         order = random.Random(0)

@@ -140,7 +140,7 @@ class Load:
         self._wanted = [await self.broken.ask(body) for body in self._bodies]
         assert not any(said.error for said in self._wanted), self._wanted
 
-    async def one(self, number: int, began: float) -> Record:
+    async def send_request(self, number: int, began: float) -> Record:
         which = number % len(self._bodies)
         record = Record(which, time.monotonic() - began)
         said = await self.broken.ask(self._bodies[which])
@@ -166,7 +166,7 @@ class Load:
 
         async def client() -> None:
             while time.monotonic() - began < seconds:
-                ends.append((await self.one(next(numbers), began)).end_s)
+                ends.append((await self.send_request(next(numbers), began)).end_s)
 
         await asyncio.gather(*(client() for _ in range(at_once)))
         return (len(ends) - 1) / max(ends)
@@ -191,7 +191,7 @@ async def kill_under_load(
     began = time.monotonic()
 
     async def request(number: int) -> None:
-        run.requests.append(await load.one(number, began))
+        run.requests.append(await load.send_request(number, began))
 
     async def arrivals(group: asyncio.TaskGroup) -> None:
         at, number = 0.0, 0

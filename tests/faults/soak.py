@@ -54,7 +54,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
     rate = max(SHARE * carried, options.requests * 1.08 / seconds)
     print(f"capacity {carried:.2f} requests/s; {rate:.2f} are sent", file=sys.stderr)
     # What a stream that moves has to compute again, alone on its replica.
-    alone = [await load.one(number, 0.0) for number in range(4)]
+    alone = [await load.send_request(number, 0.0) for number in range(4)]
     prefill = statistics.median(item.first_s - item.at_s for item in alone)
     before = await broken.states()
     run = await kill_under_load(

@@ -21,7 +21,7 @@ class Popularity:
 
     def count(self, name: str, now: float) -> None:
         """Count a request for this name."""
-        self._gain = self.one(now) * FADE
+        self._gain = self.request_units(now) * FADE
         self._last = now
         self._counts[name] = self._counts.get(name, 0.0) + self._gain
         if self._gain > _MOST:
@@ -33,7 +33,7 @@ class Popularity:
         """Return the name's count, comparable with other counts read at the same time."""
         return self._counts.get(name, 0.0)
 
-    def one(self, now: float) -> float:
+    def request_units(self, now: float) -> float:
         """Return the units that about one request counts now."""
         # After 500 half-lives earlier counts are negligible, and a float ends at 2 ** 1024.
         lives = min(max(0.0, now - self._last) / HALF_LIFE, 500.0) if self._counts else 0.0

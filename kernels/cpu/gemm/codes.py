@@ -136,7 +136,7 @@ def round_row(
                 f"shufflevector {kind} {vector}, {kind} poison, <{count} x i32> <{few}>"
             )
 
-        def one(vector: Value, at: int) -> Value:
+        def extract(vector: Value, at: int) -> Value:
             return writer.op(f"extractelement {floats} {vector}, i64 {at}")
 
         best = [larger_bits(values) for values in all_values]
@@ -150,7 +150,7 @@ def round_row(
         for at, (values, (codes, at_scale, totals)) in enumerate(
             zip(all_values, places, strict=True)
         ):
-            inverse = writer.spread(one(inverses, at))
+            inverse = writer.spread(extract(inverses, at))
             whole = []
             for part, value in enumerate(values):
                 # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
@@ -159,7 +159,7 @@ def round_row(
                 bits = reinterpret(writer, shifted, kind, integers)
                 narrow = writer.op(f"trunc {integers} {bits} to <{size} x i8>")
                 writer.store(narrow, writer.at(codes, part * size, "i8"), f"<{size} x i8>")
-            writer.store(one(scales, at), at_scale, "float")
+            writer.store(extract(scales, at), at_scale, "float")
             if not totals:
                 continue
             length = len(whole) // form.units

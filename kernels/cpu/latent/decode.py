@@ -116,7 +116,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
         matrix = w.at(up, w.add(w.mul(head, shape.each * shape.rank), column), shape.up)
 
-        def one(d: Value, *held: Value) -> list[Value]:
+        def accumulate(d: Value, *held: Value) -> list[Value]:
             line = w.at(matrix, w.mul(d, shape.rank), shape.up)
             parts = [
                 w.load_as_float(w.at(line, v * size, shape.up), shape.up) for v in range(width)
@@ -128,7 +128,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             return sums
 
         zeros = [(w.vector, "zeroinitializer")] * (rows * width)
-        sums = w.loop(0, shape.nope, zeros, one)
+        sums = w.loop(0, shape.nope, zeros, accumulate)
         for row in range(rows):
             target = w.at(place(out, w.add(token, row), head, shape.kept), column)
             for v in range(width):
@@ -136,14 +136,14 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 w.store(value, w.at(target, v * size))
 
     def rotated(head: Value) -> None:
-        def one(token: Value) -> None:
+        def copy_rotated(token: Value) -> None:
             source = w.at(place(q, token, head, shape.head), shape.nope)
             target = w.at(place(out, token, head, shape.kept), shape.rank)
             for at in range(0, shape.rope, size):
                 value = w.binary("fmul", w.load(w.at(source, at)), scale)
                 w.store(value, w.at(target, at))
 
-        each(w, 0, tokens, one)
+        each(w, 0, tokens, copy_rotated)
 
     def work(item: Value) -> None:
         head = w.op(f"udiv i64 {item}, {blocks + 1}")
@@ -262,7 +262,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 base = w.at(row_of(table, start), column, dtype)
                 left = [("i64", w.sub(length, start)), ("i64", str(shape.block_size))]
 
-                def one(index: Value, *held: Value) -> list[Value]:
+                def mix_latent(index: Value, *held: Value) -> list[Value]:
                     row = w.at(base, w.mul(index, shape.kept), dtype)
                     parts = [
                         w.load_as_float(w.at(row, v * size, dtype), dtype) for v in range(width)
@@ -277,7 +277,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                     return mixed
 
                 carried = [(kind, value) for value in held]
-                return w.loop(0, w.call("i64", "llvm.smin.i64", left), carried, one)
+                return w.loop(0, w.call("i64", "llvm.smin.i64", left), carried, mix_latent)
 
             zeros = [(kind, "zeroinitializer")] * (group * width)
             sums = w.loop(0, length, zeros, in_block, step=shape.block_size)

@@ -98,7 +98,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         """
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
 
-        def one(k: Value, *held: Value) -> list[Value]:
+        def accumulate(k: Value, *held: Value) -> list[Value]:
             line = w.at(matrix, w.add(w.mul(k, columns), at))
             parts = [w.load(w.at(line, v * size)) for v in range(vectors)]
             sums = []
@@ -109,7 +109,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 ]
             return sums
 
-        return w.loop(0, inner, [(kind, value) for value in start], one)
+        return w.loop(0, inner, [(kind, value) for value in start], accumulate)
 
     def load_units(place: Value) -> Value:
         """Load a vector of a latent's units (float32 numbers or bfloat16 pairs)."""

@@ -416,10 +416,10 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             w.when(more, lambda: by_columns(_COLUMNS, lambda column, counts: walk.compute_tokens(
                 head, key_head, first, end, mine, column, counts, raw, wide)))  # fmt: skip
 
-            def one(token: Value) -> None:
+            def finish_token(token: Value) -> None:
                 finish(token, w.at(raw, w.mul(w.sub(token, first), wide)))
 
-            each(w, first, end, one)
+            each(w, first, end, finish_token)
 
         by_tokens(w, entry.count, tokens)
 

@@ -120,11 +120,11 @@ def parts(size: int, lanes: int) -> list[tuple[int, int]]:
 def each(w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]) -> None:
     """Write `for i in range(begin, end): body(i)`."""
 
-    def one(index: Value) -> list[Value]:
+    def iteration(index: Value) -> list[Value]:
         body(index)
         return []
 
-    w.loop(begin, end, [], one)
+    w.loop(begin, end, [], iteration)
 
 
 def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -> None:

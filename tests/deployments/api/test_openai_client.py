@@ -395,7 +395,7 @@ def test_async(url: str) -> None:
     async def work() -> list[str]:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
 
-            async def one(word: str) -> str:
+            async def stream_and_compare(word: str) -> str:
                 text = ""
                 fields: Any = {"messages": [{"role": "user", "content": word}], "temperature": 0}
                 async for chunk in await client.chat.completions.create(
@@ -406,7 +406,7 @@ def test_async(url: str) -> None:
                 assert whole.choices[0].message.content == text
                 return text
 
-            return await asyncio.gather(*(one(f"word {i % 4}") for i in range(16)))
+            return await asyncio.gather(*(stream_and_compare(f"word {i % 4}") for i in range(16)))
 
     assert len(set(asyncio.run(work()))) == 4
 

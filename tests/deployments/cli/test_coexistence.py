@@ -103,7 +103,7 @@ def test_deployments_take_turns(kept: dict[str, bytes]) -> None:
     """Two `manta serve` in one script: each read the list of applications, then wrote its own."""
     inside, most = 0, []
 
-    def one() -> None:
+    def deploy_once() -> None:
         nonlocal inside
         with coexistence.deploying():
             inside += 1
@@ -111,7 +111,7 @@ def test_deployments_take_turns(kept: dict[str, bytes]) -> None:
             threading.Event().wait(0.005)
             inside -= 1
 
-    threads = [threading.Thread(target=one) for _ in range(4)]
+    threads = [threading.Thread(target=deploy_once) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -127,7 +127,7 @@ class Live:
         limits = {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
         return await ask(self.port, {**body, **limits})
 
-    async def one(self, phase: str, number: int) -> Request:
+    async def send_request(self, phase: str, number: int) -> Request:
         request = Request(phase, self.now())
         self.requests.append(request)
         said = await self.ask(number)
@@ -203,7 +203,7 @@ class Live:
 
         async def arrivals() -> None:
             while True:
-                tasks.append(asyncio.create_task(self.one(phase, next(numbers))))
+                tasks.append(asyncio.create_task(self.send_request(phase, next(numbers))))
                 await asyncio.sleep(order.expovariate(rate))
 
         source = asyncio.create_task(arrivals())
@@ -237,7 +237,7 @@ async def scenario(live: Live, fake: bool) -> None:
             await live.until(lambda s: (s.gpu, s.gpu_nodes) == (1, 1), 2 * quick, "1 GPU")
         await live.until(lambda s: not (s.gpu or s.cpu), 2 * quick, "no replica")
         await live.until(lambda s: not (s.gpu_nodes or s.cpu_nodes), quick, "no node")
-        woken = await live.one("wake", 0)
+        woken = await live.send_request("wake", 0)
         assert not woken.error, woken
     finally:
         watcher.cancel()

@@ -175,7 +175,7 @@ async def asynchronous(url: str, model: str) -> None:
     """Streams at once, one of them left early; each has its own text."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
 
-        async def one(number: int) -> str:
+        async def count_aloud(number: int) -> str:
             message = {"role": "user", "content": f"Count from {number % 3}."}
             fields: Any = {"model": model, "messages": [message], "temperature": 0}
             text = ""
@@ -188,7 +188,7 @@ async def asynchronous(url: str, model: str) -> None:
                         break
             return text
 
-        texts = await asyncio.gather(*(one(number) for number in range(7)))
+        texts = await asyncio.gather(*(count_aloud(number) for number in range(7)))
         assert texts[:3] == texts[3:6] and texts[0].startswith(texts[6])
 
 

@@ -228,7 +228,7 @@ def test_many_changes_under_load(tmp_path):
 
             checks: list[tuple[str, str, float, float]] = []
 
-            async def one(other: Dispatcher) -> None:
+            async def random_request(other: Dispatcher) -> None:
                 name = names[min(int(dice.paretovariate(0.7)) - 1, 10**6) % len(names)]
                 begin = loop.time()
                 try:
@@ -273,7 +273,7 @@ def test_many_changes_under_load(tmp_path):
 
                 async def in_turn() -> None:
                     async with places:
-                        await one(other)
+                        await random_request(other)
 
                 await asyncio.gather(*(in_turn() for _ in range(500)))
                 await work

@@ -546,7 +546,7 @@ def test_random_requests_aborts_and_losses_leave_nothing_behind():
         limits = DispatchLimits(wait_seconds=5, losses=50, channel=FAST)
         async with Fleet(3, limits=limits) as fleet:
 
-            async def one() -> None:
+            async def random_request() -> None:
                 inflight = fleet.generate(
                     n=dice.choice([1, 1, 3]), max_tokens=dice.randrange(1, 60)
                 )
@@ -563,7 +563,7 @@ def test_random_requests_aborts_and_losses_leave_nothing_behind():
 
             tasks = []
             for number in range(400):
-                tasks.append(asyncio.create_task(one()))
+                tasks.append(asyncio.create_task(random_request()))
                 if number % 100 == 50:
                     end = dice.choice(list(fleet.replica_servers.values()))
                     for connection in list(end._routers.values()):

@@ -220,7 +220,7 @@ def test_a_thousand_random_requests_leave_nothing() -> None:
         rng = random.Random(0)
         lost: list[str] = []
 
-        async def one() -> None:
+        async def random_request() -> None:
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))]
             params = SamplingParams(max_tokens=rng.randrange(1, 60), n=rng.choice([1, 1, 2]))
             kind = rng.randrange(5)
@@ -256,7 +256,7 @@ def test_a_thousand_random_requests_leave_nothing() -> None:
         tasks = len(asyncio.all_tasks())  # main and, before Python 3.12, this
         before = (len(os.listdir("/proc/self/fd")), threading.active_count())
         for _ in range(20):
-            await asyncio.gather(*(one() for _ in range(50)))
+            await asyncio.gather(*(random_request() for _ in range(50)))
         assert not lost
         stats = await engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)

@@ -325,7 +325,7 @@ def test_waiting_has_a_limit(slow: LLM) -> None:
 def test_many_threads_share_one_engine(llm: LLM) -> None:
     """Threads' requests mix on the socket, or two readers of one handle get a token twice."""
 
-    def one(i: int) -> bool:
+    def read_by_two(i: int) -> bool:
         prompt = [5] * (i % 50 + 1)
         handle = llm.start_request(prompt, SamplingParams(max_tokens=30))
         parts: list[int] = []
@@ -345,7 +345,7 @@ def test_many_threads_share_one_engine(llm: LLM) -> None:
         return sorted(parts) == sorted(want(len(prompt), 30))
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(one, range(100)))
+        assert all(pool.map(read_by_two, range(100)))
 
 
 def test_death_ends_every_wait() -> None:

@@ -70,7 +70,7 @@ async def overload(
     asked: dict[str, list[Asked]] = {}
     windows: dict[str, tuple[float, float, int]] = {}  # from, to, steps
 
-    async def one(phase: str) -> None:
+    async def send_request(phase: str) -> None:
         key = order.random() >= SENT[0]
         priority = order.choice(PRIORITIES)
         body = {**BODY, "max_tokens": output, "priority": priority}
@@ -110,7 +110,7 @@ async def overload(
                 end[phase] = due + lasts
                 group.create_task(window(phase, lasts))
                 while due < end[phase]:
-                    group.create_task(one(phase))
+                    group.create_task(send_request(phase))
                     due += order.expovariate(times * capacity)
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
                 if phase == "10 times":

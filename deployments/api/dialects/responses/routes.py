@@ -115,7 +115,7 @@ async def count(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(200, msgspec.json.encode(answer))
 
 
-async def one(context: ApiContext, exchange: HttpExchange) -> None:
+async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
     """GET and DELETE of one response; POST of its cancel; GET of its input_items."""
     id, _, rest = exchange.path[len(PATH) + 1 :].partition("/")
     query, owner = exchange.parameters(), exchange.caller.id
@@ -212,7 +212,7 @@ ROUTES = (
     ),
     Route(
         f"{PATH}/{{id}}",
-        one,
+        response_by_id,
         get=Operation(
             "An answer that was kept, or is made in the background",
             (400, *NAMES),
@@ -224,12 +224,12 @@ ROUTES = (
     ),
     Route(
         f"{PATH}/{{id}}/cancel",
-        one,
+        response_by_id,
         post=Operation("End one in the background", (400, *NAMES), answer=_ANSWER),
     ),
     Route(
         f"{PATH}/{{id}}/input_items",
-        one,
+        response_by_id,
         get=Operation(
             "What it answered",
             (400, *NAMES),

@@ -140,7 +140,7 @@ def test_many_random_hang_ups(app: Api, backend: FakeBackend) -> None:
     """A leak that shows only in some interleaving of token, end and hang-up."""
     order = random.Random(7)
 
-    async def one() -> None:
+    async def hang_up_once() -> None:
         hang_up = asyncio.Event()
         body = {**COMPLETION, "prompt": ["a"] * order.randint(1, 2), "stream": order.random() < 0.5}
         task = asyncio.create_task(Client(app).post("/v1/completions", body, hang_up=hang_up))
@@ -151,7 +151,7 @@ def test_many_random_hang_ups(app: Api, backend: FakeBackend) -> None:
     async def work() -> None:
         backend.pause = 0.001
         for _ in range(10):
-            await asyncio.gather(*(one() for _ in range(30)))
+            await asyncio.gather(*(hang_up_once() for _ in range(30)))
         await nothing_left(app, backend)
 
     asyncio.run(work())
