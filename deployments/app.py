@@ -322,7 +322,7 @@ def serve_config(
         machine = replace(machine, grows=False)
     if config.models:
         applications = [_routers_application(config)]
-        parts = config.each()
+        parts = config.by_model()
         shares = model_deployments.shares(list(parts.values()), machine)
         applications += map(model_application, parts.values(), shares)
     else:

@@ -84,7 +84,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
     machine = NodeCapacity(
         most["CPU"], most["GPU"], len(nodes) == 1 and most["CPU"] > 0, grows=False
     )
-    parts = config.each()
+    parts = config.by_model()
     together: list[_Demand] = []
     for (name, part), share in zip(
         parts.items(), shares(list(parts.values()), machine), strict=True

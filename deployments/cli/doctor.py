@@ -127,7 +127,7 @@ def model_checks(
     if config is None:
         return
     if config.models:
-        for name, part in config.each().items():
+        for name, part in config.by_model().items():
             for check in model_checks(part, None, device):
                 yield replace(check, name=f"model {name}")
         return

@@ -40,7 +40,7 @@ def run(
     config, file = read_planned(spec, complete=False)
     priced = Prices.load(prices)
     device = device_of(gpu, memory)
-    for part in config.each().values():
+    for part in config.by_model().values():
         _print(part, file, device, gpu, gpus, priced)
     return 0
 

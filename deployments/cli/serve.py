@@ -97,7 +97,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         check_pools(config, this_machine())
         # Done here, where progress is shown; the replicas find the model in the cache.
         with model_progress() as progress:
-            for part in config.each().values():
+            for part in config.by_model().values():
                 dummy = part.engine.get("load_format") == "dummy"
                 for blocks in part.kept_blocks(gpus_here()):
                     model_folder = resolve_model(
@@ -264,7 +264,7 @@ def _about(config: MantaConfig) -> list[str]:
     import ray
 
     url = _url(config)
-    names = list(config.each())
+    names = list(config.by_model())
     body = {
         "model": names[0],
         "messages": [{"role": "user", "content": "Say hello."}],

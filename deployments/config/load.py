@@ -192,7 +192,7 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
     complete: see `load_config`.
     """
-    for name, part in config.each().items():
+    for name, part in config.by_model().items():
         with _under(f"models.{name}." if config.models else ""):
             check_model_files(part, complete)
     for name in ("api_keys_file", "admin_keys_file"):

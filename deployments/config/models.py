@@ -434,7 +434,7 @@ class MantaConfig(Section):
             },
         )
 
-    def each(self) -> dict[str, "MantaConfig"]:
+    def by_model(self) -> dict[str, "MantaConfig"]:
         """Return each model's configuration as if it were served alone, by the model's name."""
         if self.models:
             return {name: self.of(name) for name in self.models}

@@ -44,12 +44,12 @@ def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
 def _as_floats(stack: PackedExperts) -> ExpertWeights:
     """Return the stack's weights as e4m3 numbers, in the same memory."""
 
-    def each(weight: PackedWeight) -> Tensor:
+    def codes_of(weight: PackedWeight) -> Tensor:
         return weight.codes.view(E4M3).unflatten(0, (stack.count, -1))
 
     return ExpertWeights(
-        each(stack.gate_up),
-        each(stack.down),
+        codes_of(stack.gate_up),
+        codes_of(stack.down),
         stack.gate_up_bias,
         stack.down_bias,
         stack.act,

@@ -63,7 +63,7 @@ def rayservice(
     config = _labelled(config)
     groups = {
         _group_name(config, model, kind): (kind, pool, part.divisions(pool)[-1])
-        for model, part in config.each().items()
+        for model, part in config.by_model().items()
         for kind, pool in pools(part, NodeCapacity.here()).items()
     }
     memory = _memory(groups, memory or {})
@@ -121,7 +121,7 @@ def _labelled(config: MantaConfig) -> MantaConfig:
     Each pool then gets pods of its own. Raises ConfigError if the size of a pod is unknown, or if a
     GPU pool sleeps.
     """
-    for model, part in config.each().items():
+    for model, part in config.by_model().items():
         before = f"models.{model}." if config.models else ""
         if config.models and not part.pools:
             raise ConfigError(

@@ -120,11 +120,11 @@ class IRWriter:
         self.label(work)
         end = self.call("i64", "llvm.smin.i64", [("i64", self.add(begin, chunk)), ("i64", total)])
 
-        def each(item: Value) -> list[Value]:
+        def iteration(item: Value) -> list[Value]:
             body(item)
             return []
 
-        self.loop(begin, end, [], each)
+        self.loop(begin, end, [], iteration)
         self.do(f"br label %{take}")
         self.label(done)
 
@@ -157,11 +157,11 @@ class IRWriter:
         self.do(f"br i1 {won}, label %{work}, label %{take}")
         self.label(work)
 
-        def each(item: Value) -> list[Value]:
+        def iteration(item: Value) -> list[Value]:
             body(item)
             return []
 
-        self.loop(begin, end, [], each)
+        self.loop(begin, end, [], iteration)
         self.do(f"br label %{take}")
         self.label(done)
 

@@ -130,7 +130,7 @@ def round_row(
         indices = [first if at == 0 else writer.add(first, at) for at in range(count)]
         all_values = [read(index) for index in indices]
 
-        def each(vector: Value, kind: str) -> Value:
+        def first_lanes(vector: Value, kind: str) -> Value:
             """Return the first lane of each block."""
             return writer.op(
                 f"shufflevector {kind} {vector}, {kind} poison, <{count} x i32> <{few}>"
@@ -140,7 +140,7 @@ def round_row(
             return writer.op(f"extractelement {floats} {vector}, i64 {at}")
 
         best = [larger_bits(values) for values in all_values]
-        tops = each(_across(writer, best, integers, writer.larger), integers)
+        tops = first_lanes(_across(writer, best, integers, writer.larger), integers)
         tops = writer.op(f"bitcast <{count} x i32> {tops} to {floats}")
         largest = f"splat (float {constant(127.0)})"
         inverses = writer.op(f"fdiv {floats} {largest}, {tops}")
@@ -172,7 +172,7 @@ def round_row(
             if not words:
                 continue
             # Integers below 2^24: their float sums are exact in any order.
-            sums = each(
+            sums = first_lanes(
                 _across(writer, words, kind, lambda a, b: writer.binary("fadd", a, b)), kind
             )
             result, of = floats, "float"

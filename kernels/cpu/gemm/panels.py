@@ -234,11 +234,11 @@ def products(
     def of_block(x: Value, first: Value, count: Value) -> None:
         body = of_rows(x, writer.at(out, writer.mul(first, stride)), count)
 
-        def each(panel: Value) -> list[Value]:
+        def iteration(panel: Value) -> list[Value]:
             body(panel)
             return []
 
-        writer.loop(0, panels, [], each)
+        writer.loop(0, panels, [], iteration)
 
     writer.when(rows.in_blocks, lambda: rows.blocks(of_block))
     writer.when(writer.op(f"xor i1 {rows.in_blocks}, true"), share)
@@ -264,13 +264,13 @@ def _all_rows(
     base = writer.op(f"udiv i64 {num_rows}, {count}")
     more = writer.op(f"urem i64 {num_rows}, {count}")
 
-    def each(tile: Value, first: Value) -> list[Value]:
+    def next_tile(tile: Value, first: Value) -> list[Value]:
         extra = writer.op(f"icmp slt i64 {tile}, {more}")
         rows = writer.add(base, writer.op(f"zext i1 {extra} to i64"))
         body(first, rows)
         return [writer.add(first, rows)]
 
-    writer.loop(0, count, [("i64", "0")], each)
+    writer.loop(0, count, [("i64", "0")], next_tile)
 
 
 def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) -> Value:
@@ -333,12 +333,12 @@ class RoundedRows:
         own = writer.at(scratch, writer.mul(slot, writer.mul(self._count, self.bytes)), "i8")
         x = writer.op(f"select i1 {ready}, ptr {scratch}, ptr {own}")
 
-        def each(row: Value) -> list[Value]:
+        def round_row(row: Value) -> list[Value]:
             self._round(row, own, row)
             return []
 
         def alone() -> None:
-            writer.loop(0, self._count, [], each)
+            writer.loop(0, self._count, [], round_row)
 
         writer.when(writer.op(f"xor i1 {ready}, true"), alone)
         return x
@@ -362,11 +362,11 @@ class RoundedRows:
             left = [("i64", writer.sub(self._count, first)), ("i64", length)]
             count = writer.call("i64", "llvm.smin.i64", left)
 
-            def each(row: Value) -> list[Value]:
+            def round_row(row: Value) -> list[Value]:
                 self._round(writer.add(first, row), own, row)
                 return []
 
-            writer.loop(0, count, [], each)
+            writer.loop(0, count, [], round_row)
             body(own, first, count)
 
         total = writer.op(f"udiv i64 {writer.add(self._count, writer.sub(length, 1))}, {length}")

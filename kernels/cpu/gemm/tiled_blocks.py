@@ -475,11 +475,11 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
             writer.loop(0, rows.tiles(count), [], round_tile)
             body = of_rows(x, first, count)
 
-            def each(panel: Value) -> list[Value]:
+            def iteration(panel: Value) -> list[Value]:
                 body(panel)
                 return []
 
-            writer.loop(0, panels, [], each)
+            writer.loop(0, panels, [], iteration)
 
         total = writer.op(f"udiv i64 {writer.add(rows.count, writer.sub(length, 1))}, {length}")
         writer.claim("%args", "1", total, block)

@@ -22,7 +22,7 @@ from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.gemm.panels import norm_scale
 from kernels.cpu.latent.shape import NAMES, LatentShape, fits
-from kernels.cpu.recurrent.entries import between, each
+from kernels.cpu.recurrent.entries import between, write_loop
 from kernels.metadata import AttentionMeta
 
 # Indices of the kernels' arguments in args. The first two words are the threads' work counters.
@@ -73,7 +73,7 @@ def _write(
             for at, part in enumerate(rotated(w.at(source, nope), rows)):
                 w.store(part, w.at(target, nope + at * size))
 
-        each(w, 0, heads, query)
+        write_loop(w, 0, heads, query)
         slot = w.load(w.at(slots, index, "i64"), "i64")
 
         def keep() -> None:
@@ -114,7 +114,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         from `column` on.
         """
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
-        matrix = w.at(up, w.add(w.mul(head, shape.each * shape.rank), column), shape.up)
+        matrix = w.at(up, w.add(w.mul(head, shape.expanded * shape.rank), column), shape.up)
 
         def accumulate(d: Value, *held: Value) -> list[Value]:
             line = w.at(matrix, w.mul(d, shape.rank), shape.up)
@@ -143,7 +143,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 value = w.binary("fmul", w.load(w.at(source, at)), scale)
                 w.store(value, w.at(target, at))
 
-        each(w, 0, tokens, copy_rotated)
+        write_loop(w, 0, tokens, copy_rotated)
 
     def work(item: Value) -> None:
         head = w.op(f"udiv i64 {item}, {blocks + 1}")
@@ -158,7 +158,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 return []
 
             w.loop(0, whole, [], rows, step=_ROWS)
-            each(w, whole, tokens, lambda token: multiply_tokens(head, column, token, 1))
+            write_loop(w, whole, tokens, lambda token: multiply_tokens(head, column, token, 1))
 
         between(w, block, 0, blocks, columns)
         between(w, block, blocks, blocks + 1, lambda _: rotated(head))
@@ -303,7 +303,7 @@ def _values(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     def work(item: Value) -> None:
         head = w.op(f"udiv i64 {item}, {blocks}")
         first = w.mul(w.op(f"urem i64 {item}, {blocks}"), size)
-        row = w.add(w.add(w.mul(head, shape.each), shape.nope), first)
+        row = w.add(w.add(w.mul(head, shape.expanded), shape.nope), first)
         matrix = w.at(up, w.mul(row, shape.rank), shape.up)
 
         def token(index: Value) -> None:
@@ -321,7 +321,7 @@ def _values(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             value = w.sums(w.loop(0, shape.rank, zeros, part, step=size))
             w.store(value, w.at(out, w.add(w.mul(at, shape.value), first)))
 
-        each(w, 0, tokens, token)
+        write_loop(w, 0, tokens, token)
 
     w.claim("%args", "1", str(shape.heads * blocks), work)
     return w, "void @values(ptr %args)"

@@ -22,7 +22,7 @@ from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, 
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.latent.shape import LatentShape
-from kernels.cpu.recurrent.entries import each
+from kernels.cpu.recurrent.entries import write_loop
 
 _TILE = 64  # keys per tile
 _MADE = 4  # elements of a key or value that are computed at once
@@ -38,8 +38,8 @@ def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
     """Whether expanding a chunk's latents to keys and values takes fewer operations than absorbing
     them into queries.
     """
-    spared = tokens * keys * (2 * shape.rank - shape.each)
-    expansion = (keys - tokens) * shape.rank * shape.each
+    spared = tokens * keys * (2 * shape.rank - shape.expanded)
+    expansion = (keys - tokens) * shape.rank * shape.expanded
     return spared > (expansion // 2 if shape.dot else expansion)
 
 
@@ -167,7 +167,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         """
 
         def expand_elements(element: Value) -> list[Value]:
-            row = w.add(w.add(w.mul(head, shape.each), first), element)
+            row = w.add(w.add(w.mul(head, shape.expanded), first), element)
             source = w.at(up, w.mul(row, shape.rank), shape.up)
             rows = [w.at(source, r * shape.rank, shape.up) for r in range(_MADE)]
             if not dot:
@@ -313,7 +313,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             w.store(w.all(_LEAST), w.at(tops, w.mul(row, size)))
             w.store("zeroinitializer", w.at(totals, w.mul(row, size)))
 
-        each(w, 0, filled, prepare)
+        write_loop(w, 0, filled, prepare)
         position = w.add(before, first)  # position of the first query
 
         def over(begin: Value) -> list[Value]:
@@ -348,7 +348,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             for d in range(0, shape.value, size):
                 w.store(w.binary("fmul", w.load(w.at(source, d)), inverse), w.at(target, d))
 
-        each(w, 0, count, finish)
+        write_loop(w, 0, count, finish)
 
     blocks = w.op(f"udiv i64 {w.add(tokens, w.sub(queries, 1))}, {queries}")
     w.claim("%args", "1", w.mul(blocks, shape.heads), work)

@@ -34,7 +34,7 @@ class LatentShape:
         return self.rank + self.rope
 
     @property
-    def each(self) -> int:
+    def expanded(self) -> int:
         """The elements that a latent expands to for each head: the non-rotary part of a key, and a
         value.
         """

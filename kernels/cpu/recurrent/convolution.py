@@ -18,11 +18,11 @@ from kernels.cpu.recurrent.entries import (
     between,
     clear,
     clear_padding,
-    each,
     parts,
     put_entries,
     rows_of,
     threads_for,
+    write_loop,
 )
 from kernels.metadata import AttentionMeta
 
@@ -83,7 +83,7 @@ class Convolution:
             start = [w.load_some(w.at(place, at), count) for at, count in some]
 
         def begin() -> None:
-            each(
+            write_loop(
                 w,
                 0,
                 taps - 1,
@@ -131,7 +131,7 @@ class Convolution:
                 sums.append(total)
             found(w.add(entry.begin, index), sums)
 
-        each(w, 0, entry.count, token)
+        write_loop(w, 0, entry.count, token)
 
         def keep(tap: Value) -> None:
             # In ascending order, since each row of the tail is computed from later rows.
@@ -140,7 +140,7 @@ class Convolution:
             for at, count in some:
                 w.store_some(load(at, count), w.at(target, at), count)
 
-        each(w, 0, taps - 1, keep)
+        write_loop(w, 0, taps - 1, keep)
 
 
 @dataclass(frozen=True)

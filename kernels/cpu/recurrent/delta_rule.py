@@ -30,7 +30,6 @@ from kernels.cpu.recurrent.entries import (
     by_tokens,
     clear,
     clear_padding,
-    each,
     inverse_root,
     own_scratch,
     parts,
@@ -38,6 +37,7 @@ from kernels.cpu.recurrent.entries import (
     rows_of,
     square_sum,
     threads_for,
+    write_loop,
 )
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import EPS, DeltaInputs
@@ -153,7 +153,7 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
                 part = w.sigmoid(w.load_some(w.at(w.at(b, w.mul(row, b_stride)), at), count))
                 w.store_some(w.binary("fmul", part, most), mixed.beta(row, at), count)
 
-            each(w, 0, entry.count, token)
+            write_loop(w, 0, entry.count, token)
 
     def key(entry: Entry, head: Value) -> None:
         query = w.op(f"icmp slt i64 {head}, {shape.key_heads}")
@@ -357,7 +357,7 @@ class _Walk:
             for n, count in enumerate(counts):
                 w.store_some(w.load(w.at(state_row, n * w.lanes)), w.at(place, n * w.lanes), count)
 
-        each(w, 0, self._shape.key_size, store_row)
+        write_loop(w, 0, self._shape.key_size, store_row)
 
 
 def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
@@ -419,7 +419,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             def finish_token(token: Value) -> None:
                 finish(token, w.at(raw, w.mul(w.sub(token, first), wide)))
 
-            each(w, first, end, finish_token)
+            write_loop(w, first, end, finish_token)
 
         by_tokens(w, entry.count, tokens)
 

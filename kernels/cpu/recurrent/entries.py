@@ -117,7 +117,9 @@ def parts(size: int, lanes: int) -> list[tuple[int, int]]:
     return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
 
 
-def each(w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]) -> None:
+def write_loop(
+    w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]
+) -> None:
     """Write `for i in range(begin, end): body(i)`."""
 
     def iteration(index: Value) -> list[Value]:

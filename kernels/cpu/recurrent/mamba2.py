@@ -25,13 +25,13 @@ from kernels.cpu.recurrent.entries import (
     by_tokens,
     clear,
     clear_padding,
-    each,
     own_scratch,
     parts,
     put_entries,
     rows_of,
     sums_of_lanes,
     threads_for,
+    write_loop,
 )
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.mamba2 import Mamba2Heads
@@ -124,7 +124,7 @@ def _mix(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
                 w.store_some(step, mixed.step(row, at), count)
                 w.store_some(w.exp(w.binary("fmul", rate, step)), mixed.decay(row, at), count)
 
-            each(w, 0, entry.count, token)
+            write_loop(w, 0, entry.count, token)
 
     def convolved(entry: Entry, first: Value, width: int, target) -> None:  # type: ignore[no-untyped-def]
         def found(token: Value, values: list[Value]) -> None:
@@ -199,7 +199,7 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
             place = w.add(w.mul(w.add(w.mul(index, shape.heads), head), shape.head_size), row)
             w.store_some(read, w.at(out, place), rows)
 
-        each(w, first, end, token)
+        write_loop(w, first, end, token)
 
     def work(entry: Entry, head: Value) -> None:
         matrix = shape.head_size * width

@@ -118,12 +118,12 @@ def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
         {},
         check_files=False,
     )
-    a, b = config.each().values()
+    a, b = config.by_model().values()
     assert (a.name(), b.name(), b.revision) == ("a", "b", "v1")
     assert a.engine == {"max_model_len": 512, "max_num_seqs": 2}
     assert (a.limits.waiting, a.limits.drain_seconds, b.limits.waiting) == (1, 9.0, 5)
     assert (a.scaling.busy, b.scaling.busy, b.scaling.ttft) == (0.93, 0.5, 3.0)
-    assert list(parse_config({}, {}).each()) == ["SmolLM2-135M-Instruct"]
+    assert list(parse_config({}, {}).by_model()) == ["SmolLM2-135M-Instruct"]
 
 
 def applications(**models: Any) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ def node(cores: int, gpus: int = 0) -> RayNode:
 
 
 def cores(machine: NodeCapacity, models: dict[str, Any]) -> list[float | None]:
-    items = list(parse_config({"models": models}, {}).each().values())
+    items = list(parse_config({"models": models}, {}).by_model().values())
     pairs = zip(items, shares(items, machine), strict=True)
     return [pools(config, share)["cpu"].num_cpus for config, share in pairs]
 
