@@ -207,7 +207,7 @@ def measure(
         form = kv_form(model.config, kind) if case in KV else plain
         sums = Divergence()
         for entry in zip(entries, exact, logprobs(model, entries, form), strict=True):
-            sums.add(*entry)
+            sums.add_text(*entry)
         del model
         yield row_of(sums, case)
 

@@ -205,17 +205,17 @@ def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
 
-    def add(case: str, ours: float, peer: float, unit: str) -> None:
+    def add_row(case: str, ours: float, peer: float, unit: str) -> None:
         rows.append(ratio_row(case, ours, peer, unit))
 
     rates = {line["replicas"]: line["out_tok_s"] for line in lines if "out_tok_s" in line}
     for replicas, rate in rates.items():
         if replicas > 1 and 1 in rates:
-            add(f"{name}/{replicas}", rate, round(replicas * rates[1], 1), "tok/s")
+            add_row(f"{name}/{replicas}", rate, round(replicas * rates[1], 1), "tok/s")
     for line in lines:
         if line["label"] == "grow" and line["first_answers_s"]:
             case = f"{name}/{line['to']}/first_answer"
-            add(case, max(line["first_answers_s"]), FIRST_ANSWER_S, "s")
+            add_row(case, max(line["first_answers_s"]), FIRST_ANSWER_S, "s")
     return rows
 
 

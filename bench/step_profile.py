@@ -290,17 +290,17 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
     single = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     number = iter(range(10**6))
 
-    def add(tokens: int, params: SamplingParams) -> None:
+    def add_request(tokens: int, params: SamplingParams) -> None:
         at = next(number)
         ids = [(at + i * 7) % min(core.config.vocab_size, 32_000) for i in range(tokens)]
         core.add_request(EngineRequest(at, ids, tokens, params, seed=0))
 
     def feed() -> None:
         if chunk:
-            add(chunk, single)
+            add_request(chunk, single)
 
     for _ in range(running):
-        add(PROMPT, greedy)
+        add_request(PROMPT, greedy)
     counted: set[int] = set()
     while len(counted) < running:
         counted |= {delta.id for delta in core.step() if delta.token_ids}

@@ -186,7 +186,7 @@ class PooledText:
         self._num_tokens = num_tokens
         self._pooled: Vector | None = None
 
-    def add(self, start: int, part: Vector) -> None:
+    def add_chunk(self, start: int, part: Vector) -> None:
         """Add a chunk of the text; a preempted text begins again.
 
         start: the position where the chunk begins.

@@ -38,16 +38,16 @@ def main() -> None:
         parser.error(f"no technique {names}; there are {', '.join(TECHNIQUES)}")
     rows: list[AblationRow] = []
 
-    def add(new: list[AblationRow]) -> None:
+    def add_rows(new: list[AblationRow]) -> None:
         for row in new:
             print(json.dumps(row.line()), flush=True)
         rows.extend(new)
 
     for name in chosen:
         if name in simulated.WORKLOADS and not args.measured:
-            add(simulated.WORKLOADS[name](args.scale))
+            add_rows(simulated.WORKLOADS[name](args.scale))
         if name in measured.WORKLOADS and not args.simulated:
-            add(measured.WORKLOADS[name](_folder(args), args.scale, args.rounds))
+            add_rows(measured.WORKLOADS[name](_folder(args), args.scale, args.rounds))
     if args.out:
         rows = write(args.out, rows, {"scale": args.scale, "rounds": args.rounds})
     print(table(rows))

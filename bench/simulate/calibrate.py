@@ -141,15 +141,15 @@ def compare(
         {"case": f"{name}/prompt_token", "ours": round(cost.token * 1e6, 2), "unit": "us"},
     ]
 
-    def add(case: str, ours: float, peer: float) -> None:
+    def add_row(case: str, ours: float, peer: float) -> None:
         ratio = round(ours / peer, 3)
         row = {"case": f"{name}/{case}", "ours": round(ours, 5), "peer": round(peer, 5)}
         rows.append({**row, "unit": "s", "ratio": ratio})
 
-    add("busy", sum(predicted), sum(stretch.seconds for stretch in stretches))
+    add_row("busy", sum(predicted), sum(stretch.seconds for stretch in stretches))
     for what, ours, peers in (("ttft", waits, second.firsts), ("itl", gaps, second.gaps)):
-        add(f"{what}_p50", _share(ours, 0.5), _share(peers, 0.5))
-        add(f"{what}_p90", _share(ours, 0.9), _share(peers, 0.9))
+        add_row(f"{what}_p50", _share(ours, 0.5), _share(peers, 0.5))
+        add_row(f"{what}_p90", _share(ours, 0.9), _share(peers, 0.9))
     for share in (0.5, 0.9):
         case = f"{name}/stretch_error_p{share * 100:.0f}"
         rows.append({"case": case, "ours": round(_share(errors, share), 4), "unit": "share"})

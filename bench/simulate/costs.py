@@ -61,7 +61,7 @@ def decision(count: int) -> RoutingRow:
     dice, fleet = Random(1), _fleet(count)
     work = RoutingRequest(2100, 200, prefix_hashes=[dice.randbytes(8) for _ in range(32)])
     for row in range(count):
-        fleet.index.add(work.prefix_hashes[: row % 9], row)
+        fleet.index.add_prefix(work.prefix_hashes[: row % 9], row)
     took, goal = best(lambda: route(work, fleet, dice, 0.0)), _GOALS[count]
     return RoutingRow(
         f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal"
@@ -87,7 +87,7 @@ def _fleet(count: int) -> Fleet:
     dice, fleet = Random(2), Fleet()
     for number in range(count):
         name = f"gpu/{number}"
-        replica = fleet.add(name, "gpu", step_tokens=GPU.chunk)
+        replica = fleet.add_replica(name, "gpu", step_tokens=GPU.chunk)
         replica.opened(1, 0.0)
         stats = EngineStats(running=number % 50, waiting_tokens=dice.randrange(2000))
         replica.observe(stats, (), 0.0)
@@ -95,7 +95,7 @@ def _fleet(count: int) -> Fleet:
 
 
 def _recorded(prefix_hashes: list[bytes]) -> None:
-    PrefixIndex().add(prefix_hashes, 1)
+    PrefixIndex().add_prefix(prefix_hashes, 1)
 
 
 def _memory(count: int) -> float:
@@ -103,7 +103,7 @@ def _memory(count: int) -> float:
     dice, index = Random(3), PrefixIndex()
     tracemalloc.start()
     for _ in range(_PAIRS):
-        index.add([dice.randbytes(8)], dice.randrange(count))
+        index.add_prefix([dice.randbytes(8)], dice.randrange(count))
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return size / len(index)

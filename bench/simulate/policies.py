@@ -144,7 +144,7 @@ class MantaRouting:
             for replica in replicas:
                 speed = replica.speed
                 name = str(replica.index)
-                fleet.add(
+                fleet.add_replica(
                     name,
                     speed.pool,
                     step_tokens=speed.chunk,

@@ -450,18 +450,18 @@ def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[d
 
     rows = []
 
-    def add(case: str, ours: float, peer: float, unit: str) -> None:
+    def add_row(case: str, ours: float, peer: float, unit: str) -> None:
         rows.append(ratio_row(case, ours, peer, unit))
 
     for streams in STREAMS:
         ours = find("manta", streams)
         case = f"{label}/{streams}"
-        add(f"{case}/engine", ours["out_tok_s"], find("offline", streams)["out_tok_s"], "tok/s")
+        add_row(f"{case}/engine", ours["out_tok_s"], find("offline", streams)["out_tok_s"], "tok/s")
         for peer in peers:
             theirs = find(peer, streams)
-            add(f"{case}/{peer}", ours["out_tok_s"], theirs["out_tok_s"], "tok/s")
+            add_row(f"{case}/{peer}", ours["out_tok_s"], theirs["out_tok_s"], "tok/s")
             for name in ("ttft_ms_p50", "itl_ms_p99"):
-                add(f"{case}/{peer}/{name}", ours[name], theirs[name], "ms")
+                add_row(f"{case}/{peer}/{name}", ours[name], theirs[name], "ms")
     return rows
 
 

@@ -337,18 +337,18 @@ def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
         roots.append((own, ServedModelConfig))
     names: dict[str, list[str]] = {}
 
-    def add(path: tuple[str, ...], keys: Iterable[str]) -> None:
+    def note_keys(path: tuple[str, ...], keys: Iterable[str]) -> None:
         for key in keys:
             names.setdefault(key, []).append(".".join((*path, key)))
 
     def walk(path: tuple[str, ...], section: type[BaseModel]) -> None:
-        add(path, section.model_fields)
+        note_keys(path, section.model_fields)
         for key, field in section.model_fields.items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 walk((*path, key), kind)
         if "engine" in section.model_fields:
-            add((*path, "engine"), engine_model().model_fields)
+            note_keys((*path, "engine"), engine_model().model_fields)
 
     for path, section in reversed(roots):
         walk(path, section)
@@ -358,7 +358,7 @@ def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
             if inside == kind:
                 walk((*pools, kind), PoolConfig)
             else:
-                add((*pools, kind), PoolConfig.model_fields.keys() - {"engine", "replicas"})
+                note_keys((*pools, kind), PoolConfig.model_fields.keys() - {"engine", "replicas"})
 
     def shared(place: str) -> int:
         same = (a == str(b) for a, b in zip(place.split("."), loc, strict=False))

@@ -45,7 +45,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     )
     main.change(r"maxconn \d+", f"maxconn {connections}")
     main.change(r"tune\.bufsize \d+", f"tune.bufsize {refusals.BUFFER_BYTES}")
-    main.add(f"tune.http.maxhdr {_MAX_HEADERS}")
+    main.add_line(f"tune.http.maxhdr {_MAX_HEADERS}")
     _defaults(file.section("defaults"), settings, folder)
     for name in ("frontend prometheus", "listen stats"):
         file.section(name).change(r"bind (?:\*|):(\d+)", rf"bind {_LOOPBACK}:\1")
@@ -60,19 +60,19 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     file.section("backend default_backend").change(r"http-request return status 404 .*", nowhere)
     file.check_listeners(3)
     if settings.certificate:
-        main.add("ssl-default-bind-options ssl-min-ver TLSv1.2")
+        main.add_line("ssl-default-bind-options ssl-min-ver TLSv1.2")
     return file.text()
 
 
 def _defaults(section: "_HaproxySection", settings: EdgeSettings, folder: Path) -> None:
     section.absent("timeout http-request")
     # Time for a head. HAProxy counts from its first byte, on a new connection from the start.
-    section.add(f"timeout http-request {settings.request_seconds}s")
+    section.add_line(f"timeout http-request {settings.request_seconds}s")
     files = refusals.write_own(folder)
     for status in (502, 503, 504):
         section.change(rf"errorfile {status} \S+", f"errorfile {status} {files.pop(status)}")
     for status, file in files.items():
-        section.add(f"errorfile {status} {file}")
+        section.add_line(f"errorfile {status} {file}")
 
 
 def _frontend(
@@ -178,7 +178,7 @@ class _HaproxySection:
         index, match = self._only(pattern)
         self._lines[index] = "    " + match.expand(new)
 
-    def add(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
         self._lines.append("    " + line)
 
     def absent(self, beginning: str) -> None:

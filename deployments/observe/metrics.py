@@ -45,7 +45,7 @@ class Counter:
         self.labels = labels
         self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
 
-    def add(self, amount: float = 1, *values: str) -> None:
+    def inc(self, amount: float = 1, *values: str) -> None:
         self.values[values] = self.values.get(values, 0) + amount
 
     def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -156,7 +156,7 @@ class SpanExporter:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._send_on())
 
-    def add(self, spans: list[Span]) -> None:
+    def add_spans(self, spans: list[Span]) -> None:
         if len(self._waiting) + len(spans) > MAX_SPANS:
             self.dropped += len(spans)
         else:

@@ -126,7 +126,7 @@ class Assignment:
             self.displaced.put(choices)
             return
         client = self._replicas[decision.replica]
-        self._metrics.routed.add(1, decision.reason)
+        self._metrics.routed.inc(1, decision.reason)
         fleet.send(client.state, [choice.id for choice in choices], decision, wanted, now)
         inflight.placed = now
         inflight.replicas.append(decision.replica)

@@ -179,7 +179,7 @@ class Router:
             models=None
             if settings.change_models is None
             else RouterChanges(settings.change_models, front, self._models),
-            observe=lambda route, status, _: front.metrics.http.add(1, route, str(status)),
+            observe=lambda route, status, _: front.metrics.http.inc(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster and needs no key.
         self._trusted = build_asgi(front, options)
@@ -362,4 +362,4 @@ def _export(
 ) -> None:
     context = context_of(*inflight.request.trace, settings)
     if context is not None:
-        exporter.add(spans_of(inflight.trace, context, router))
+        exporter.add_spans(spans_of(inflight.trace, context, router))

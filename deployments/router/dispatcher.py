@@ -119,7 +119,7 @@ class Dispatcher:
                 raise draining()
             self.queue.admit(key)
         except MantaError as refusal:
-            self.metrics.failed.add(1, refusal.code)
+            self.metrics.failed.inc(1, refusal.code)
             raise
 
     def generate(self, request: GenerationRequest) -> InflightRequest:
@@ -128,7 +128,7 @@ class Dispatcher:
                 raise draining()
             roomy = self.queue.check(request)
         except MantaError as refusal:
-            self.metrics.failed.add(1, refusal.code)
+            self.metrics.failed.inc(1, refusal.code)
             raise
         numbers = self.assignment.numbers(request.params.n)
         inflight = InflightRequest(request, numbers, self.metrics, self.assignment, self.requests)

@@ -158,7 +158,7 @@ class InflightRequest:
         self.migrations = 0
         self._queue_s = 0.0
         self._metrics = metrics
-        metrics.prompt_tokens.add(len(request.token_ids))
+        metrics.prompt_tokens.inc(len(request.token_ids))
         if not request.params.pooled:
             metrics.prompt_size.observe(len(request.token_ids))
         self._assignment = assignment
@@ -203,7 +203,7 @@ class InflightRequest:
         wanted = self.choices if choice is None else self.choices[choice : choice + 1]
         stopped = [candidate for candidate in wanted if not candidate.done]
         if stopped:
-            self._metrics.finished.add(len(stopped), "abort")
+            self._metrics.finished.inc(len(stopped), "abort")
             self.trace.finish += ["abort"] * len(stopped)
             self._end(stopped)
 
@@ -214,7 +214,7 @@ class InflightRequest:
         """End the request with an error, which `next` raises after it has returned the received
         deltas."""
         if self._open:
-            self._metrics.failed.add(1, error.code)
+            self._metrics.failed.inc(1, error.code)
             self._error = error
             self._end([choice for choice in self.choices if not choice.done])
 
@@ -230,12 +230,12 @@ class InflightRequest:
                 metrics.first_token.observe(now - self.arrived)
             elif delta.vector is not None:
                 metrics.vector.observe(now - self.arrived)
-                metrics.vector_tokens.add(len(self.request.token_ids))
+                metrics.vector_tokens.inc(len(self.request.token_ids))
             queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
             self._queue_s = max(self._queue_s, queued)
             self.trace.begun(delta, now)
             if delta.cached > 0:
-                metrics.cached_tokens.add(delta.cached)
+                metrics.cached_tokens.inc(delta.cached)
             choice.last = now
         elif tokens:
             metrics.between.observe((now - choice.last) / tokens, tokens)
@@ -248,7 +248,7 @@ class InflightRequest:
         if delta.finish:
             choice.done = True
             self._open -= 1
-            metrics.finished.add(1, delta.finish)
+            metrics.finished.inc(1, delta.finish)
             self.trace.finish.append(delta.finish)
             if not self.request.params.pooled:
                 metrics.output_size.observe(len(choice.emitted))
@@ -265,7 +265,7 @@ class InflightRequest:
         The unfinished choices leave their replicas. When the client reads again, they go on as
         after the loss of a replica.
         """
-        self._metrics.paused.add()
+        self._metrics.paused.inc()
         self.trace.moves(
             self.choices[0].place, "the client did not read its answer", time.monotonic()
         )

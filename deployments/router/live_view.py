@@ -61,7 +61,7 @@ class EventLog:
     def __init__(self) -> None:
         self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
 
-    def add(self, kind: str, replica: str, why: str = "") -> None:
+    def add_entry(self, kind: str, replica: str, why: str = "") -> None:
         """Add an entry. kind: "joined" or "lost"."""
         self._last.append((time.monotonic(), kind, replica, why))
 

@@ -56,8 +56,8 @@ class ReplicaEvents:
     def opened(self, client: ReplicaClient) -> None:
         """Register a newly connected replica, and send it the waiting choices and requests."""
         logger.info("replica %s is connected", client.replica)
-        self._metrics.channels.add()
-        self.log.add("joined", client.replica)
+        self._metrics.channels.inc()
+        self.log.add_entry("joined", client.replica)
         self._waking.opened(client.endpoint.start_seconds)
         self._adapters.replica_came()
         self._cards.learn(client.endpoint)
@@ -66,7 +66,7 @@ class ReplicaEvents:
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
         """Let the choices of a lost replica go on elsewhere, or fail them."""
-        self.log.add("lost", client.replica, f"{reason}; {len(choices)} choices move")
+        self.log.add_entry("lost", client.replica, f"{reason}; {len(choices)} choices move")
         self._replicas.closing.discard(client)
         self._losses.lost(client, choices, reason)
         self._queue.replicas_changed()

@@ -88,7 +88,7 @@ class ReplicaLosses:
         return bool(why)
 
     def _moves(self, client: ReplicaClient, choice: InflightChoice, why: str) -> None:
-        self._metrics.migrations.add()
+        self._metrics.migrations.inc()
         choice.inflight.migrations += 1
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 

@@ -79,7 +79,7 @@ class Fleet:
 
     # -- members
 
-    def add(
+    def add_replica(
         self,
         name: str,
         pool: str = "",
@@ -169,12 +169,12 @@ class Fleet:
                 slots = replica.adapter_slots or 2**31
                 self._hold(replica, (request.adapter, *held)[:slots])
         if request.prefix_hashes and replica.prefix_caching:
-            self.index.add(request.prefix_hashes, replica.column)
+            self.index.add_prefix(request.prefix_hashes, replica.column)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
         """Note that another router has sent a prompt with these prefix hashes to a replica."""
         if replica.column >= 0:
-            self.index.add(prefix_hashes, replica.column)
+            self.index.add_prefix(prefix_hashes, replica.column)
 
     def adapter_loaded(self, seconds: float) -> None:
         """Note that a request waited some seconds until its adapter was on the device."""

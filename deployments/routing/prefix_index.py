@@ -87,7 +87,7 @@ class PrefixIndex:
             matches.append((held, at))
         return matches[: -limit - 1 : -1]
 
-    def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
+    def add_prefix(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """Note that `holder` will have these hashes, as a request with this prefix was sent
         there."""
         holders = self._holders

@@ -24,7 +24,7 @@ class Divergence:
     losses: tuple[float, float] = (0.0, 0.0)
     largest: float = 0.0
 
-    def add(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
+    def add_text(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
         """Add the tokens of one text to the sums.
 
         ids: the text's token ids [n].

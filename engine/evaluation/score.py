@@ -82,11 +82,11 @@ def score(
     for number, ids in enumerate(pieces):
         progress(f"text, {number + 1} of {len(pieces)}")
         logprobs = _logprobs(model, ids, form)
-        sums.add(ids, logprobs, logprobs)
+        sums.add_text(ids, logprobs, logprobs)
         if keep is not None:
             save_file({"ids": ids, "logprobs": logprobs}, _file(keep, number))
         if beside is not None:
-            other.add(ids, _beside(_file(beside, number), config, ids, logprobs), logprobs)
+            other.add_text(ids, _beside(_file(beside, number), config, ids, logprobs), logprobs)
     if pieces:
         result.perplexity, result.tokens = sums.perplexities[0], sums.tokens
     for task in tasks:

@@ -158,7 +158,7 @@ class _Logits:
         self._divergence = Divergence()
         self._largest = 0.0
 
-    def add(self, ids: Tensor, ours: Tensor, theirs: Tensor) -> None:
+    def add_text(self, ids: Tensor, ours: Tensor, theirs: Tensor) -> None:
         """Add the logits of one text.
 
         ids: token ids [n].
@@ -168,7 +168,7 @@ class _Logits:
         ours, theirs = ours.float().cpu(), theirs.float().cpu()
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
         self._largest = max(self._largest, difference if math.isfinite(difference) else math.inf)
-        self._divergence.add(ids, theirs.log_softmax(-1), ours.log_softmax(-1))
+        self._divergence.add_text(ids, theirs.log_softmax(-1), ours.log_softmax(-1))
 
     @property
     def difference(self) -> Difference:
@@ -391,7 +391,7 @@ def _trace(
             save_file(tensors, _file(folder, "ours", number))
         if report.reference:
             theirs = load_file(_file(folder, "reference", number))
-            logits.add(ids, trace["logits"], theirs["logits"])
+            logits.add_text(ids, trace["logits"], theirs["logits"])
             _compare(report, trace, theirs)
     if report.reference:
         report.logits = logits.difference
@@ -444,24 +444,24 @@ def consistency(
     for (ids, _), logits, want in zip(
         entries, paged.run(*((ids, table, 0) for ids, table in entries)), whole, strict=True
     ):
-        sums_of["batch"].add(ids, logits, want)
+        sums_of["batch"].add_text(ids, logits, want)
     for number, ((ids, table), want) in enumerate(zip(entries, whole, strict=True)):
         progress(f"chunks, batches, prefixes, {_of(number, entries)}")
         count = len(ids)
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
-        sums_of["chunks"].add(ids, torch.cat(parts), want)
+        sums_of["chunks"].add_text(ids, torch.cat(parts), want)
         # Recurrent layers have taken in the whole text by now, and the step continues from the
         # state after the first tokens. So the first tokens are computed again.
         paged.run((ids[: count - 1], table, 0))
         last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
-        sums_of["decode"].add(ids[-1:], last, want[-1:])
+        sums_of["decode"].add_text(ids[-1:], last, want[-1:])
         prefix = (count - 1) // BLOCK
         if prefix:
             paged.run((ids[: prefix * BLOCK], table, 0))
             shared = [*table[:prefix], *others[: blocks - prefix]]
             (rest,) = paged.run((ids, shared, prefix * BLOCK))
-            sums_of["prefix"].add(ids[prefix * BLOCK :], rest, want[prefix * BLOCK :])
+            sums_of["prefix"].add_text(ids[prefix * BLOCK :], rest, want[prefix * BLOCK :])
     return {name: sums.difference for name, sums in sums_of.items()}
 
 

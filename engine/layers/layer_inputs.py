@@ -66,7 +66,7 @@ class LayerInput:
         self.norm = build.norm("layer_input_norm", config.hidden_size)
         self.linears: tuple[Linear, ...] = (self.gate, self.out)
 
-    def add(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
+    def add_input(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
         """Add the layer's input to residual [n, hidden] in place.
 
         mine: this layer's inputs [n, size].

@@ -152,7 +152,7 @@ class DecoderLayer:
         for sublayer in self.sublayers:
             residual = sublayer.forward(residual, kv, meta)
         if self.input is not None and inputs is not None:
-            residual = self.input.add(residual, inputs[:, self.number], meta)
+            residual = self.input.add_input(residual, inputs[:, self.number], meta)
         return residual if self.scale is None else residual.mul_(self.scale.tensor)
 
 

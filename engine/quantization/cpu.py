@@ -94,7 +94,7 @@ class DenseCpu(Dense):
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
         if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
-            return state.multiply.add(x, residual)
+            return state.multiply.add_to_residual(x, residual)
         return super().apply_add(state, x, residual)
 
     def apply_post_norms(

@@ -78,7 +78,7 @@ class KVMemory:
             self._running = self.footprints()
         return self._running
 
-    def add(self, admitted: Footprint) -> None:
+    def count_running(self, admitted: Footprint) -> None:
         """Count one more running request."""
         self.num_running += 1
         if self._running is not None:

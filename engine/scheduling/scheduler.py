@@ -414,7 +414,7 @@ class Scheduler:
             memory.cuts += held.snapshots.plan.cuts(num_tokens)
         for pool_memory in memories:  # all pools share a step's token budget
             pool_memory.uncomputed += num_tokens - request.num_computed
-        memory.add(held.footprint(request, self._step_index(request)))
+        memory.count_running(held.footprint(request, self._step_index(request)))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
             (request.row, index, block) for index, block in enumerate(request.blocks) if block >= 0

@@ -73,7 +73,7 @@ class LaunchedStep:
             requests[entry].collect_prompt_logprobs(self.starts[entry], items)
         for entry, part in result.pooled.items():
             if (pooled := requests[entry].pooled) is not None:
-                pooled.add(self.starts[entry], part)
+                pooled.add_chunk(self.starts[entry], part)
         for entry, item in result.logprobs.items():
             deltas[entry].logprobs = [item]
         for entry in self.firsts:

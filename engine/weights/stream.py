@@ -258,7 +258,7 @@ class _Piece:
         aligned = (offset - begin) % part.stored.dtype.itemsize == 0
         return 0 <= offset - self.end < _GAP and offset + length - begin <= limit and aligned
 
-    def add(self, part: Transfer, job: Job) -> None:
+    def add_transfer(self, part: Transfer, job: Job) -> None:
         self.parts.append(part)
         self.jobs.append(job)
         self.end = sum(part.byte_range)
@@ -302,7 +302,7 @@ class _Queue:
             if not piece.takes(part, job, together):
                 piece = _Piece([], [])
                 self._waiting.append(piece)
-            piece.add(part, job)
+            piece.add_transfer(part, job)
             self.largest = max(self.largest, piece.end - piece.parts[0].byte_range[0])
         self.pieces = len(self._waiting)
         self._changed = Condition()

@@ -153,14 +153,14 @@ def layer_norm_row(
     def mean(total: Value) -> Value:
         return w.op(f"fdiv float {w.sum(total)}, {constant(width)}")
 
-    def add(at: Value, total: Value) -> list[Value]:
+    def add_row(at: Value, total: Value) -> list[Value]:
         value = w.load(w.at(source, at))
         if added:
             value = w.binary("fadd", value, w.load(w.at(added, at)))
             w.store(value, w.at(source, at))
         return [w.binary("fadd", total, value)]
 
-    middle = w.spread(mean(w.loop(0, width, start, add, step=w.lanes)[0]))
+    middle = w.spread(mean(w.loop(0, width, start, add_row, step=w.lanes)[0]))
 
     def squares(at: Value, total: Value) -> list[Value]:
         apart = w.binary("fsub", w.load(w.at(source, at)), middle)

@@ -49,7 +49,7 @@ def read(path: Path) -> Found:
     }
 
 
-def add(path: Path, found: Found) -> None:
+def add_entries(path: Path, found: Found) -> None:
     """Add what was found to the file; other processes write too, and the last one wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -185,7 +185,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     if algorithms is None:
         algorithms = _search(weights, missing, add)
         texts = {_name(rows, weight, add): _text(tuned) for rows, tuned in algorithms.items()}
-        cublaslt_cache.add(path, texts)
+        cublaslt_cache.add_entries(path, texts)
     for rows, tuned in algorithms.items():
         _searched.add(keys[rows])
         if tuned is not None:

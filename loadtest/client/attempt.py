@@ -261,7 +261,7 @@ class RequestAttempt:
                 tokens += 1
                 self._exact = False
             if self._answer is not None:
-                self._answer.add(text, choice.token_ids)
+                self._answer.add_chunk(text, choice.token_ids)
         if known is not None and not any(c.token_ids is not None for c in part.choices):
             tokens = known
         if tokens > 0:

@@ -92,7 +92,7 @@ class _Records:
         self._buffer = bytearray()
         self._encode = msgspec.json.Encoder().encode
 
-    def add(self, record: RequestRecord) -> None:
+    def write_record(self, record: RequestRecord) -> None:
         self._buffer += self._encode(record)
         self._buffer += b"\n"
         if len(self._buffer) > _FLUSH_BYTES:
@@ -125,7 +125,7 @@ async def _work(assignment: ClientAssignment) -> None:
 
     client = LoadClient(
         scenario.target,
-        records.add,
+        records.write_record,
         references=references,
         keep=keep if assignment.keep else None,
         barrier=barrier if assignment.procs > 1 else None,

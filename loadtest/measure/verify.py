@@ -27,7 +27,7 @@ class ReceivedAnswer:
         self.texts: list[str] = []
         self.ids: list[int] | None = []
 
-    def add(self, text: str, token_ids: list[int] | None) -> None:
+    def add_chunk(self, text: str, token_ids: list[int] | None) -> None:
         self.texts.append(text)
         if token_ids is None and text:
             self.ids = None

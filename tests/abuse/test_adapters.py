@@ -203,7 +203,7 @@ def test_a_failure_is_forgotten(
                 return (await client.post("/v1/completions", body)).status
 
             async def move_to(replica: str) -> None:
-                await fleet.add(replica)
+                await fleet.add_replica(replica)
                 fleet.publish(replica)
                 await until(lambda: list(fleet.dispatcher.state().replicas) == [replica])
 

@@ -205,11 +205,11 @@ async def test_counters_go_on_and_histograms_are_whole(made: dict[str, FakeMetri
 
     metrics = RouterMetrics()
     export = ServeExport(lambda: families(metrics, BackendState(in_flight=3)))
-    metrics.output_tokens.add(5)
-    metrics.routed.add(2, "prefix")
+    metrics.output_tokens.inc(5)
+    metrics.routed.inc(2, "prefix")
     metrics.between.observe(0.004, 10)
     export._export()
-    metrics.output_tokens.add(2)
+    metrics.output_tokens.inc(2)
     metrics.between.observe(3600.0)
     export._export()
     export._export()
@@ -299,9 +299,9 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     )
     router_metrics.first_token.observe(0.5, 3)
     two.prompt_size.observe(10.0, 4)
-    two.failed.add(2, "overloaded")
-    two.routed.add(4, "load")
-    two.output_tokens.add(60)
+    two.failed.inc(2, "overloaded")
+    two.routed.inc(4, "load")
+    two.output_tokens.inc(60)
     old = EngineStats(step=6, running=9, output_tokens=120, total_blocks=10, free_blocks=10)
     new = EngineStats(
         step=9, running=3, output_tokens=300, total_blocks=10, free_blocks=4, rows=8, draining=True

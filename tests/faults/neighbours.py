@@ -103,9 +103,9 @@ async def run(live: Live, report: Report) -> None:
         line = {"beside": name, "status": status, "s": round(seconds, 2), "pause_s": round(gap, 3)}
         report.lines.append(line | {"streams": len(said), "errors": errors})
         print(json.dumps(report.lines[-1]), flush=True)
-        report.add(f"neighbours/pause beside {name}", gap, "s", most=PAUSE)
-        report.add(f"neighbours/streams that failed beside {name}", len(errors), "", most=0)
-        report.add(f"neighbours/status of {name}", status, "", most=499)
+        report.add_row(f"neighbours/pause beside {name}", gap, "s", most=PAUSE)
+        report.add_row(f"neighbours/streams that failed beside {name}", len(errors), "", most=0)
+        report.add_row(f"neighbours/status of {name}", status, "", most=499)
 
 
 def main() -> int:

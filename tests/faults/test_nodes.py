@@ -49,7 +49,7 @@ class Nodes:
     broken: Broken
     spot: Any  # the node that has both replicas of the pool
 
-    def add(self) -> Any:
+    def add_node(self) -> Any:
         return self.cluster.add_node(num_cpus=1, resources={"spot": 1}, **COMMON)
 
     def processes(self) -> list[int]:
@@ -177,7 +177,7 @@ def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
         gap = asyncio.run(case())
     finally:  # the tests after it need a node
         nodes.cluster.remove_node(nodes.spot, allow_graceful=False)
-        nodes.spot = nodes.add()
+        nodes.spot = nodes.add_node()
     print(f"node lost ({how}): longest gap {gap:.2f} s")
     assert gap < (4.0 if how == "silent" else 2.0)
     print(f"on a new node after {asyncio.run(afterwards()):.1f} s")
@@ -198,7 +198,7 @@ def test_a_node_gets_notice(nodes: Nodes) -> None:
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     broken, asked = nodes.broken, bodies("notice")
-    nodes.add()  # where the replacements find room
+    nodes.add_node()  # where the replacements find room
 
     async def load(over: asyncio.Event, right: list[Said]) -> list[Said]:
         said: list[Said] = []

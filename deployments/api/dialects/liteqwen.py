@@ -56,7 +56,7 @@ class LiteqwenRequest(DialectRequest):
         builder = ChatBuilder(ignored)
         _add_history(builder, fields.history)
         role = read_role("user" if fields.role is None else fields.role, "role")
-        builder.add(role, "query", fields.query)
+        builder.add_message(role, "query", fields.query)
         if role == "tool":
             builder.check_answered(None, "query.tool_call_id")
         own_names = [name for name in _SAME if getattr(kwargs, name) is not None]
@@ -245,8 +245,8 @@ def _add_history(builder: ChatBuilder, value: Any) -> None:
         if isinstance(item, list):
             if len(item) != 2 or not all(isinstance(text, str) for text in item):
                 raise wrong_type(place, "a question and an answer")
-            builder.add("user", place, item[0])
-            builder.add("assistant", place, item[1])
+            builder.add_message("user", place, item[0])
+            builder.add_message("assistant", place, item[1])
         else:
             builder.messages.append(read_message(item, place, builder))
 

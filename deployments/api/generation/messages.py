@@ -58,7 +58,7 @@ class ChatBuilder:
         # Brackets in tools' arguments, JSON in a string that was not counted with the body.
         self._brackets = 0
 
-    def add(self, role: str, place: str, text: str | None = None) -> None:
+    def add_message(self, role: str, place: str, text: str | None = None) -> None:
         """Add a message, with one text as its content or with none."""
         content = None if text is None else (TextPart(text),)
         self.messages.append(ChatMessage(role, place, content))

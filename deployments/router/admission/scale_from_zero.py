@@ -82,7 +82,7 @@ class Waking:
         if not self.sleeping or self._ask is None:
             return False
         logger.info("%s sleeps, and is woken by a request", self._model)
-        self.metrics.wakes.add()
+        self.metrics.wakes.inc()
         self._asked = time.monotonic()
         self._task = asyncio.ensure_future(self._ask())
         return True

@@ -134,12 +134,12 @@ class KeyService:
         name = ""
         if trace.owner:
             name = self._names.get(trace.owner, trace.owner[:8])
-            self._metrics.key_requests.add(1, name, trace.model)
-            self._metrics.key_prompt_tokens.add(prompt, name, trace.model)
-            self._metrics.key_output_tokens.add(output, name, trace.model)
+            self._metrics.key_requests.inc(1, name, trace.model)
+            self._metrics.key_prompt_tokens.inc(prompt, name, trace.model)
+            self._metrics.key_output_tokens.inc(output, name, trace.model)
             self.limits.ended(trace.owner, prompt, output, at)
         if self._log is not None:
-            self._log.add(
+            self._log.add_line(
                 UsageLine(
                     round(at, 3),
                     trace.id,

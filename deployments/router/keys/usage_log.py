@@ -60,7 +60,7 @@ class UsageLog:
         self._lost = 0
         self._complained = 0.0
 
-    def add(self, line: UsageLine) -> None:
+    def add_line(self, line: UsageLine) -> None:
         if len(self._lines) < _MOST_LINES:
             self._lines.append(line)
         else:

@@ -107,7 +107,7 @@ class ReplicaClient:
         self._listener = listener
         self._calls = calls
         self._fleet = fleet
-        self.state = fleet.add(
+        self.state = fleet.add_replica(
             replica,
             replica.partition("/")[0],
             step_tokens=endpoint.step_tokens,

@@ -72,7 +72,7 @@ class EightBitLayout(Layout):
         self.parameters: dict[str, Parameter] = {}
         kind = torch.float8_e4m3fn if self._floats else torch.int8
         source = Source(f"{name}.weight", shape, rows, part.columns)
-        codes = self.add("weight", kind, source, (count, width), device, _fill_codes)
+        codes = self.add_parameter("weight", kind, source, (count, width), device, _fill_codes)
         self._codes = codes.view(torch.uint8)
         key = scheme.scale
         if scheme.group:
@@ -81,7 +81,7 @@ class EightBitLayout(Layout):
         else:
             grid = (shape[0] if scheme.rows else 1,)
             scale = Source(f"{name}.{key}", grid, flat=True)
-        self._scale = self.add(key, torch.float32, scale, grid, device, 2e-3)
+        self._scale = self.add_parameter(key, torch.float32, scale, grid, device, 2e-3)
 
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
@@ -140,20 +140,24 @@ class FourBitFloats(Layout):
         first, last = self.inputs(BLOCK)
         half = (first * BLOCK // 2, last * BLOCK // 2)
         source = of_stack(Source(key, (out, whole // 2), rows, half), stack)
-        self._codes = self.add(scheme.weight, torch.uint8, source, (count, width // 2), device)
+        self._codes = self.add_parameter(
+            scheme.weight, torch.uint8, source, (count, width // 2), device
+        )
         key = joined(name, scheme.scale)
         runs = (first * BLOCK // group, last * BLOCK // group)
         grid = of_stack(Source(key, (out, whole // group), rows, runs), stack)
         scale_shape = (count, width // group)
         if scheme.kind == "nvfp4":
-            self._scale = self.add(
+            self._scale = self.add_parameter(
                 scheme.scale, torch.float8_e4m3fn, grid, scale_shape, device, 1.0
             )
             total = Source(f"{name}.{scheme.total}", (1,), flat=True)
             some = 100.0 if scheme.divides else 0.01
-            self._total = self.add(scheme.total, torch.float32, total, (1,), device, some)
+            self._total = self.add_parameter(scheme.total, torch.float32, total, (1,), device, some)
         else:
-            self._scale = self.add(scheme.scale, torch.uint8, grid, scale_shape, device, 120.0)
+            self._scale = self.add_parameter(
+                scheme.scale, torch.uint8, grid, scale_shape, device, 120.0
+            )
 
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
@@ -217,8 +221,8 @@ class Nf4Layout(Layout):
             source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
             shape = (source.num_rows,)
             if isinstance(fill, Tensor):
-                return self.add(key, dtype, source, shape, device, partial(_copy, fill))
-            return self.add(key, dtype, source, shape, device, fill or None)
+                return self.add_parameter(key, dtype, source, shape, device, partial(_copy, fill))
+            return self.add_parameter(key, dtype, source, shape, device, fill or None)
 
         half, run = width // 2, width // group
         runs = out * run

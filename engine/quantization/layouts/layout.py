@@ -105,7 +105,7 @@ class Layout(ABC):
                 raise TensorError(joined(self.name, self.scale_name), "a scale is zero")
             yield codes, scale, offset
 
-    def add(
+    def add_parameter(
         self,
         key: str,
         dtype: torch.dtype,

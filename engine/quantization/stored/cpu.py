@@ -99,7 +99,7 @@ class StoredCpu(Stored):
         packed = state.pieces[0].state
         if self.whole(state):
             if isinstance(packed, PackedBlocks):
-                return packed.add(x, residual)
+                return packed.add_to_residual(x, residual)
             return self._dense.apply_add(packed, x, residual)
         return super().apply_add(state, x, residual)
 

@@ -515,7 +515,7 @@ class Panels(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add self(x) to residual in place, and return residual."""
         return self._run("add", x, residual, self._panels)
 

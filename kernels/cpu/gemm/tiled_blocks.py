@@ -285,7 +285,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                     offset = writer.load(writer.at(head, 2 * size))
             out = list(sums)
 
-            def add(rows: range) -> None:
+            def add_rows(rows: range) -> None:
                 for row in rows:
                     raw = writer.load(writer.at(slot(odd), 64 * row, "i8"), writer.integers)
                     raw = writer.op(f"add {writer.integers} {raw}, {writer.whole(_MAGIC_BITS)}")
@@ -300,10 +300,10 @@ def _products(writer: IRWriter, form: Format) -> None:
                         total = writer.spread(writer.load(place, "float"))
                         out[row] = writer.fma(offset, total, out[row])
 
-            add(range(TILE_ROWS // 2))
+            add_rows(range(TILE_ROWS // 2))
             keep(1 - odd)
             multiply(1 - odd)
-            add(range(TILE_ROWS // 2, TILE_ROWS))
+            add_rows(range(TILE_ROWS // 2, TILE_ROWS))
             return out
 
         def pair(block: Value, *sums: Value) -> list[Value]:

@@ -112,16 +112,16 @@ def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
         async with Fleet(1, loras=2, adapters=adapter_settings) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 
-            async def add(name: str, path: str) -> tuple[int, str]:
+            async def add_adapter(name: str, path: str) -> tuple[int, str]:
                 body = json.dumps({"name": name, "path": path}).encode()
                 reply = await client.request("POST", "/v1/adapters", body)
                 return reply.status, reply.json().get("error", {}).get("code", "")
 
-            assert await add("good", "good") == (200, "")
+            assert await add_adapter("good", "good") == (200, "")
             calls = list(fleet.engines["r0"].adapter_calls)
             monkeypatch.setattr(f"{__name__}.opened", [])
             for path in [*TRAVERSALS, *outside]:
-                status, code = await add("bad", path)
+                status, code = await add_adapter("bad", path)
                 assert (status, code) in (
                     (400, "invalid_value"),  # none
                     (400, "invalid_adapter_path"),
@@ -129,7 +129,7 @@ def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
                     (404, "adapter_not_found"),  # a plain name that no root has
                 ), path
             assert opened == [] and fleet.engines["r0"].adapter_calls == calls
-            assert await add("good", "good") == (200, "")
+            assert await add_adapter("good", "good") == (200, "")
             assert f"{root}/good/adapter_config.json" in opened, "the hook sees what is read"
             assert list(fleet.dispatcher.adapters.records) == ["good"]
 

@@ -88,37 +88,37 @@ def write_gguf(path: Path, arch: str, vocab: list[str], merges: list[str], **opt
 
     random = np.random.default_rng(0)
 
-    def add(name: str, *shape: int) -> None:
+    def add_tensor(name: str, *shape: int) -> None:
         values = random.standard_normal(shape).astype(np.float32)
         if len(shape) == 1 or quant == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, quant), raw_dtype=quant)
 
-    add("token_embd.weight", len(vocab), HIDDEN)
-    add("output_norm.weight", HIDDEN)
+    add_tensor("token_embd.weight", len(vocab), HIDDEN)
+    add_tensor("output_norm.weight", HIDDEN)
     if options.get("untied"):
-        add("output.weight", len(vocab), HIDDEN)
+        add_tensor("output.weight", len(vocab), HIDDEN)
     for i in range(LAYERS):
-        add(f"blk.{i}.attn_norm.weight", HIDDEN)
-        add(f"blk.{i}.ffn_norm.weight", HIDDEN)
-        add(f"blk.{i}.attn_q.weight", HEADS * head_dim, HIDDEN)
-        add(f"blk.{i}.attn_k.weight", KV_HEADS * head_dim, HIDDEN)
-        add(f"blk.{i}.attn_v.weight", KV_HEADS * head_dim, HIDDEN)
-        add(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * head_dim)
-        add(f"blk.{i}.ffn_gate.weight", FFN, HIDDEN)
-        add(f"blk.{i}.ffn_up.weight", FFN, HIDDEN)
+        add_tensor(f"blk.{i}.attn_norm.weight", HIDDEN)
+        add_tensor(f"blk.{i}.ffn_norm.weight", HIDDEN)
+        add_tensor(f"blk.{i}.attn_q.weight", HEADS * head_dim, HIDDEN)
+        add_tensor(f"blk.{i}.attn_k.weight", KV_HEADS * head_dim, HIDDEN)
+        add_tensor(f"blk.{i}.attn_v.weight", KV_HEADS * head_dim, HIDDEN)
+        add_tensor(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * head_dim)
+        add_tensor(f"blk.{i}.ffn_gate.weight", FFN, HIDDEN)
+        add_tensor(f"blk.{i}.ffn_up.weight", FFN, HIDDEN)
         if not (options.get("incomplete") and i == 1):
-            add(f"blk.{i}.ffn_down.weight", HIDDEN, FFN)
+            add_tensor(f"blk.{i}.ffn_down.weight", HIDDEN, FFN)
         if arch == "qwen2":
-            add(f"blk.{i}.attn_q.bias", HEADS * head_dim)
-            add(f"blk.{i}.attn_k.bias", KV_HEADS * head_dim)
-            add(f"blk.{i}.attn_v.bias", KV_HEADS * head_dim)
+            add_tensor(f"blk.{i}.attn_q.bias", HEADS * head_dim)
+            add_tensor(f"blk.{i}.attn_k.bias", KV_HEADS * head_dim)
+            add_tensor(f"blk.{i}.attn_v.bias", KV_HEADS * head_dim)
         if arch == "qwen3":
-            add(f"blk.{i}.attn_q_norm.weight", head_dim)
-            add(f"blk.{i}.attn_k_norm.weight", head_dim)
+            add_tensor(f"blk.{i}.attn_q_norm.weight", head_dim)
+            add_tensor(f"blk.{i}.attn_k_norm.weight", head_dim)
     for name in options.get("extra", ()):
-        add(name, HIDDEN)
+        add_tensor(name, HIDDEN)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -242,7 +242,7 @@ class World:
             assert said.split()[:3] == [name_of(number), "rank", str(RANK)], said
         self.done[kind] += 1
 
-    def add(self, number: int) -> None:
+    def add_adapter(self, number: int) -> None:
         folder = str(self.folder(number))
         self.change(number, {0}, lambda: self._put(number, "added", path=folder))
 
@@ -337,7 +337,9 @@ def changes(world: World, look: Callable[[int, int], None]) -> None:
     dice = random.Random(5)
     by_hand = [number for number in range(ADAPTERS) if number % 10 not in (0, 9)]
     dice.shuffle(by_hand)
-    events: list[tuple[int, Callable[[int], None]]] = [(number, world.add) for number in by_hand]
+    events: list[tuple[int, Callable[[int], None]]] = [
+        (number, world.add_adapter) for number in by_hand
+    ]
     events += [(number, world.replace) for number in by_hand if number % 4 == 0]
     events += [(number, world.remove) for number in by_hand if number % 8 == 1]
     events.insert(10, (LATE, world.come))

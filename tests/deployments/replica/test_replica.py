@@ -77,7 +77,7 @@ def test_two_routers_with_the_same_numbers_never_meet():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
@@ -98,7 +98,7 @@ def test_a_router_that_goes_takes_only_its_own_requests_along():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
@@ -121,7 +121,7 @@ def test_numbers_that_are_wrong_end_the_connection_alone():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             good = await Router().connect(replica_server)
             good.submit(1, max_tokens=200)
             for id in (-1, 2**40, 7):
@@ -142,7 +142,7 @@ def test_an_idle_router_hears_of_the_load_that_others_make():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             first, two = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),
@@ -159,7 +159,7 @@ def test_death_of_the_engine_is_told_and_nobody_else_is_let_in():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             router = await Router().connect(replica_server)
             router.submit(1, max_tokens=4000)
             await until(lambda: bool(router.tokens(1)))
@@ -179,7 +179,7 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
 
     async def case():
         async with Fleet(0, stall=StallLimits(tick=0.02, silent=0.2)) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             router = await Router().connect(replica_server)
             await asyncio.sleep(0.3)
             replica_server.check_health()  # idle for longer than the limit
@@ -327,7 +327,7 @@ def test_each_router_is_told_which_of_its_requests_the_figures_count():
 
     async def case():
         async with Fleet(0) as fleet:
-            replica_server = await fleet.add("r0")
+            replica_server = await fleet.add_replica("r0")
             first, other = (
                 await Router().connect(replica_server),
                 await Router().connect(replica_server),

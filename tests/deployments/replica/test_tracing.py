@@ -133,7 +133,7 @@ def test_spans_arrive_and_a_collector_that_is_away_holds_nothing_up(
             tracing = TracingSettings(f"{collected.url}/", headers=settings.headers)
             exporter = SpanExporter(tracing, "router-1", "1.2")
             exporter.start()
-            exporter.add(spans(700))
+            exporter.add_spans(spans(700))
             while len(collected.spans()) < 700:
                 await asyncio.sleep(0.01)
             assert len(collected.posts) == 2 and collected.headers["x-key"] == "1"
@@ -141,14 +141,14 @@ def test_spans_arrive_and_a_collector_that_is_away_holds_nothing_up(
             assert attributes(resource)["service.instance.id"] == "router-1"
             collected.status = 503
             for _ in range(3):
-                exporter.add(spans(1))
+                exporter.add_spans(spans(1))
                 await asyncio.sleep(0.05)
             assert exporter.dropped == 3
             collected.status = 200
-            exporter.add(spans(1))
+            exporter.add_spans(spans(1))
             await exporter.close()
             assert len(collected.spans()) == 701
-            exporter.add(spans(MAX_SPANS + 1))
+            exporter.add_spans(spans(MAX_SPANS + 1))
             assert exporter.dropped == 3 + MAX_SPANS + 1
 
     with caplog.at_level(logging.INFO, "manta.router"):

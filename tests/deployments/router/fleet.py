@@ -206,7 +206,7 @@ class Fleet:
     async def __aenter__(self) -> Self:
         self.dispatcher = self.new_router()
         for number in range(self._count):
-            await self.add(f"r{number}")
+            await self.add_replica(f"r{number}")
         self.publish()
         if self._count:
             await until(lambda: len(self.dispatcher.state().replicas) == self._count)
@@ -229,7 +229,7 @@ class Fleet:
             await replica_server.stop()
         await asyncio.sleep(0)
 
-    async def add(self, name: str) -> ReplicaServer:
+    async def add_replica(self, name: str) -> ReplicaServer:
         replica_server = ReplicaServer(FAST, self._stall, self._engine(name))
         config = EngineConfig(
             model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras

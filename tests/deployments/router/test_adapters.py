@@ -163,7 +163,7 @@ def test_replicas_that_come_later_and_deaths(tmp_path):
             old = await router.adapters.add("a", str(folder))
             moved = await ask(router, "a", 400)
             await until(lambda: moved.begun)
-            await fleet.add("r1")
+            await fleet.add_replica("r1")
             fleet.publish()
             await until(lambda: len(router.state().replicas) == 2)
             fleet.engines["r0"].die()
@@ -173,7 +173,7 @@ def test_replicas_that_come_later_and_deaths(tmp_path):
             await until(lambda: broken.begun)
             make_folder(folder, r=16)
             await router.adapters.add("a")
-            await fleet.add("r2")
+            await fleet.add_replica("r2")
             fleet.publish()
             await until(lambda: len(router.state().replicas) == 2)
             fleet.engines["r1"].die()
@@ -252,7 +252,7 @@ def test_many_changes_under_load(tmp_path):
                     if number % 30 == 15:
                         victim = next(iter(fleet.dispatcher.replicas))
                         fleet.engines[victim].die()
-                        await fleet.add(f"later{number}")
+                        await fleet.add_replica(f"later{number}")
                         del fleet.replica_servers[victim]
                         for case in (router, other):
                             case.set_replicas(fleet.published())
@@ -322,7 +322,7 @@ def test_broken_and_corrupted(tmp_path):
             assert (await router.adapters.add("dora")).rank == 8, "known to be repaired at once"
             # Changed without a word: those who need it read again are told.
             make_folder(tmp_path / "good", r=32)
-            await fleet.add("r1")
+            await fleet.add_replica("r1")
             fleet.publish("r1")
             await until(lambda: list(router.state().replicas) == ["r1"])
             inflight = await ask(router, "good")
@@ -346,7 +346,7 @@ def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
         async with Fleet(1, loras=1, adapters=settings(tmp_path)) as fleet:
             router = fleet.dispatcher
             record = await router.adapters.add("a", str(make_folder(tmp_path / "a")))
-            await fleet.add("r1")
+            await fleet.add_replica("r1")
             fleet.publish("r1")
             await until(lambda: list(router.state().replicas) == ["r1"])
             engine, replica_server = fleet.engines["r1"], fleet.replica_servers["r1"]

@@ -50,8 +50,8 @@ def test_any_router_tells_of_all() -> None:
     nobody asked for anything in between."""
     fleet = routers(3)
     for number, router in enumerate(fleet.values()):
-        router.metrics.output_tokens.add(100 + number)
-        router.metrics.http.add(1, "/v1/completions", "200")
+        router.metrics.output_tokens.inc(100 + number)
+        router.metrics.http.inc(1, "/v1/completions", "200")
         router.metrics.first_token.observe(0.05)
     texts = [asyncio.run(router.figures.text()) for router in fleet.values()]
     first, *others = [parse_metrics(text) for text in texts]
@@ -110,7 +110,7 @@ def test_no_counter_goes_back(seed: int) -> None:
                 if dice.random() < 0.6:  # the others hear of it a step later
                     router.replicas = {"r": engine}
                 if not router.silent:
-                    router.metrics.output_tokens.add(dice.randrange(9))
+                    router.metrics.output_tokens.inc(dice.randrange(9))
                     router.metrics.between.observe(dice.random())
             if turn % 60 == 30:
                 del fleet[dice.choice(list(fleet))]

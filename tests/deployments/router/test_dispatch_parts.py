@@ -40,7 +40,7 @@ class FakeReplicaClient:
         self.replica, self.endpoint = name, endpoint
         self.sent: list[Any] = []
         self.connection: Any = SimpleNamespace(send=self.sent.append)
-        self.state = fleet.add(name, step_tokens=512)
+        self.state = fleet.add_replica(name, step_tokens=512)
         self.choices: dict[int, Any] = {}
         self.failed: Failed | None = None
         self.silent = self.retired = False
@@ -295,8 +295,8 @@ async def test_load_counts_what_arrives(monkeypatch):
     clock[0] += 1.0
     assert requests.arrival_rates()["prompt_rate"] == 0.0, "before there was a call to compare with"
     inflight = parts.inflight()
-    parts.metrics.prompt_tokens.add(990)  # beside those of this one
-    parts.metrics.cached_tokens.add(400)
+    parts.metrics.prompt_tokens.inc(990)  # beside those of this one
+    parts.metrics.cached_tokens.inc(400)
     for _ in range(3):
         parts.metrics.prompt_size.observe(250)
     clock[0] += 2.0

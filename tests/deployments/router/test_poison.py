@@ -182,7 +182,7 @@ def test_one_poison_after_the_other_fails_no_bystander():
                 await given_up(fleet.generate(prompt=POISON))
                 assert deaths(fleet) == 2 * number + 2
                 for name in (f"a{number}", f"b{number}"):
-                    await fleet.add(name)
+                    await fleet.add_replica(name)
                 alive = [name for name, engine in fleet.engines.items() if engine.alive]
                 fleet.publish(*alive)
                 await until(lambda: len(fleet.dispatcher.state().replicas) == 2)
@@ -209,7 +209,7 @@ def test_a_suspect_that_comes_to_a_killed_engine_is_not_convicted():
             assert not suspects.given
             await asyncio.sleep(0.05)
             assert fleet.replica_servers[second].failed is None, "its client knows better what of"
-            await fleet.add("r2")
+            await fleet.add_replica("r2")
             fleet.publish("r2", second)
             fleet.engines[second].die()
             assert await read(inflight) == {0: WHOLE}
@@ -375,7 +375,7 @@ def test_suspects_of_the_last_replica_wait_for_the_next():
             others = [fleet.generate(max_tokens=TOKENS) for _ in range(8)]
             for number in (1, 2):
                 await until(lambda number=number: deaths(fleet) == number)
-                await fleet.add(f"r{number}")
+                await fleet.add_replica(f"r{number}")
                 fleet.publish(f"r{number}")
             await given_up(poison)
             await whole(others)
@@ -400,7 +400,7 @@ def test_twenty_deaths_from_outside_fail_nothing():
                     fleet.engines[victim].die()
                 else:
                     await fleet.replica_servers[victim].stop()
-                await fleet.add(f"n{number}")
+                await fleet.add_replica(f"n{number}")
                 fleet.publish(*(name for name, engine in fleet.engines.items() if engine.alive))
             await whole(short)
             assert max(inflight.migrations for inflight in long) > 3

@@ -100,7 +100,7 @@ def test_a_stream_goes_on_at_another_router(kind: str, replicas: str, tmp_path: 
                 if replicas != "live":
                     for name in list(fleet.replica_servers):
                         await fleet.replica_servers.pop(name).stop()
-                        await fleet.add(f"{name}x")
+                        await fleet.add_replica(f"{name}x")
                     fleet.publish()
                 for engine in fleet.engines.values():
                     engine.requests.clear()

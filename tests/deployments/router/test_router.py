@@ -212,7 +212,7 @@ def test_the_only_replica_is_lost_and_comes_back():
             await fleet.replica_servers["r0"].stop()
             await until(lambda: not fleet.dispatcher.ready())
             late = fleet.generate()
-            await fleet.add("r1")
+            await fleet.add_replica("r1")
             fleet.publish("r1")
             assert await read(inflight) == WHOLE
             assert await read(late) == WHOLE
@@ -281,7 +281,7 @@ def test_each_wait_for_a_replica_has_its_own_time():
                 await until(lambda: not fleet.dispatcher.ready())
                 await asyncio.sleep(0.7)
                 assert fleet.dispatcher.assignment.displaced
-                await fleet.add(new)
+                await fleet.add_replica(new)
                 fleet.publish(new)
             before = len(emitted)
             await until(lambda: len(emitted) > before)
@@ -350,7 +350,7 @@ def test_replicas_that_die_at_once_are_not_blamed_on_the_requests():
             for name in ("r0", "r1", "r2"):
                 fleet.engines[name].die()
             await until(lambda: not fleet.dispatcher.ready())
-            await fleet.add("r3")
+            await fleet.add_replica("r3")
             fleet.publish("r3")
             assert await asyncio.gather(*map(read, [*all_inflight, late])) == [WHOLE] * 10
 

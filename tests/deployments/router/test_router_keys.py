@@ -90,7 +90,7 @@ def test_the_usage_file_turns_over_and_loses_no_line(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "usage.jsonl"
     routers = [UsageLog(path, 4096, 2) for _ in range(2)]
     for number in range(60):
-        routers[number % 2].add(line(1000.0 + number, id=f"r{number}"))
+        routers[number % 2].add_line(line(1000.0 + number, id=f"r{number}"))
         routers[number % 2].flush()
     files = [path.with_name(f"usage.jsonl{end}") for end in (".2", ".1", "")]
     assert all(file.stat().st_size <= 4096 for file in files)
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing_delays_lines(tmp_path: Path, caplog: Any) -> 
     blocked = tmp_path / "file"
     blocked.write_text("")
     log = UsageLog(blocked / "usage.jsonl", 4096, 1)
-    log.add(line(1.0))
+    log.add_line(line(1.0))
     log.flush()
     log.flush()
     assert len(caplog.records) == 1 and "1 lines wait" in caplog.records[0].message
@@ -152,8 +152,8 @@ def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
     path = keys_file(tmp_path, "one name=team budget=20/day\n")
     owner = key_digest("one")[:32]
     before = UsageLog(tmp_path / "usage.jsonl", 2**20, 2)
-    before.add(line(time.time(), key_id=owner))  # 7 tokens of a cluster that has ended
-    before.add(line(time.time() - 40 * 86400, key_id=owner, output_tokens=1000))
+    before.add_line(line(time.time(), key_id=owner))  # 7 tokens of a cluster that has ended
+    before.add_line(line(time.time() - 40 * 86400, key_id=owner, output_tokens=1000))
     before.flush()
 
     async def case() -> None:

@@ -36,7 +36,7 @@ def fleet(**replicas: EngineStats) -> Fleet:
     """Replicas of one speed, heard of at second 0."""
     fleet = Fleet()
     for name, figures in replicas.items():
-        fleet.add(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
+        fleet.add_replica(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
         fleet.replicas[name].opened(1, 0.0)
         see(fleet, name, figures)
     return fleet
@@ -230,11 +230,11 @@ def test_a_replica_that_left_leaves_nothing():
     known_fleet.remove(known_fleet.replicas["a"])
     assert len(known_fleet.index) == 0 and not known_fleet.holders["x"]
     assert choose(known_fleet) == {None: 100}
-    known_fleet.add("b", "gpu", step_tokens=512)
+    known_fleet.add_replica("b", "gpu", step_tokens=512)
     known_fleet.replicas["b"].opened(1, 0.0)
     assert route(prompt(1), known_fleet, Random(0), 0.0).cached == 0
     for n in range(40):  # and rows are added beyond the first table
-        known_fleet.add(f"more{n}", "gpu", step_tokens=512)
+        known_fleet.add_replica(f"more{n}", "gpu", step_tokens=512)
         known_fleet.replicas[f"more{n}"].opened(1, 0.0)
     assert len(choose(known_fleet)) > 10
 
@@ -258,13 +258,13 @@ def test_the_index_finds_the_longest_and_is_bounded():
     """A record that grows for ever, or that answers with who holds only a part."""
     index = PrefixIndex(limit=20)
     prefix_hashes = prompt(1).prefix_hashes
-    index.add(prefix_hashes[:3], 0)
-    index.add(prefix_hashes, 1)
+    index.add_prefix(prefix_hashes[:3], 0)
+    index.add_prefix(prefix_hashes, 1)
     assert index.match(prefix_hashes) == [(0b10, 8), (0b01, 3)]
     assert index.match(prefix_hashes[:2]) == [(0b11, 2)]
     assert index.match(prompt(2).prefix_hashes) == []
     for n in range(30):
-        index.add(prompt(n).prefix_hashes, n)
+        index.add_prefix(prompt(n).prefix_hashes, n)
         assert len(index) <= 20
     assert index.match(prompt(29).prefix_hashes) == [(1 << 29, 8)]
     index.forget(29)
@@ -381,7 +381,7 @@ def test_a_decision_is_quick(replicas, limit, record_property):
     )
     work = prompt(1, 32)
     for n in range(replicas):
-        known_fleet.index.add(work.prefix_hashes[: n % 9], n)
+        known_fleet.index.add_prefix(work.prefix_hashes[: n % 9], n)
     best, dice = float("inf"), Random(0)
     for _ in range(20):
         began = time.process_time()

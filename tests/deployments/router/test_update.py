@@ -92,7 +92,7 @@ def test_what_has_begun_goes_on_with_the_same_weights_only():
 
     async def case():
         async with Fleet(2) as fleet:
-            await fleet.add("r2")
+            await fleet.add_replica("r2")
             old, new = {"weights": "a"}, {"weights": "b"}
             every = {"r0": told(fleet, "r0", **old), "r1": told(fleet, "r1", **new)}
             fleet.dispatcher.set_replicas({"r0": every["r0"]})
@@ -119,7 +119,7 @@ def test_replicas_with_another_tokenizer_are_left_to_their_routers():
         async with Fleet(0) as fleet:
             dispatcher = fleet.dispatcher
             dispatcher.replicas.vocabulary = "mine"
-            await fleet.add("r0")
+            await fleet.add_replica("r0")
             dispatcher.set_replicas({"r0": told(fleet, "r0", tokenizer="other")})
             waiting = fleet.generate()
             await asyncio.sleep(0.2)
@@ -139,7 +139,7 @@ def test_new_replicas_of_unknown_speed_keep_the_queue():
             queue = fleet.dispatcher.queue
             all_inflight = [fleet.generate(max_tokens=1000) for _ in range(4)]
             await until(lambda: queue.seconds() >= 0 and queue._rate < float("inf"))
-            await fleet.add("r1")
+            await fleet.add_replica("r1")
             fleet.dispatcher.set_replicas({"r1": told(fleet, "r1")})
             await until(lambda: "r1" in fleet.dispatcher.state().replicas)
             try:

@@ -59,7 +59,7 @@ def engine(folder: Path, **fields: Any) -> EngineCore:
     return build(EngineConfig(model=str(folder), **(defaults | fields)))[0]
 
 
-def add(core: EngineCore, name: str, folder: Path, **fields: Any) -> AdapterInfo:
+def add_adapter(core: EngineCore, name: str, folder: Path, **fields: Any) -> AdapterInfo:
     core.add_adapter(AddAdapter(1, name, str(folder), **fields))
     while not (answers := core.answers()):
         pass
@@ -152,7 +152,7 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
     core = engine(tmp_path / "base")
     names = {adapter: adapter.replace(" ", "-") for adapter in folders}
     for adapter, folder in folders.items():
-        info = add(core, names[adapter], folder)
+        info = add_adapter(core, names[adapter], folder)
         assert info.rank == max(ADAPTERS[adapter]["r"], 20 if adapter == "patterns" else 0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 30, 1)]
@@ -231,7 +231,7 @@ def test_patterns_on_a_wrapped_model(tmp_path: Path) -> None:
     prompt = [5, 17, 99, 3, 42, 8]
     for number, (name, fields) in enumerate(WRAPPED.items(), 1):
         adapter = name.replace(" ", "-").replace("'", "")
-        add(core, adapter, save_adapter(theirs, tmp_path / adapter, number, **fields))
+        add_adapter(core, adapter, save_adapter(theirs, tmp_path / adapter, number, **fields))
         submit(core, number, prompt, adapter, **MOST)
     outputs = run(core)
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_ranks_8_and_256_in_one_batch(tmp_path: Path) -> None:
     for slots in (3, 2):
         core = engine(tmp_path / "base", max_loras=slots, max_lora_rank=256)
         for name, folder in folders.items():
-            assert add(core, name, folder).rank == (8 if name == "small" else 256)
+            assert add_adapter(core, name, folder).rank == (8 if name == "small" else 256)
         plan = [(name, prompt) for prompt in prompts for name in ("", *folders, "small")]
         for number, (name, prompt) in enumerate(plan):
             submit(core, number, prompt, name)
@@ -282,7 +282,7 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
     folders = [save_adapter(theirs, tmp_path / str(seed), seed) for seed in range(3)]
     core = engine(tmp_path / "base", num_blocks=26, max_loras=1, max_num_batched_tokens=16)
     for name, folder in zip("ab", folders, strict=False):
-        add(core, name, folder)
+        add_adapter(core, name, folder)
     prompt = torch.randint(3, 101, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     wanted = {}
     for number in range(1, 13):
@@ -293,7 +293,7 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
     assert core.scheduler.counters.preemptions, "blocks did not run out"
     submit(core, 20, prompt, "a", prompt_logprobs=None)
     assert run(core)[20].cached >= 16
-    add(core, "a", folders[2])
+    add_adapter(core, "a", folders[2])
     submit(core, 21, prompt, "a", prompt_logprobs=None)
     outputs |= (replaced := run(core))
     assert replaced[21].cached == 0
@@ -314,7 +314,7 @@ def test_steps_without_adapters(tmp_path: Path) -> None:
     adapters' kernels for ever."""
     theirs = save_checkpoint(tmp_path / "base", "llama")
     core = engine(tmp_path / "base")
-    add(core, "a", save_adapter(theirs, tmp_path / "a"))
+    add_adapter(core, "a", save_adapter(theirs, tmp_path / "a"))
     runner: Any = core._runner
     device = runner.lora
     assert device is not None
@@ -372,7 +372,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
         fields: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 128}
         core = engine(tmp_path / "base", device="cuda", max_loras=slots, **fields)
         for name in ranks:
-            add(core, name, tmp_path / name)
+            add_adapter(core, name, tmp_path / name)
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 40, 1)]
         plan = [(name, prompt) for prompt in prompts for name in ("", *ranks)]
@@ -420,7 +420,7 @@ def test_trained_on_the_default_model(default_model: Path, trained: Path, device
     prompts = {name: tokenizer(text_of(name)[-1500:]).input_ids[:200] for name in TEXTS}
     wanted = {}
     for name in TEXTS:
-        add(core, name, trained / name)
+        add_adapter(core, name, trained / name)
     outputs = {}
     for alone in (True, False):
         for name in TEXTS:
@@ -460,7 +460,7 @@ def test_trained_in_bfloat16(
     fields: dict[str, Any] = {"max_num_batched_tokens": 256, "block_size": 16}
     core = engine(default_model, device="cuda", dtype="bfloat16", **fields)
     for name in TEXTS:
-        add(core, name, trained / name)
+        add_adapter(core, name, trained / name)
     plan = {}
     for name in TEXTS:
         ids = tokenizer(text_of(name)[-1500:]).input_ids[:200]

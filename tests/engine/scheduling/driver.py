@@ -49,7 +49,7 @@ class Driver:
 
         self.runner.launch = watched  # type: ignore[method-assign]
 
-    def add(self, prompt: int | list[int] = 8, **fields: Any) -> int:
+    def add_request(self, prompt: int | list[int] = 8, **fields: Any) -> int:
         self._next_id += 1
         message = make_request(self._next_id, prompt, **fields)
         self._scopes[message.id] = (message.adapter, message.cache_salt)
@@ -198,7 +198,7 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
             if rng.random() < 0.2:
                 fields["logprobs"] = 0
             for choice in range(rng.choice([1, 1, 1, 3])):
-                driver.add(prompt, choice=choice, **fields)
+                driver.add_request(prompt, choice=choice, **fields)
         elif action < 0.45 and driver.scheduler.requests:
             driver.abort(rng.choice(list(driver.scheduler.requests)))
         elif action < 0.46:

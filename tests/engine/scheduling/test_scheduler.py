@@ -23,7 +23,7 @@ class Hand:
         self.scheduler = Scheduler(self.config)
         self.in_flight: list[tuple[Batch, list[int]]] = []
 
-    def add(self, id: int, prompt: list[int] | int = 4, **fields: Any) -> Request:
+    def add_request(self, id: int, prompt: list[int] | int = 4, **fields: Any) -> Request:
         request = Request(make_request(id, prompt, **fields), self.config, id)
         self.scheduler.add_request(request)
         return request
@@ -58,10 +58,10 @@ class Hand:
 def test_decodes_then_chunks_then_waiting_share_one_budget() -> None:
     """Bug: a long prompt stops those who decode, or the budget is spent on one request only."""
     hand = Hand(max_num_batched_tokens=10)
-    hand.add(1, 4)
+    hand.add_request(1, 4)
     hand.go()
-    hand.add(2, 15)
-    hand.add(3, 8)
+    hand.add_request(2, 15)
+    hand.add_request(3, 8)
     batch = hand.schedule()
     assert hand.lengths(batch) == {1: 1, 2: 9} and batch.num_decodes == 1
     assert batch.samples == [True, False]
@@ -76,10 +76,10 @@ def test_a_prompt_beside_decodes_comes_in_halves() -> None:
     """Bug: one long prompt is one long gap in every stream; or it waits where nobody decodes; or
     many that wait are computed a little at a time."""
     hand = Hand(max_num_batched_tokens=2048, max_model_len=4096, num_blocks=4096, max_num_seqs=8)
-    hand.add(1, 1500)
+    hand.add_request(1, 1500)
     assert hand.lengths(hand.schedule()) == {1: 1500}, "nobody decodes"
     hand.update()
-    hand.add(2, 1000)
+    hand.add_request(2, 1000)
     chunks = []
     while (length := hand.lengths(hand.schedule()).get(2, 1)) > 1:
         chunks.append(length)
@@ -87,7 +87,7 @@ def test_a_prompt_beside_decodes_comes_in_halves() -> None:
     assert chunks == [500, 250, 128, 122], "half of what is left, at least a 16th of the budget"
     hand.update()
     for id in range(3, 23):
-        hand.add(id, 1000)
+        hand.add_request(id, 1000)
     batch = hand.schedule()
     assert batch.num_tokens == 2048, "six of the twenty can start: more than a step can do"
     hand.update()
@@ -109,7 +109,7 @@ def test_waiting_is_served_by_priority_then_arrival() -> None:
     """Bug: a request of low priority, or a late one, goes first."""
     hand = Hand(max_num_seqs=1)
     for id, priority in [(1, 1), (2, 0), (3, -1), (4, 0)]:
-        hand.add(id, priority=priority, max_tokens=1)
+        hand.add_request(id, priority=priority, max_tokens=1)
     served = []
     while hand.scheduler.requests:
         served += hand.go()
@@ -119,10 +119,10 @@ def test_waiting_is_served_by_priority_then_arrival() -> None:
 def test_chunks_with_higher_priority_come_first() -> None:
     """Bug: among running prompts the budget goes by chance instead of by the order of service."""
     hand = Hand(max_num_batched_tokens=8)
-    hand.add(1, 40, priority=1)
+    hand.add_request(1, 40, priority=1)
     hand.go()
-    hand.add(2, 8, priority=1)
-    hand.add(3, 20, priority=0)
+    hand.add_request(2, 8, priority=1)
+    hand.add_request(3, 20, priority=0)
     assert hand.lengths(hand.schedule()) == {1: 8}, "running ones are not pushed aside"
     hand.update()
 
@@ -131,7 +131,9 @@ def test_chunks_with_higher_priority_come_first() -> None:
 def test_the_latest_of_the_lowest_priority_is_preempted(ahead: bool) -> None:
     """Bug: the oldest request loses its work, or two requests preempt each other for ever."""
     hand = Hand(num_blocks=7, max_model_len=28, async_scheduling=ahead)
-    requests = [hand.add(id, 8, priority=p, max_tokens=8) for id, p in [(1, 0), (2, 1), (3, 0)]]
+    requests = [
+        hand.add_request(id, 8, priority=p, max_tokens=8) for id, p in [(1, 0), (2, 1), (3, 0)]
+    ]
     ends: dict[int, str] = {}
     order = []
     for _ in range(100):
@@ -150,7 +152,7 @@ def test_the_latest_of_the_lowest_priority_is_preempted(ahead: bool) -> None:
 def test_last_in_order_waits_for_a_block_instead_of_preempting() -> None:
     """Bug: the newest request pushes out an older one and is pushed out by it in turn."""
     hand = Hand(num_blocks=4, max_model_len=16, async_scheduling=False)
-    first, two = hand.add(1, 7, max_tokens=9), hand.add(2, 4, max_tokens=9)
+    first, two = hand.add_request(1, 7, max_tokens=9), hand.add_request(2, 4, max_tokens=9)
     for _ in range(3):
         hand.go()
     while first.phase is not RequestPhase.ENDED:
@@ -166,11 +168,11 @@ def test_last_in_order_waits_for_a_block_instead_of_preempting() -> None:
 def test_stops_and_their_reasons() -> None:
     """Bug: a wrong finish reason, an end token not reported, min_tokens or ignore_eos not read."""
     hand = Hand(async_scheduling=False)
-    hand.add(1)
-    hand.add(2, ignore_eos=True, max_tokens=3)
-    hand.add(3, stop_token_ids=(7,))
-    hand.add(4, min_tokens=2, stop_token_ids=(7,), max_tokens=5)
-    hand.add(5, max_tokens=1)
+    hand.add_request(1)
+    hand.add_request(2, ignore_eos=True, max_tokens=3)
+    hand.add_request(3, stop_token_ids=(7,))
+    hand.add_request(4, min_tokens=2, stop_token_ids=(7,), max_tokens=5)
+    hand.add_request(5, max_tokens=1)
     deltas = hand.go(dict.fromkeys([1, 2, 4, 5], EOS) | {3: 7})
     assert (deltas[1].finish, deltas[1].stop_token, deltas[1].token_ids) == ("stop", EOS, [EOS])
     assert (deltas[2].finish, deltas[2].stop_token) == ("", None)
@@ -189,8 +191,8 @@ def test_a_result_for_an_ended_request_is_dropped() -> None:
     """Bug: one batch ahead, a request that stopped shows the token of the step already launched,
     or its blocks are given away while that step still writes them."""
     hand = Hand()
-    request = hand.add(1, 8)
-    other = hand.add(2, 8)
+    request = hand.add_request(1, 8)
+    other = hand.add_request(2, 8)
     hand.schedule()
     hand.schedule()
     assert hand.update({1: EOS})[1].finish == "stop"
@@ -209,7 +211,7 @@ def test_abort_anywhere() -> None:
     """Bug: an aborted request keeps its place in the queue, its row or its blocks."""
     hand = Hand(max_num_batched_tokens=8, max_num_seqs=3)
     for id, prompt in enumerate([2, 20, 4, 4]):
-        hand.add(id, prompt)
+        hand.add_request(id, prompt)
     hand.schedule()
     phases = [r.phase for r in hand.scheduler.requests.values()]
     assert phases == [
@@ -229,10 +231,10 @@ def test_abort_anywhere() -> None:
 def test_a_half_computed_block_is_not_found() -> None:
     """Bug: a request that is aborted between two chunks leaves a block with keys missing."""
     hand = Hand(max_num_batched_tokens=6, async_scheduling=False)
-    hand.add(1, list(range(2, 14)))
+    hand.add_request(1, list(range(2, 14)))
     hand.go()
     hand.scheduler.abort([1])
-    hand.add(2, list(range(2, 14)))
+    hand.add_request(2, list(range(2, 14)))
     hand.go()
     assert hand.go()[2].cached == 4
 
@@ -241,8 +243,8 @@ def test_one_failing_entry_ends_one_request() -> None:
     """Bug: a numerical error of one request ends its neighbours, shows its token, or leaves its
     keys where the next request with that prompt finds them."""
     hand = Hand(async_scheduling=False)
-    hand.add(1, list(range(2, 12)))
-    hand.add(2, 8)
+    hand.add_request(1, list(range(2, 12)))
+    hand.add_request(2, 8)
     deltas = hand.go({1: -1}, errors={1: "numerical_error: x"})
     assert (deltas[1].finish, deltas[1].error, deltas[1].token_ids) == (
         "error",
@@ -250,15 +252,15 @@ def test_one_failing_entry_ends_one_request() -> None:
         [],
     )
     assert deltas[2].token_ids == [9] and deltas[2].finish == ""
-    hand.add(3, list(range(2, 12)))
+    hand.add_request(3, list(range(2, 12)))
     assert hand.go()[3].cached == 0
 
 
 def test_a_failure_that_comes_after_the_preemption() -> None:
     """Bug: the request that fails is back in the queue, and its blocks stay in the cache."""
     hand = Hand(num_blocks=6, max_model_len=24)
-    hand.add(1, 8, max_tokens=12)
-    failing = hand.add(2, list(range(2, 16)), max_tokens=3)
+    hand.add_request(1, 8, max_tokens=12)
+    failing = hand.add_request(2, list(range(2, 16)), max_tokens=3)
     hand.schedule()
     assert hand.scheduler.schedule() is None, "the blocks come back with the step in flight"
     assert failing.phase is RequestPhase.WAITING and hand.scheduler.counters.preemptions == 1
@@ -276,7 +278,7 @@ def test_logprobs_travel_with_their_tokens_and_the_prompts_once() -> None:
     """Bug: prompt log-probabilities of one chunk only, or again with every delta."""
     hand = Hand(max_num_batched_tokens=4, async_scheduling=False)
     prompt = list(range(2, 12))
-    request = hand.add(1, prompt, prompt_logprobs=0, logprobs=0, max_tokens=2)
+    request = hand.add_request(1, prompt, prompt_logprobs=0, logprobs=0, max_tokens=2)
     for start in (0, 4):
         chunk = [lp(t) for t in prompt[start + 1 : start + 5]]
         assert hand.go(prompt_logprobs={1: chunk}) == {}
@@ -291,7 +293,7 @@ def test_logprobs_travel_with_their_tokens_and_the_prompts_once() -> None:
 
 def test_prompt_logprobs_survive_a_preemption() -> None:
     """Bug: a chunk computed again after a preemption gives its log-probabilities a second time."""
-    request = Hand().add(1, list(range(2, 12)), prompt_logprobs=0)
+    request = Hand().add_request(1, list(range(2, 12)), prompt_logprobs=0)
     items = [lp(t) for t in range(3, 12)]
     request.collect_prompt_logprobs(0, items[:4])
     request.collect_prompt_logprobs(0, items[:7])  # from the beginning, in another chunking
@@ -302,7 +304,7 @@ def test_prompt_logprobs_survive_a_preemption() -> None:
 def test_max_tokens_zero_ends_with_the_prompts_logprobs() -> None:
     """Bug: scoring a prompt samples a token, or never ends."""
     hand = Hand(max_num_batched_tokens=4, async_scheduling=False)
-    hand.add(1, [2, 3, 4, 5, 6], prompt_logprobs=0, max_tokens=0)
+    hand.add_request(1, [2, 3, 4, 5, 6], prompt_logprobs=0, max_tokens=0)
     assert hand.go(prompt_logprobs={1: [lp(t) for t in (3, 4, 5, 6)]}) == {}
     batch = hand.schedule()
     assert batch.samples == [False]
@@ -315,7 +317,7 @@ def test_choices_of_one_prompt_share_its_blocks_within_one_step() -> None:
     """Bug: n = 4 computes and stores the prompt four times."""
     hand = Hand()
     prompt = list(range(2, 22))
-    requests = [hand.add(id, prompt, choice=id, seed=1) for id in range(4)]
+    requests = [hand.add_request(id, prompt, choice=id, seed=1) for id in range(4)]
     batch = hand.schedule()
     assert sorted(batch.lengths) == [4, 4, 4, 20]
     for request in requests[1:]:
@@ -330,7 +332,7 @@ def test_at_least_the_last_token_is_computed_again() -> None:
     """Bug: a prompt of full blocks that is wholly cached has no logits to sample from."""
     hand = Hand(async_scheduling=False)
     for id in (1, 2):
-        hand.add(id, list(range(2, 10)), max_tokens=1)
+        hand.add_request(id, list(range(2, 10)), max_tokens=1)
         deltas = hand.go()
         assert deltas[id].finish == "length"
     assert deltas[2].cached == 4
@@ -339,8 +341,8 @@ def test_at_least_the_last_token_is_computed_again() -> None:
 def test_stats_count_what_is_left_to_compute() -> None:
     """Bug: routing and scaling see an idle engine that is full, or work that was done."""
     hand = Hand(max_num_batched_tokens=8, max_num_seqs=1)
-    hand.add(1, 12)
-    hand.add(2, 5)
+    hand.add_request(1, 12)
+    hand.add_request(2, 5)
     assert hand.scheduler.num_waiting_tokens == 17
     hand.schedule()
     assert hand.scheduler.num_waiting_tokens == 17, "launched is not computed"
@@ -390,7 +392,7 @@ def peak_use(policy: str, max_tokens: int | None = 12, **changes: Any) -> tuple[
     )
     for id in range(24):
         own = None if max_tokens is None else max_tokens + id % 5 * 3
-        hand.add(id, 4 + id % 3, max_tokens=own, ignore_eos=True)
+        hand.add_request(id, 4 + id % 3, max_tokens=own, ignore_eos=True)
     running = steps = 0
     while hand.scheduler.requests:
         hand.go()
@@ -424,7 +426,7 @@ def test_a_strategy_is_a_function_in_a_table(monkeypatch: pytest.MonkeyPatch) ->
     for names, most in (({}, 5), ({"admission": "alone"}, 1), ({"batching": "pairs"}, 2)):
         hand = Hand(num_blocks=64, async_scheduling=False, **names)
         for id in range(5):
-            hand.add(id, 4, max_tokens=6)
+            hand.add_request(id, 4, max_tokens=6)
         running = 0
         while hand.scheduler.requests:
             hand.go()
@@ -436,7 +438,7 @@ def test_a_strategy_is_a_function_in_a_table(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_fits_alone_always_starts(policy: str) -> None:
     """Bug: a careful estimate, rounded up, is more than all memory, and the request never runs."""
     hand = Hand(admission=policy, num_blocks=8, max_model_len=32, async_scheduling=False)
-    request = hand.add(1, 20, max_tokens=None)
+    request = hand.add_request(1, 20, max_tokens=None)
     while request.phase is not RequestPhase.ENDED:
         hand.go()
     assert len(request.token_ids) == 32
@@ -447,10 +449,10 @@ def test_scoring_a_prompt_takes_small_chunks_beside_decodes() -> None:
     `prompt_logprobs`, made a step nearly twice as long for all others; and two such requests must
     not have twice the share."""
     hand = Hand(max_num_batched_tokens=512, max_model_len=512, num_blocks=512)
-    hand.add(1, 4)
+    hand.add_request(1, 4)
     hand.go()
     for id in (2, 3):
-        hand.add(id, 400, prompt_logprobs=0, max_tokens=1)
+        hand.add_request(id, 400, prompt_logprobs=0, max_tokens=1)
     batch = hand.schedule()
     lengths = hand.lengths(batch)
     assert lengths.pop(1) == 1 and sum(lengths.values()) == 256
@@ -460,7 +462,7 @@ def test_scoring_a_prompt_takes_small_chunks_beside_decodes() -> None:
         assert lengths.pop(1) == 1 and 0 < sum(lengths.values()) <= 256
         hand.update(prompt_logprobs=_scores(lengths))
     alone = Hand(max_num_batched_tokens=512, max_model_len=512, num_blocks=512)
-    alone.add(1, 400, prompt_logprobs=0, max_tokens=1)
+    alone.add_request(1, 400, prompt_logprobs=0, max_tokens=1)
     assert alone.lengths(alone.schedule()) == {1: 400}
 
 

@@ -284,16 +284,16 @@ class HybridMachine(RuleBasedStateMachine):
     )
     def admit(self, length: int, own: int, **fields: Any) -> int:
         prompt = STEM[: max(1, length - own)] + [40 + own] * own
-        return self.driver.add(prompt, ignore_eos=True, **fields)
+        return self.driver.add_request(prompt, ignore_eos=True, **fields)
 
     @rule(target=ids, emitted=st.integers(0, 20))
     def resume(self, emitted: int) -> int:
         """A request that another replica has answered in part."""
         prompt = STEM[:30]
         alone = Driver(max_model_len=60, kinds=self.driver.core.config.kinds, snapshots=PLAN)
-        id = alone.add(prompt.copy(), max_tokens=29, seed=3, ignore_eos=True)
+        id = alone.add_request(prompt.copy(), max_tokens=29, seed=3, ignore_eos=True)
         text = alone.expected[id][0]
-        return self.driver.add(
+        return self.driver.add_request(
             [*prompt, *text[:emitted]],
             max_tokens=29,
             seed=3,

@@ -60,10 +60,12 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1]),
         choices=st.sampled_from([1, 1, 3]),
     )
-    def add(self, length: int, own: int, choices: int, **fields: Any) -> Any:
+    def add_request(self, length: int, own: int, choices: int, **fields: Any) -> Any:
         prompt = (STEM * 2)[: max(1, length - own)] + [40 + own] * own
         fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"] or 0)
-        ids = [self.driver.add(prompt, choice=choice, **fields) for choice in range(choices)]
+        ids = [
+            self.driver.add_request(prompt, choice=choice, **fields) for choice in range(choices)
+        ]
         return multiple(*ids)
 
     @rule(count=st.integers(1, 12))

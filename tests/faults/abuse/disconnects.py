@@ -63,9 +63,9 @@ async def disconnects(live: Live, report: Report, count: int, at_once: int, head
             }
             report.lines.append({**line, "mib": {k: round(v, 1) for k, v in mib.items()}})
         await ended(live)
-    report.add("disconnects/disconnects", sum(moments.values()), "", least=count)
+    report.add_row("disconnects/disconnects", sum(moments.values()), "", least=count)
     for moment, times in moments.items():
-        report.add(f"disconnects/{moment}", times, "")
+        report.add_row(f"disconnects/{moment}", times, "")
 
 
 async def freed(live: Live, report: Report, count: int, header: str) -> None:
@@ -77,4 +77,4 @@ async def freed(live: Live, report: Report, count: int, header: str) -> None:
         await reader.readuntil(b"\n\n")
     for _, writer in pairs:
         writer.transport.abort()
-    report.add("disconnects/all blocks free after", await ended(live), "s", most=1.0)
+    report.add_row("disconnects/all blocks free after", await ended(live), "s", most=1.0)

@@ -137,40 +137,46 @@ async def overload(
     waits = [int(item.said.headers.get("retry-after") or 0) for item in refused]
     codes = Counter(item.code for item in refused)
     assert set(codes) <= {"overloaded", "rate_limit_exceeded"}, codes
-    report.add("overload/requests", len(flood), "")
-    report.add("overload/refused", len(refused) / len(flood), "share", least=0.7)
-    report.add("overload/neither an answer nor a refusal", len(lost), "", most=0)
+    report.add_row("overload/requests", len(flood), "")
+    report.add_row("overload/refused", len(refused) / len(flood), "share", least=0.7)
+    report.add_row("overload/neither an answer nor a refusal", len(lost), "", most=0)
     for code, times in codes.items():
-        report.add(f"overload/{code}", times, "")
-    report.add("overload/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
-    report.add("overload/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=50)
-    report.add("overload/Retry-After, least", min(waits), "s", least=1)
-    report.add("overload/Retry-After, different ones", len(set(waits)), "", least=2)
-    report.add("overload/broken answers", sum(bool(item.said.error) for item in served), "", most=0)
+        report.add_row(f"overload/{code}", times, "")
+    report.add_row("overload/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
+    report.add_row("overload/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=50)
+    report.add_row("overload/Retry-After, least", min(waits), "s", least=1)
+    report.add_row("overload/Retry-After, different ones", len(set(waits)), "", least=2)
+    report.add_row(
+        "overload/broken answers", sum(bool(item.said.error) for item in served), "", most=0
+    )
     ratio = good("10 times") / good("1.5 times")
-    report.add("overload/good answers a step, of those at 1.5 times", ratio, "x", least=0.9)
+    report.add_row("overload/good answers a step, of those at 1.5 times", ratio, "x", least=0.9)
     of_all = good("10 times") / (rows / output / len(live.replica_stats()))
-    report.add("overload/good answers a step, of all that fit", of_all, "x")
+    report.add_row("overload/good answers a step, of all that fit", of_all, "x")
     let_in = []
     for number, priority in enumerate(PRIORITIES):
         mine = [item for item in flood if item.priority == priority]
         first = sorted(item.first for item in mine if item.said.status == 200)
         let_in.append(len(first) / len(mine))
-        report.add(f"overload/priority {priority}, let in", let_in[-1], "share")
+        report.add_row(f"overload/priority {priority}, let in", let_in[-1], "share")
         if not first:
             continue  # refused to the last, as the less urgent may be
-        report.add(f"overload/priority {priority}, first token p50", percentile(first, 0.5), "s")
+        report.add_row(
+            f"overload/priority {priority}, first token p50", percentile(first, 0.5), "s"
+        )
         bound = {} if number else {"most": WAIT}
-        report.add(
+        report.add_row(
             f"overload/priority {priority}, first token p99", percentile(first, 0.99), "s", **bound
         )
     ratio = let_in[0] / max(let_in[1], 1e-3)
-    report.add("overload/let in, urgent of others", ratio, "x", least=1.0)
+    report.add_row("overload/let in, urgent of others", ratio, "x", least=1.0)
     share = sum(item.key for item in served) / len(served)
     # In a short one what came before it counts: the queue is too short to put all in order.
     least = 0.35 if seconds > 30 else 0.25
-    report.add("overload/served, share of the key that sends a fifth", share, "share", least=least)
+    report.add_row(
+        "overload/served, share of the key that sends a fifth", share, "share", least=least
+    )
     slow = [item for item in asked["after"] if item.said.status != 200 or item.first > TTFT]
     back = max((item.at for item in slow), default=end["10 times"]) - end["10 times"]
-    report.add("overload/as usual after", back, "s", most=5)
-    report.add("overload/largest process at its end", largest, "MiB")
+    report.add_row("overload/as usual after", back, "s", most=5)
+    report.add_row("overload/largest process at its end", largest, "MiB")

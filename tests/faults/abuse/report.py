@@ -25,7 +25,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, case: str, value: float, unit: str, **bound: float) -> None:
+    def add_row(self, case: str, value: float, unit: str, **bound: float) -> None:
         """bound: `most` or `least`."""
         self.rows.append({"case": case, "value": round(value, 4), "unit": unit, **bound})
 
@@ -82,14 +82,14 @@ async def leaves_nothing(
     await asyncio.to_thread(live.find_routers)
     before, mib = await asyncio.to_thread(holdings, live), await asyncio.to_thread(resident, live)
     yield
-    report.add(f"{case}/quiet after", await ended(live), "s")
+    report.add_row(f"{case}/quiet after", await ended(live), "s")
     more = await asyncio.to_thread(grown, live, before, at_once)
     for what in more:
         print(f"{case}: left behind: {what}", file=sys.stderr)
-    report.add(f"{case}/kinds of things left behind", len(more), "", most=0)
+    report.add_row(f"{case}/kinds of things left behind", len(more), "", most=0)
     after = await asyncio.to_thread(resident, live)
     growth = max(after[name] - mib[name] for name in mib)
     most = (
         20 if case == "disconnects" else 64
     )  # what streams had in buffers leaves gaps in the heap
-    report.add(f"{case}/growth of a process at most", growth, "MiB", most=most)
+    report.add_row(f"{case}/growth of a process at most", growth, "MiB", most=most)

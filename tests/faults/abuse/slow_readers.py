@@ -115,23 +115,25 @@ async def slow_readers(
         ("beside slow readers, then", then),
         ("alone again", again),
     ):
-        report.add(f"slow readers/gap p50 {name}", 1e3 * percentile(values, 0.5), "ms")
-        report.add(f"slow readers/gap p99 {name}", 1e3 * percentile(values, 0.99), "ms")
-        report.add(f"slow readers/longest gap {name}", 1e3 * values[-1], "ms")
-    report.add(
+        report.add_row(f"slow readers/gap p50 {name}", 1e3 * percentile(values, 0.5), "ms")
+        report.add_row(f"slow readers/gap p99 {name}", 1e3 * percentile(values, 0.99), "ms")
+        report.add_row(f"slow readers/longest gap {name}", 1e3 * values[-1], "ms")
+    report.add_row(
         "slow readers/p99 beside slow readers, of beside quick ones",
         percentile(first, 0.99) / percentile(quick, 0.99),
         "x",
     )
-    report.add(
+    report.add_row(
         "slow readers/p99 then, of alone", percentile(then, 0.99) / percentile(alone, 0.99), "x"
     )
     watched = [line for line in report.lines if line["kind"] == "slow readers"]
-    report.add("slow readers/slow readers", count, "")
-    report.add("slow readers/streams at once at most", max(line["streams"] for line in watched), "")
-    report.add("slow readers/times that one paused", paused, "")
+    report.add_row("slow readers/slow readers", count, "")
+    report.add_row(
+        "slow readers/streams at once at most", max(line["streams"] for line in watched), ""
+    )
+    report.add_row("slow readers/times that one paused", paused, "")
     last = [line["at_s"] for line in watched if line["streams"] > streams]
-    report.add(
+    report.add_row(
         "slow readers/last slow reader cut off after",
         max(last, default=0.0),
         "s",

@@ -122,7 +122,9 @@ def test_every_way_to_call(name: str) -> None:
         x, norm = torch.randn(rows, width), torch.rand(width)
         residual = torch.randn(rows, 128)
         plain = packed(x)
-        assert torch.allclose(packed.add(x, residual.clone()), plain + residual, atol=1e-5)
+        assert torch.allclose(
+            packed.add_to_residual(x, residual.clone()), plain + residual, atol=1e-5
+        )
         limit = bound(normed(x, norm, eps).float(), weight)
         after = normed(x, norm, eps) @ weight.T + bias.double()
         assert ((packed.after_norm(x, norm, eps) - after).abs() <= limit).all()

@@ -93,7 +93,7 @@ def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> l
     after = normed(x, norm, eps) @ weight.T + bias
     pairs = [
         (linear(x), plain),
-        (linear.add(x, residual.clone()), plain + residual),
+        (linear.add_to_residual(x, residual.clone()), plain + residual),
         (linear.after_norm(x, norm, eps), after),
     ]
     pairs += [
@@ -155,7 +155,7 @@ def test_blocks_of_rows(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few = (slice(0, 9), slice(250, 283), slice(515, 530))
     ways = (
         lambda part: linear(x[part].contiguous()),
-        lambda part: linear.add(x[part].contiguous(), residual[part].clone()),
+        lambda part: linear.add_to_residual(x[part].contiguous(), residual[part].clone()),
         lambda part: linear.gated_after_norm(x[part].contiguous(), norm, 1e-5, "silu"),
     )
     for way in ways:

@@ -44,8 +44,8 @@ def layer(dtype: torch.dtype, attended: int = HIDDEN, bias: bool = True) -> Laye
 
 def apart(attended: Tensor, residual: Tensor, given: Layer, act: str) -> Tensor:
     (out, up, down), (first, second) = given
-    x = PLAIN.layer_norm(out.add(attended, residual.clone()), *first)
-    return PLAIN.layer_norm(down.add(PLAIN.activation(up(x), act), x), *second)
+    x = PLAIN.layer_norm(out.add_to_residual(attended, residual.clone()), *first)
+    return PLAIN.layer_norm(down.add_to_residual(PLAIN.activation(up(x), act), x), *second)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

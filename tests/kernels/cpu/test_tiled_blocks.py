@@ -41,7 +41,12 @@ def calls(packed: PackedBlocks, x: torch.Tensor) -> list[torch.Tensor]:
     norm, residual = torch.rand(x.shape[1]), torch.randn(x.shape[0], 192)
     wide = torch.full((x.shape[0], 200), 7.0)
     packed.into(x, wide, 5)
-    outputs = [packed(x), packed.add(x, residual), packed.after_norm(x, norm, 1e-5), wide]
+    outputs = [
+        packed(x),
+        packed.add_to_residual(x, residual),
+        packed.after_norm(x, norm, 1e-5),
+        wide,
+    ]
     return outputs + [packed.gated_after_norm(x, norm, 1e-5, gate) for gate in GATES]
 
 

@@ -207,7 +207,7 @@ class _Reader:
         texts = self._texts(system, "system") if system is not None else []
         lasting = [text for text in texts if text and not text.startswith(_ACCOUNTING)]
         if lasting:
-            self._builder.add("system", "system", "\n\n".join(lasting))
+            self._builder.add_message("system", "system", "\n\n".join(lasting))
 
     def _texts(self, value: Any, place: str) -> list[str]:
         """Return the texts of a string or of a list of text blocks. Raises ApiError 400."""
@@ -241,11 +241,11 @@ class _Reader:
                 raise invalid(f"{place}.role must be user, assistant or system", f"{place}.role")
             content, place = message.get("content"), f"{place}.content"
             if isinstance(content, str):
-                self._builder.add(role, place, content)
+                self._builder.add_message(role, place, content)
             elif not isinstance(content, list):
                 raise wrong_type(place, "a string or a list of blocks")
             elif role == "system":
-                self._builder.add(role, place, "\n\n".join(self._texts(content, place)))
+                self._builder.add_message(role, place, "\n\n".join(self._texts(content, place)))
             else:
                 self._blocks(role, content, place)
         return self._builder.finish()
@@ -253,7 +253,7 @@ class _Reader:
     def _blocks(self, role: str, blocks: list[Any], place: str) -> None:
         added = False  # whether the last message is of these blocks, and may get more
         if role == "assistant" and not blocks:  # an answer that was empty
-            self._builder.add(role, place, "")
+            self._builder.add_message(role, place, "")
         known = ("text", "thinking", "tool_use") if role == "assistant" else ("text",)
         for i, block in enumerate(blocks):
             here = f"{place}[{i}]"
@@ -269,7 +269,7 @@ class _Reader:
                 continue
             if not added:
                 added = True
-                self._builder.add(role, place)
+                self._builder.add_message(role, place)
             if kind == "tool_use":
                 self._call(block, here)
                 continue
@@ -297,7 +297,7 @@ class _Reader:
         content = block.get("content")
         texts = [] if content is None else self._texts(content, f"{here}.content")
         id = self._builder.check_answered(block.get("tool_use_id"), f"{here}.tool_use_id")
-        self._builder.add("tool", here, "".join(texts))
+        self._builder.add_message("tool", here, "".join(texts))
         self._builder.change(tool_call_id=id)
         if block.get("is_error"):
             self._leave_out(f"{here}.is_error")

@@ -92,8 +92,8 @@ def ollama_generate(
     if not fields.raw and not suffix and template:
         builder = ChatBuilder(ignored)
         if system:
-            builder.add("system", "system", system)
-        builder.add("user", "prompt", prompt)
+            builder.add_message("system", "system", system)
+        builder.add_message("user", "prompt", prompt)
         return ChatRequest(
             **_common(fields, take_user(body)),
             prompt_name="prompt",
@@ -182,7 +182,7 @@ def _messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise wrong_type(f"{place}.content", "a string")
-        builder.add(role, place, content or "")
+        builder.add_message(role, place, content or "")
         if role == "assistant":
             thinking = message.get("thinking")
             if thinking is not None and not isinstance(thinking, str):

@@ -270,7 +270,7 @@ class _Messages:
     ) -> tuple[ChatMessage, ...]:
         """Return the messages. past: the items that the client did not send with this request."""
         if instructions:
-            self._builder.add("system", "instructions", instructions)
+            self._builder.add_message("system", "instructions", instructions)
         for i, item in enumerate(items):
             own = i - past
             self._place = f"input[{own}]" if own >= 0 else "previous_response_id"
@@ -285,7 +285,7 @@ class _Messages:
     def _assistant(self) -> ChatMessage:
         """Return the assistant's open message; a new one if there is none."""
         if not self._said:
-            self._builder.add("assistant", self._place)
+            self._builder.add_message("assistant", self._place)
             self._said = True
         return self._last
 
@@ -317,7 +317,7 @@ class _Messages:
             raise wrong_type(f"{self._place}.output", "a string or a list of parts")
         content = self._content(output, f"{self._place}.output")
         id = self._builder.check_answered(item.get("call_id"), f"{self._place}.call_id")
-        self._builder.add("tool", self._place)
+        self._builder.add_message("tool", self._place)
         self._builder.change(content=content, tool_call_id=id)
         self._said = False
 
@@ -338,7 +338,7 @@ class _Messages:
                 self._assistant()
                 self._builder.change(content=content)
             return
-        self._builder.add("system" if role == "developer" else role, self._place)
+        self._builder.add_message("system" if role == "developer" else role, self._place)
         self._builder.change(content=content)
         self._said = False
 

@@ -126,12 +126,12 @@ def test_the_engine_leaves_the_last_step_out() -> None:
     vectors = []
     for unscaled in (False, True):
         text = PooledText(head, 2, unscaled=unscaled)
-        text.add(0, part)
+        text.add_chunk(0, part)
         vectors.append(as_array(text.vector()))
     assert np.allclose(vectors[1], part) and np.allclose(vectors[0], normalized(part))
     plain = PoolingHead(Pooling("mean"), 3, (double,))
     text = PooledText(plain, 1, unscaled=True)
-    text.add(0, part)
+    text.add_chunk(0, part)
     assert np.allclose(as_array(text.vector()), part * 2), "a dense layer is no activation"
     assert SamplingParams(max_tokens=0, pooled=True, unscaled=True).unscaled
 
