@@ -154,7 +154,7 @@ def round_checkpoint(
             else:
                 encoded = {tensor_name: values}
             for key, part in encoded.items():
-                writer.put(key, part)
+                writer.write_parameter(key, part)
             done += tensor.num_bytes
             if progress is not None:
                 progress(Loading(done, total, time.monotonic() - began))

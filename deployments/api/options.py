@@ -31,7 +31,7 @@ class ModelChanges(Protocol):
         """
         ...
 
-    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+    async def put_model(self, name: str, section: Mapping[str, Any]) -> None:
         """Add a model, or change it. section: the keys of `models.NAME`. Raises ConfigError."""
         ...
 

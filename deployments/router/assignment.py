@@ -41,7 +41,7 @@ class DisplacedChoices:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def put(self, choices: list[InflightChoice]) -> None:
+    def add_choices(self, choices: list[InflightChoice]) -> None:
         """Add choices to wait for a replica."""
         loop = asyncio.get_running_loop()
         error = Overloaded(
@@ -123,7 +123,7 @@ class Assignment:
         fleet = self._replicas.fleet
         decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
         if decision is None:
-            self.displaced.put(choices)
+            self.displaced.add_choices(choices)
             return
         client = self._replicas[decision.replica]
         self._metrics.routed.inc(1, decision.reason)

@@ -100,5 +100,5 @@ class ReplicaLosses:
             if left := [choice for choice in choices if displaced.remove(choice)]:
                 self._assignment.assign(left)
 
-        displaced.put(choices)
+        displaced.add_choices(choices)
         asyncio.get_running_loop().call_later(seconds, assign)

@@ -235,7 +235,7 @@ class VirtualTokensDevice:
     def copy(self, prefixes: Sequence[PrefixCopy], size: int, put: PutKV) -> None:
         """Copy keys and values of prefixes into blocks of `size` tokens, before a step reads them.
 
-        put: `KVCache.put`.
+        put: `KVCache.write_entries`.
         """
         for prefix in prefixes:
             source = self._prefixes[prefix.slot][prefix.start : prefix.stop]

@@ -122,7 +122,7 @@ class ModelRunner:
             rank = self.forward.own.rank
             prefixes = [prefix for prefix in prefixes if prefix.kv_rank == rank]
         if prefixes:
-            self._prompts.copy(prefixes, self.kv.block_size, self.kv.put)
+            self._prompts.copy(prefixes, self.kv.block_size, self.kv.write_entries)
 
     def recover(self) -> bool:
         """Free the memory of a step that raised; return False if the device has failed for good.

@@ -143,9 +143,9 @@ class Writer:
             self.files[name] = file.name
 
     def write(self, parameter: Parameter) -> None:
-        self.put(self._names[id(parameter.tensor)], parameter.tensor)
+        self.write_parameter(self._names[id(parameter.tensor)], parameter.tensor)
 
-    def put(self, name: str, tensor: Tensor) -> None:
+    def write_parameter(self, name: str, tensor: Tensor) -> None:
         """Write the parameter of this name.
 
         tensor: the values, of the parameter's shape and type.

@@ -553,7 +553,7 @@ class CpuAttention(CpuRotation):
         args[_TOKENS], args[_SCALE] = meta.num_decodes, bits(scale)
         args[_ROOM], args[_SCORES] = room, scratch(threads * group * room)
         args[_WINDOW], args[_CHUNK] = window or _ALL, chunk or _ALL
-        numbers.put(args, _NUMBERS)
+        numbers.write_words(args, _NUMBERS)
         scored = numbers.scored
         decode = self._decodes.get(scored)
         if decode is None:

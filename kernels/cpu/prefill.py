@@ -518,7 +518,7 @@ class CpuPrefill:
         args[_TILES], args[_COUNT] = tiles.ctypes.data, len(tiles)
         args[_LAST], args[_FIRST] = entries.last.data_ptr(), entries.first.data_ptr()
         args[_SCALE] = bits(scale)
-        numbers.put(args, _NUMBERS)
+        numbers.write_words(args, _NUMBERS)
         args[_SCRATCH] = scratch(threads * self._floats)
         self._function(args, threads)
 

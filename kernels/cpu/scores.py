@@ -37,7 +37,7 @@ class Numbers:
     def scored(self) -> Scored:
         return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
 
-    def put(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
+    def write_words(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
         """Write the modifiers to three words of args from `at` on, where `Places` reads them."""
         args[at] = bits(self.softcap)
         for place, tensor in ((at + 1, self.sinks), (at + 2, self.slopes)):

@@ -97,7 +97,7 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, replica in models.items():
         card = ModelCard(name, 8192, 250, (2,), 0)
         dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")
-        front.put(name, dispatcher, 0.0)
+        front.set_dispatcher(name, dispatcher, 0.0)
         dispatcher.set_replicas({"r0": replica})
         while not dispatcher.ready():
             await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ async def _put(context: ApiContext, exchange: HttpExchange) -> None:
     # Unknown keys, too: the configuration refuses them, with the nearest right one.
     section = {key: value for key, value in body.items() if key != "name" and value is not None}
     try:
-        await changes.put(name, section)
+        await changes.put_model(name, section)
     except ConfigError as error:
         raise invalid(error.message, error.param) from None
     card = context.backend.models().get(name)

@@ -126,7 +126,7 @@ class ModelLoader:
         if before is not None:
             dispatcher.waking.take_over(before.dispatcher.waking)
         self._connected[model.name] = connected
-        self._front.put(model.name, dispatcher, self._seconds)
+        self._front.set_dispatcher(model.name, dispatcher, self._seconds)
         if before is not None:
             self._disconnect(before, same=model)
 
@@ -247,7 +247,7 @@ class ChangeModels:
     trouble: returns why a model does not start; see ModelChanges.
     """
 
-    put: Callable[[str, Mapping[str, Any]], None]
+    put_model: Callable[[str, Mapping[str, Any]], None]
     remove: Callable[[str], None]
     trouble: Callable[[str], dict[str, str]]
 
@@ -271,9 +271,9 @@ class RouterChanges:
     async def trouble(self, model: str) -> dict[str, str]:
         return await asyncio.to_thread(self._change.trouble, model)
 
-    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+    async def put_model(self, name: str, section: Mapping[str, Any]) -> None:
         async with self._changing:
-            await asyncio.to_thread(self._change.put, name, section)
+            await asyncio.to_thread(self._change.put_model, name, section)
             await self._loader.poll()
             if name in self._front.dispatchers:
                 # Start a replica now, to find out whether the model can run.

@@ -49,7 +49,7 @@ class ModelsBackend:
         self._owners: dict[str, Dispatcher] = {}
         self._draining = False
 
-    def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
+    def set_dispatcher(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
         """Serve a model by this dispatcher from now on.
 
         seconds: time that requests of a replaced dispatcher may go on.

@@ -18,7 +18,7 @@ class AdapterNames(Generic[T]):
         self._current: dict[str, tuple[str, T]] = {}  # name -> (revision, adapter)
         self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, but still used
 
-    def put(self, name: str, revision: str, adapter: T) -> T | None:
+    def set_current(self, name: str, revision: str, adapter: T) -> T | None:
         """Make the adapter the current one of its name; return the adapter that it replaces."""
         before = self._current.get(name)
         self._current[name] = (revision, adapter)

@@ -132,7 +132,7 @@ class AdapterStore:
             return
         adapter = Adapter(info, message.path, described.stamp)
         adapter.digest = message.digest
-        self._names.put(info.name, info.revision, adapter)
+        self._names.set_current(info.name, info.revision, adapter)
         if before is not None:
             self._retire(before)
         if loaded is not None:

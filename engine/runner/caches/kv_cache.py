@@ -100,7 +100,7 @@ class KVCache:
             views[layer] = views[source]
         return dict(sorted(views.items()))
 
-    def put(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
+    def write_entries(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
         """Write keys and values that no layer computed, in a model of one group.
 
         values: [n, 2 * num_layers, num_kv_heads, head_dim]; the first layer's keys, its values, the

@@ -45,7 +45,7 @@ from kernels.cpu.gemm.panels import (
     gate_buffer,
     product_functions,
     products,
-    put,
+    store_tile,
 )
 from kernels.packed import BLOCK, Format
 
@@ -259,7 +259,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
 
     start = [(writer.vector, bias[half]) for _ in range(rows) for half in (0, 1)]
     chunks = writer.op(f"udiv i64 %width, {form.chunk}")
-    put(writer, rows, writer.loop(0, chunks, start, chunk))
+    store_tile(writer, rows, writer.loop(0, chunks, start, chunk))
 
 
 def _rounded(writer: IRWriter, form: Format, norm: bool) -> RoundedRows:

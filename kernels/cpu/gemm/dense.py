@@ -41,7 +41,7 @@ from kernels.cpu.gemm.panels import (
     norm_scale,
     product_functions,
     products,
-    put,
+    store_tile,
 )
 
 _ROWS = {16: 12, 8: 5}  # rows of a tile, by float32 lanes: as many as the registers hold
@@ -100,7 +100,7 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return step(k2, both[1], 1, step(k2, both[0], 0, list(sums)))
 
     done = writer.loop(0, width // 2, sums, pair)
-    put(writer, rows, done)
+    store_tile(writer, rows, done)
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
@@ -148,7 +148,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
             scale = writer.binary("fmul", writer.load(scales[half]), x_scale)
             bias = writer.load(writer.at("%bias", half * size))
             results.append(writer.fma(value, scale, bias))
-    put(writer, rows, results)
+    store_tile(writer, rows, results)
 
 
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
@@ -209,7 +209,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
                     out[at] = writer.dot_pairs(x, weights[half], out[at])
         return out
 
-    put(writer, rows, writer.loop(0, width // 4, sums, two))
+    store_tile(writer, rows, writer.loop(0, width // 4, sums, two))
 
 
 def round_bf16(

@@ -39,7 +39,7 @@ _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %
 TILE = ", ".join(_ARGUMENTS)  # arguments of tile<rows>; stride: floats between two rows of out
 
 
-def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
+def store_tile(writer: IRWriter, rows: int, values: list[Value]) -> None:
     """Generate the store of a tile, two vectors per row, or its addition to out if %add is set."""
     size, kind = writer.lanes, writer.vector
     adding = writer.op("icmp ne i64 %add, 0")

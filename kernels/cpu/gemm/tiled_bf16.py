@@ -86,7 +86,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
 
         writer.loop(0, steps, [], step)
 
-        def put(target: Value, stride: Value | int) -> None:
+        def store_tiles(target: Value, stride: Value | int) -> None:
             """Store the tiles of sums. stride: floats between two rows of target."""
             for at in tiles:
                 for half in (0, 1):
@@ -96,10 +96,10 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
 
         whole = writer.op(f"icmp eq i64 %rows, {len(tiles) * TILE_ROWS}")
         direct = writer.op(f"and i1 {whole}, {alone}")
-        writer.when(direct, lambda: put("%out", "%stride"))
+        writer.when(direct, lambda: store_tiles("%out", "%stride"))
 
         def by_buffer() -> None:
-            put(buffer, 2 * TILE_ROWS)
+            store_tiles(buffer, 2 * TILE_ROWS)
             writer.when(alone, lambda: write(False))
             writer.when(adding, lambda: write(True))
 

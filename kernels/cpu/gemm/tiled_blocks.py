@@ -129,7 +129,7 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
     heads_at = writer.at(target, writer.mul(chunks, blocks * _BLOCK_BYTES), "i8")
     table = table_of(writer, form)
 
-    def put(value: Value, place: Value) -> None:
+    def store_codes(value: Value, place: Value) -> None:
         if form.zero:
             value = writer.op(f"bitcast {integers} {value} to {kind}")
             value = writer.op(f"sub {kind} {value}, splat (i8 {(form.zero + 128) % 256 - 128})")
@@ -165,7 +165,7 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
                     if form.bits == 4:
                         columns = [*zip((word, word + 4), nibbles(writer, raw, table), strict=True)]
                     for to, value in columns:
-                        put(value, writer.at(into, (2 * to + half) * 4 * size, "i8"))
+                        store_codes(value, writer.at(into, (2 * to + half) * 4 * size, "i8"))
             return []
 
         writer.loop(0, blocks, [], block)
@@ -332,7 +332,7 @@ def _products(writer: IRWriter, form: Format) -> None:
             for row, value in enumerate(done):
                 writer.store(value, row_at(row))
 
-        def put(chosen: str) -> None:
+        def store_tile(chosen: str) -> None:
             """Write a finished tile of rows to out, in one of _KINDS."""
             left = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
@@ -354,7 +354,7 @@ def _products(writer: IRWriter, form: Format) -> None:
         def finish() -> None:
             for number, chosen in enumerate(_KINDS):
                 this = writer.op(f"icmp eq i64 %kind, {number}")
-                writer.when(this, lambda chosen=chosen: put(chosen))
+                writer.when(this, lambda chosen=chosen: store_tile(chosen))
 
         done_with = writer.op(f"and i64 {index}, {a_tile}")
         writer.when(writer.op(f"icmp eq i64 {done_with}, {a_tile}"), finish)

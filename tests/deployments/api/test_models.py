@@ -29,7 +29,7 @@ class Changes:
     async def trouble(self, model: str) -> dict[str, str]:
         return {"status": "failed", "message": f"{model}: ConfigError: no such file: /secret"}
 
-    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+    async def put_model(self, name: str, section: Mapping[str, Any]) -> None:
         if "replcas" in section:
             raise ConfigError("replcas: unknown key", param="replcas")
         self.asked.append((name, dict(section)))

@@ -150,7 +150,7 @@ def test_an_edge_that_is_away_is_waited_for(backend: FakeBackend) -> None:
     answer = lines + b"content-length: %d\r\n\r\n" % len(body) + body
     fields: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0}
 
-    def put(client: Any) -> str:
+    def ask_model(client: Any) -> str:
         return client.chat.completions.create(**fields).choices[0].message.content or ""
 
     with serve(build_asgi(backend)) as port, cutter(port) as edge:
@@ -163,10 +163,10 @@ def test_an_edge_that_is_away_is_waited_for(backend: FakeBackend) -> None:
         client = openai.OpenAI(**options, http_client=http_client())
         edge.says = [answer]
         with pytest.raises(openai.NotFoundError):  # who has never served is not waited for
-            put(client)
-        expected = put(client)
+            ask_model(client)
+        expected = ask_model(client)
         edge.limits, edge.says = [0, 0], [answer, answer]
-        assert put(client) == expected and not edge.says and not edge.limits
+        assert ask_model(client) == expected and not edge.says and not edge.limits
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.chat.completions.create(**{**fields, "model": "none"})
 

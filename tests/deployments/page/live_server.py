@@ -42,7 +42,7 @@ class LiveServer:
         self.loop = asyncio.get_running_loop()
         tokenizer = tiny_tokenizer()
         async with Fleet(self._replicas, rows=self._rows, tokenizer=tokenizer) as self.fleet:
-            self.front.put("m", self.fleet.dispatcher, 0.0)
+            self.front.set_dispatcher("m", self.fleet.dispatcher, 0.0)
             self._app = build_asgi(
                 self.front, ApiOptions(page=True, live=self._look, explain=self._explain)
             )

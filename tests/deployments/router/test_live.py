@@ -158,7 +158,7 @@ async def test_a_front_tells_of_its_models() -> None:
     """Bug: of two models one is missing, or their replicas are mixed."""
     async with Fleet(1) as fleet:
         front = ModelsBackend("router")
-        front.put("m", fleet.dispatcher, 0.0)
+        front.set_dispatcher("m", fleet.dispatcher, 0.0)
         view = front.live()
         assert view["router"] == "router"
         assert [(model["model"], len(model["replicas"])) for model in view["models"]] == [("m", 1)]

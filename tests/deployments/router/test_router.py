@@ -228,7 +228,7 @@ def test_a_removed_model_s_requests_end_at_once_and_say_why(how: str):
     async def case():
         async with Fleet(1) as fleet:
             front = ModelsBackend("router", several=True)
-            front.put("a", fleet.dispatcher, 60.0)
+            front.set_dispatcher("a", fleet.dispatcher, 60.0)
             short, long = fleet.generate(), fleet.generate(max_tokens=4000)
             await until(lambda: len(long.choices[0].emitted) > 5)
             front.take_out("a", 0.3 if how == "over" else 60.0)
@@ -255,7 +255,7 @@ def test_what_waits_for_a_removed_model_fails_without_a_replica():
     async def case():
         async with Fleet(0) as fleet:
             front = ModelsBackend("router", several=True)
-            front.put("a", fleet.dispatcher, 60.0)
+            front.set_dispatcher("a", fleet.dispatcher, 60.0)
             inflight = fleet.generate(n=2)
             front.take_out("a", 60.0)
             with pytest.raises(MantaError) as caught:

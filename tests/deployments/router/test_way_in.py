@@ -72,7 +72,7 @@ async def count_way_in() -> CallCounter:
     counter = CallCounter()
     async with Fleet(1, tokenizer=tiny_tokenizer()) as fleet:
         front = ModelsBackend("router")
-        front.put("m", fleet.dispatcher, 0.0)
+        front.set_dispatcher("m", fleet.dispatcher, 0.0)
         client = Client(build_asgi(front, ApiOptions()))
         for _ in range(3):
             await client.post("/v1/chat/completions", BODY)

@@ -220,8 +220,8 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
 ) -> None:
     """One queue for all models: who waits for the one keeps others from the other."""
     front = ModelsBackend("router", several=True)
-    front.put("a", dispatcher("a"), 1.0)
-    front.put("b", dispatcher("b"), 1.0)
+    front.set_dispatcher("a", dispatcher("a"), 1.0)
+    front.set_dispatcher("b", dispatcher("b"), 1.0)
     assert list(front.models()) == ["a", "b"] and front.only == ""
     front.generate(request("a"))  # no replica is there: it waits, and has the only place
     with pytest.raises(Overloaded):
@@ -246,11 +246,11 @@ async def test_what_a_model_answers_goes_on_when_it_is_changed() -> None:
     """A stream that ends because its model is changed, or that waits for replicas of a model that
     was removed; a model that stays known."""
     front = ModelsBackend("router", several=True)
-    front.put("a", dispatcher("a"), 60.0)
-    front.put("b", dispatcher("b"), 60.0)
+    front.set_dispatcher("a", dispatcher("a"), 60.0)
+    front.set_dispatcher("b", dispatcher("b"), 60.0)
     streams = [front.generate(request("a")), front.generate(request("b"))]
     front.take_out("a", 60.0)
-    front.put("b", dispatcher("b", aliases=("c",)), 60.0)
+    front.set_dispatcher("b", dispatcher("b", aliases=("c",)), 60.0)
     assert list(front.models()) == ["b"] and front.models()["b"].aliases == ("c",)
     assert front.only == "b"
     with pytest.raises(InvalidRequest, match="was taken away"):
@@ -292,7 +292,7 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
         store = RayRecordStore(model_app(APP, name), APP)
         card = ModelCard(name, 8192, 250, (2,), 0)
         router = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router", record_store=store)
-        front.put(name, router, 1.0)
+        front.set_dispatcher(name, router, 1.0)
         looks._connected[name] = model_loader._Connected(cast(Any, None), router, ())
     await looks.follow(None)
     while len(asked) < 4:  # the first look is at all that there is
@@ -314,7 +314,7 @@ async def test_an_adapters_name_is_of_one_model() -> None:
     """An adapter of one model that takes the name of another model, or of its adapter."""
     front = ModelsBackend("router", several=True)
     for name in ("a", "b"):
-        front.put(name, dispatcher(name), 1.0)
+        front.set_dispatcher(name, dispatcher(name), 1.0)
     registry = front.dispatchers["a"].adapters
     registry.records = {"legal": AdapterRecord(name="legal", path="/x")}
     front.dispatchers["a"]._set_models()
@@ -337,7 +337,7 @@ async def test_an_adapter_that_two_models_have_is_named_with_its_model() -> None
     for name in ("a", "b"):
         store = LocalRecordStore()
         store.put(AdapterRecord(name="legal", path=f"/{name}", version=1))
-        front.put(name, dispatcher(name, store), 1.0)
+        front.set_dispatcher(name, dispatcher(name, store), 1.0)
     await front.adapters.refresh()
     client = Client(build_asgi(cast(Any, front)))
 

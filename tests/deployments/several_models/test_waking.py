@@ -136,7 +136,7 @@ async def test_what_lost_its_replica_and_adapters_wake_too() -> None:
     await asyncio.sleep(0)
     router.waking.close()
     await asyncio.sleep(0)
-    router.assignment.displaced.put(lost.choices)
+    router.assignment.displaced.add_choices(lost.choices)
     await asyncio.sleep(0)
     router.waking.close()
     await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def test_an_endpoint_that_sleeps_takes_requests(monkeypatch: pytest.Monkey
     and no request ever wakes one; a model whose settings changed is forgotten to have served."""
     front = ModelsBackend("router", several=True)
     router = dispatcher(Waking("m", 60.0, Asked()))
-    front.put("m", router, 1.0)
+    front.set_dispatcher("m", router, 1.0)
     router.waking.replicas(1)
     router.waking.replicas(0)
     assert front.ready() and router.status() == "sleeping"

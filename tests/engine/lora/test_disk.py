@@ -164,7 +164,7 @@ def test_through_the_loader(tmp_path: Path) -> None:
     store = fsspec.filesystem("memory")
     url = "memory://disk/mine"
 
-    def put(seed: int) -> None:
+    def upload_adapter(seed: int) -> None:
         folder = save_adapter(theirs, tmp_path / str(seed), seed)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             store.pipe(f"/disk/mine/{name}", (folder / name).read_bytes())
@@ -174,9 +174,9 @@ def test_through_the_loader(tmp_path: Path) -> None:
         device: Any = None  # nothing is uploaded
         return AdapterLoader((reader, device), None, DiskCache(str(tmp_path), 1 << 20))
 
-    put(0)
+    upload_adapter(0)
     first = loader().read(url)
-    put(1)
+    upload_adapter(1)
     assert loader().read(url, first.digest).digest == first.digest
     assert loader().describe(url, first.digest).stamp == first.digest
     second = loader().read(url)
@@ -193,7 +193,7 @@ def test_through_the_loader(tmp_path: Path) -> None:
     with pytest.raises(AdapterError):
         loader().read(url, second.digest)
     assert not file.exists()
-    put(1)
+    upload_adapter(1)
     assert loader().read(url, second.digest).digest == second.digest and file.exists()
     os.truncate(file, 100)
     assert loader().read(url, second.digest).digest == second.digest

@@ -295,7 +295,7 @@ def test_a_bias_of_powers_of_two_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def broken() -> list[tuple[str, str, Callable[[Tensor], Tensor], str]]:
     """name of the file, tensor, what is done to it, message"""
 
-    def put(value: float) -> Callable[[Tensor], Tensor]:
+    def with_first(value: float) -> Callable[[Tensor], Tensor]:
         def change(tensor: Tensor) -> Tensor:
             flat = tensor.clone().flatten()
             flat[0] = value
@@ -305,18 +305,33 @@ def broken() -> list[tuple[str, str, Callable[[Tensor], Tensor], str]]:
 
     nan = float("nan")
     return [
-        ("fp8-block", "weight_scale_inv", put(nan), "weight_scale_inv: a scale is NaN"),
-        ("fp8-block", "weight_scale_inv", put(0.0), "weight_scale_inv: a scale is zero"),
-        ("fp8-block", "weight", put(nan), r"w\.weight: holds NaN"),
-        ("compressed-w8a8", "weight_scale", put(0.0), "weight_scale: a scale is zero"),
-        ("compressed-nvfp4", "weight_global_scale", put(0.0), "weight_global_scale: .* zero"),
-        ("modelopt-nvfp4", "weight_scale_2", put(nan), "weight_scale_2: .* NaN"),
-        ("modelopt-nvfp4", "weight_scale", put(nan), "weight_scale: a scale is NaN"),
-        ("compressed-mxfp4", "weight_scale", put(255), "weight_scale: a scale is NaN"),
-        ("gptq-ordered", "g_idx", put(10), "g_idx: there are groups 0 to 9"),
-        ("auto-round", "scales", put(0.0), "scales: a scale is zero"),
-        ("nf4", "weight.quant_map", put(0.5), "quant_map: is not the table of NF4"),
-        ("nf4", "weight.quant_state.bitsandbytes__nf4", put(0), "cannot be read"),
+        (
+            "fp8-block",
+            "weight_scale_inv",
+            with_first(nan),
+            "weight_scale_inv: a scale is NaN",
+        ),
+        (
+            "fp8-block",
+            "weight_scale_inv",
+            with_first(0.0),
+            "weight_scale_inv: a scale is zero",
+        ),
+        ("fp8-block", "weight", with_first(nan), r"w\.weight: holds NaN"),
+        ("compressed-w8a8", "weight_scale", with_first(0.0), "weight_scale: a scale is zero"),
+        (
+            "compressed-nvfp4",
+            "weight_global_scale",
+            with_first(0.0),
+            "weight_global_scale: .* zero",
+        ),
+        ("modelopt-nvfp4", "weight_scale_2", with_first(nan), "weight_scale_2: .* NaN"),
+        ("modelopt-nvfp4", "weight_scale", with_first(nan), "weight_scale: a scale is NaN"),
+        ("compressed-mxfp4", "weight_scale", with_first(255), "weight_scale: a scale is NaN"),
+        ("gptq-ordered", "g_idx", with_first(10), "g_idx: there are groups 0 to 9"),
+        ("auto-round", "scales", with_first(0.0), "scales: a scale is zero"),
+        ("nf4", "weight.quant_map", with_first(0.5), "quant_map: is not the table of NF4"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", with_first(0), "cannot be read"),
     ]
 
 
