@@ -1,10 +1,10 @@
 """Batch and StepResult: the plain data between scheduler and model runner. No torch here.
 
-The device keeps one row for each running request (see runner/rows.py): its tokens so far, its block
-table and its sampling parameters. A batch is a list of row numbers and what to compute for each. A
-row's tokens are uploaded once, when the request takes the row. After that the sampler writes each
-sampled token into the row on the device. So batch n + 1 can be launched before the host knows the
-tokens of batch n:
+The device keeps one row for each running request (see runner/request_rows.py): its tokens so far,
+its block table and its sampling parameters. A batch is a list of row numbers and what to compute
+for each. A row's tokens are uploaded once, when the request takes the row. After that the sampler
+writes each sampled token into the row on the device. So batch n + 1 can be launched before the host
+knows the tokens of batch n:
 
   entry e computes tokens[row, start : start + length]
   and, if it samples, writes tokens[row, start + length]

@@ -17,7 +17,7 @@ from engine.config.kv_groups import kv_groups
 from engine.errors import InvalidRequest
 from engine.lora.build import DeviceAdapters
 from engine.lora.loader import AdapterLoader
-from engine.lora.ranked import RankedLoader
+from engine.lora.ranked_loader import RankedLoader
 from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
@@ -51,8 +51,8 @@ from engine.runner.memory import (
     plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
-from engine.runner.ranked import RankedRunner
-from engine.runner.rows import RequestRows
+from engine.runner.ranked_runner import RankedRunner
+from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Masked, Sampler
 from engine.sampling.step_sampler import StepSampler

@@ -23,9 +23,9 @@ from engine.models.registry import Model
 from engine.quantization.layouts.byte_layouts import NF4
 from engine.quantization.method import Part
 from engine.quantization.rounded.formats import weight_format
-from engine.quantization.rounded.rows import nearest, rounded
+from engine.quantization.rounded.quantize_rows import nearest, rounded
 from engine.quantization.stored.base import layout_of
-from engine.quantization.stored.experts import all_experts
+from engine.quantization.stored.stored_experts import all_experts
 from engine.weights.converted import Writer, copy_others
 from engine.weights.index import read_index
 from engine.weights.parameter import Parameter

@@ -130,7 +130,7 @@ def reference(
     """Ask a quiet server each question of a scenario, one at a time, for `run --verify`."""
     with failing():
         from loadtest.errors import RunError, ScenarioError
-        from loadtest.reference import make
+        from loadtest.reference_answers import make
 
         if out.exists():
             raise ScenarioError(f"{out}: exists already")

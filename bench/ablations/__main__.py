@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ablations import measured, simulated
-from bench.ablations.rows import TECHNIQUES, AblationRow, table
+from bench.ablations.ablation_row import TECHNIQUES, AblationRow, table
 from bench.report.result_file import commit
 
 

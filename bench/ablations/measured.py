@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
+from bench.ablations.ablation_row import AblationRow
 from bench.ablations.lengths import Sizes, batches, sharegpt
-from bench.ablations.rows import AblationRow
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.library.llm import LLM

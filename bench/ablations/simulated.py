@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.ablations.ablation_row import AblationRow
 from bench.ablations.lengths import Sizes, batches, sharegpt, widely_different
-from bench.ablations.rows import AblationRow
 from engine.batch import Batch, StepResult
 from engine.lora.fake import FakeLoader
 from engine.lora.tiers.store import AdapterStore

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.architectures.experts import Experts
+    from engine.architectures.moe import Experts
     from engine.config.model_config import LayerAttention, ModelConfig
 
 # A function that returns the checkpoint's row number for each row in the engine's order, int64.

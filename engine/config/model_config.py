@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, WRAPPERS, Architecture, Read
-from engine.architectures.experts import Experts
 from engine.architectures.find import find
 from engine.architectures.latent import Latent
+from engine.architectures.moe import Experts
 from engine.architectures.record import renamed
 from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.kimi import Kimi

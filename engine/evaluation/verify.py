@@ -27,8 +27,8 @@ from engine.evaluation.divergence import Divergence
 from engine.evaluation.driver import Output, run
 from engine.evaluation.paged import Paged, load_model
 from engine.evaluation.prompts import Prompt
-from engine.evaluation.reference import NoReference, Reference
 from engine.evaluation.trace import Trace, distance, traced
+from engine.evaluation.transformers_model import NoReference, Reference
 from engine.factory import build
 from engine.models.registry import Model
 from engine.resolve import Resolved, resolve

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.quantization.experts import ExpertsApart, apply_apart
+from engine.quantization.linear_experts import ExpertsApart, apply_apart
 from engine.quantization.method import (
     Dense,
     DenseState,

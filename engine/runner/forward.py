@@ -13,7 +13,7 @@ from engine.models.registry import Model
 from engine.parallel.link import Link
 from engine.runner.caches.kv_cache import KVCache, in_views
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, OwnTokens
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, LoraStep
 
 UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own

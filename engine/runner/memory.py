@@ -20,7 +20,7 @@ from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.resolve import Resolved
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from kernels.dispatch import kernels_for
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from engine.runner.caches.kv_cache import KVCache
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program, can_record
 from kernels.metadata import AttentionMeta
 

@@ -10,7 +10,14 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.rows import BANNED, BIASED, FILTERED, PENALISED, SAMPLED, ParameterRows
+from engine.sampling.parameter_rows import (
+    BANNED,
+    BIASED,
+    FILTERED,
+    PENALISED,
+    SAMPLED,
+    ParameterRows,
+)
 from kernels.cpu.argmax import argmax
 from kernels.sampling import layout as word
 from kernels.sampling import philox

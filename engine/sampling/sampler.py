@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import NewRow
 from engine.sampling import cpu_sampler
-from engine.sampling.rows import (
+from engine.sampling.parameter_rows import (
     BANNED,
     BIASED,
     FILTERED,

@@ -7,8 +7,8 @@ import pytest
 
 from bench.ablations import measured, simulated
 from bench.ablations.__main__ import write
+from bench.ablations.ablation_row import TECHNIQUES, AblationRow, table
 from bench.ablations.lengths import batches, sharegpt, widely_different
-from bench.ablations.rows import TECHNIQUES, AblationRow, table
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 NOTES = RESULTS.parent / "notes/ablations.md"

@@ -40,7 +40,7 @@ from engine.runner.memory import (
     kv_ways_out,
 )
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import largest_step, warm_up
 from engine.sampling.sampler import Sampler
 from engine.sampling.step_sampler import StepSampler

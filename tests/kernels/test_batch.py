@@ -5,7 +5,7 @@ import torch
 
 from engine.runner import inputs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps
 from tests.kernels.oracle import DEVICE

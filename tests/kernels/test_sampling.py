@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import NewRow
 from engine.sampling.cpu_sampler import apply_masks as cpu_masks
-from engine.sampling.rows import ParameterRows
+from engine.sampling.parameter_rows import ParameterRows
 from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.sampling import philox

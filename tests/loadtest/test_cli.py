@@ -56,7 +56,7 @@ def test_needs_neither_ray_nor_torch() -> None:
         "triton",
     )
     code = (
-        "import loadtest.cli, loadtest.runner, loadtest.reference, loadtest.live\n"
+        "import loadtest.cli, loadtest.runner, loadtest.reference_answers, loadtest.live\n"
         "import loadtest.client.process\n"
         f"import sys; print([m for m in {heavy!r} if m in sys.modules])"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
 from engine.architectures.dense.gemma import SANDWICH
 from engine.architectures.dense.llama import LAYER, QK_NORM, QKV
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

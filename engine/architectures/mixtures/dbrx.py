@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

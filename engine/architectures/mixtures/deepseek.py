@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import of_layers
 from engine.architectures.dense.llama import LAYER, without
-from engine.architectures.experts import Experts
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_attention
 from engine.architectures.mixtures.families import DEEPSEEK, MTP, ROUTED, deepseek
+from engine.architectures.moe import Experts
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.config_reader import Reader
 

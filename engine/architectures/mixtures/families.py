@@ -14,7 +14,7 @@ from engine.architectures.dense.llama import (
     granite,
     without,
 )
-from engine.architectures.experts import Experts, one_size, read_experts
+from engine.architectures.moe import Experts, one_size, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 from kernels.experts.routing import CLAMPED

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import CHUNK, FULL, layer_types, rotary_layers
 from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import alike
 from engine.architectures.dense.llama import LLAMA
-from engine.architectures.experts import Experts, read_experts
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_layer
 from engine.architectures.mixtures.families import ROUTED
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.config_reader import Reader
 

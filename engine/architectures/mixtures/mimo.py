@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, of_layers, rope_of
 from engine.architectures.dense.llama import LAYER, without
-from engine.architectures.experts import Experts, read_experts
 from engine.architectures.mixtures.families import DEEPSEEK, ROUTED
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, of_layers
 from engine.architectures.dense.llama import LAYER, LLAMA
-from engine.architectures.experts import Experts
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_layer
 from engine.architectures.mixtures.families import deepseek, experts_at
+from engine.architectures.moe import Experts
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import LAYER, LLAMA, QKV
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.architectures.recurrent.mixer import mixed_kinds, mixing
 from engine.config_reader import Reader

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import GRANITE, LAYER, LLAMA, granite
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader

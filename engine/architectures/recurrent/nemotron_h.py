@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
-from engine.architectures.experts import Experts, read_experts
+from engine.architectures.moe import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.architectures.recurrent.mamba2 import KINDS, mamba2_mixer, mamba2_tensors
 from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing

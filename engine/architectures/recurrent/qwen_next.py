@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
-from engine.architectures.experts import Experts
 from engine.architectures.mixtures.families import QWEN2_MOE, qwen
+from engine.architectures.moe import Experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.architectures.recurrent.delta import DELTA, DELTA_BY_KEY_HEAD, hybrid
 from engine.config_reader import Reader

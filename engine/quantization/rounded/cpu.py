@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.quantization.cpu import DenseCpu, PackedState
 from engine.quantization.method import DenseState, LinearSpec
 from engine.quantization.rounded.formats import cpu_format
-from engine.quantization.rounded.rows import rounded
+from engine.quantization.rounded.quantize_rows import rounded
 from engine.weights.parameter import Parameter
 from kernels.cpu.codegen.compiler import CompilerUnavailable, check
 from kernels.cpu.gemm import blocks

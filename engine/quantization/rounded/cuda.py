@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.config.quant_formats import QuantFormat
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
 from engine.quantization.rounded.formats import cuda_format
-from engine.quantization.rounded.rows import rounded
+from engine.quantization.rounded.quantize_rows import rounded
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.config.quantized import Quantized
 from engine.quantization.cpu import DenseCpu
-from engine.quantization.experts import ExpertsApart, apply_apart
+from engine.quantization.linear_experts import ExpertsApart, apply_apart
 from engine.quantization.method import ExpertsSpec
-from engine.quantization.stored import experts as stored_experts
+from engine.quantization.stored import stored_experts
 from engine.quantization.stored.base import STEP, LinearPiece, Stored, StoredState
 from engine.weights.parameter import Parameter
 from kernels.cpu.gemm import blocks

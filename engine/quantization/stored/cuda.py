@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.config.quantized import Quantized
 from engine.quantization.method import ExpertsSpec
 from engine.quantization.rounded.cuda import PackedCuda
-from engine.quantization.stored import experts as stored_experts
+from engine.quantization.stored import stored_experts
 from engine.quantization.stored.base import STEP, LinearPiece, Stored, StoredState
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels

@@ -17,7 +17,7 @@ from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.virtual_tokens import VirtualTokensReader
 from engine.messages import EngineRequest
 from engine.sampling import cpu_sampler
-from engine.sampling.rows import ParameterRows
+from engine.sampling.parameter_rows import ParameterRows
 from engine.sampling_params import SamplingParams
 from tests.engine.lora.adapters import save_adapter, save_prompt
 from tests.engine.models.checkpoints import save_checkpoint

@@ -10,7 +10,7 @@ import torch
 
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.quantization.experts import ExpertsApart
+from engine.quantization.linear_experts import ExpertsApart
 from engine.quantization.method import ExpertsSpec
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Source

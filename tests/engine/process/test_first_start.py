@@ -30,7 +30,7 @@ from engine.runner.forward import ModelForward
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CudaInputs
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rows import RequestRows
+from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Sampler
 from engine.sampling.step_sampler import StepSampler

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import NewRow
 from engine.sampling import cpu_sampler
-from engine.sampling.rows import ParameterRows
+from engine.sampling.parameter_rows import ParameterRows
 from engine.sampling.sampler import Sampled, SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.sampling import philox

@@ -24,7 +24,7 @@ from engine.config.quantized import Quantized, Scheme
 from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.evaluation.reference import NoReference, _load
+from engine.evaluation.transformers_model import NoReference, _load
 from engine.models.registry import build_model
 from engine.quantization.layouts import byte_layouts
 from engine.quantization.layouts.layout import Layout

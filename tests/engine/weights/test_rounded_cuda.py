@@ -22,7 +22,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import DenseState
 from engine.quantization.registry import check_quantization, linear_method
 from engine.quantization.rounded.cuda import RoundedCuda
-from engine.quantization.rounded.rows import rounded
+from engine.quantization.rounded.quantize_rows import rounded
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta, LoraStep
 from kernels.packed import PackedWeight, unpacked

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.registry import Model, build_model
-from engine.quantization.experts import ExpertsApart
+from engine.quantization.linear_experts import ExpertsApart
 from engine.weights import load_weights
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.experts.reference import ExpertWeights, PackedExperts

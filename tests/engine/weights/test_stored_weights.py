@@ -34,7 +34,7 @@ from engine.quantization.layouts.layout import GgufLayout, IntegerLayout
 from engine.quantization.method import DenseState, LinearSpec, Part
 from engine.quantization.registry import AS_STORED, METHODS
 from engine.quantization.rounded.cpu import RoundedCpu
-from engine.quantization.rounded.rows import rounded
+from engine.quantization.rounded.quantize_rows import rounded
 from engine.weights import load_weights
 from engine.weights.huge_pages import trim
 from kernels.cpu.codegen.compiler import CompilerUnavailable
