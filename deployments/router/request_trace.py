@@ -81,7 +81,7 @@ class RequestTrace:
         self.arrived = arrived
         self.received_at = time.time()
         self.state = "waiting"
-        self.placed = 0.0  # time of the first placement
+        self.placed = 0.0  # time at which a replica was first chosen
         # Microseconds from arrival in the engine to the first step, for the first token's choice.
         self.engine_us = -1
         self.adapter_us = -1  # microseconds of these until its adapter was on the device

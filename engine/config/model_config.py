@@ -10,7 +10,7 @@ from engine.architectures.find import find
 from engine.architectures.latent import Latent
 from engine.architectures.moe import Experts
 from engine.architectures.record import renamed
-from engine.architectures.recurrent.delta import DeltaNet
+from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized

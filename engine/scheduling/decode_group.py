@@ -67,7 +67,7 @@ class DecodeGroup:
         base = request.num_computed - self.step_index - 1
         request.base = base
         request.micro_batch = self.micro_batch
-        request.slot = len(self.requests)
+        request.group_index = len(self.requests)
         request.phase = RequestPhase.DECODING
         self.requests.append(request)
         self.rows.append(request.row)
@@ -81,11 +81,11 @@ class DecodeGroup:
     def leave(self, request: Request) -> None:
         """Remove a request before the next step, and set its num_computed; the caller sets its
         phase."""
-        slot, last = request.slot, self.requests[-1]
+        index, last = request.group_index, self.requests[-1]
         for values in (self.requests, self.rows, self.bases, self.ids, self.token_lists):
-            _swap_remove(values, slot)
-        last.slot = slot
-        request.slot = -1
+            _swap_remove(values, index)
+        last.group_index = index
+        request.group_index = -1
         self._sum_of_bases -= request.base
         request.num_computed = request.base + self.step_index + 1
         request.last_step = self.last_step
@@ -108,7 +108,7 @@ class DecodeGroup:
         members = [
             r
             for r in due
-            if r.slot >= 0
+            if r.group_index >= 0
             and r.micro_batch == self.micro_batch
             and r.base + step_index == len(r.blocks) // groups * size
         ]

@@ -51,6 +51,7 @@ class Request:
         "choice",
         "constraint",
         "delivered",
+        "group_index",
         "hashes",
         "id",
         "kv_rank",
@@ -76,7 +77,6 @@ class Request:
         "root",
         "row",
         "seed",
-        "slot",
         "stop_ids",
         "token_ids",
     )
@@ -130,7 +130,7 @@ class Request:
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
-        self.slot = -1  # index in the decode group
+        self.group_index = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next step_index of its group
         self.micro_batch = 0  # the number of its decode group
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from engine.scheduling.admission import Footprint, KVMemory
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.placement import Start
 from engine.scheduling.request import Request, RequestPhase
+from engine.scheduling.request_start import Start
 from engine.scheduling.snapshots import Snapshots
 
 

@@ -1,7 +1,7 @@
 """Scheduler: decides what each request computes in the next step, and which row and blocks it has.
 
 request_memory.py assigns rows and blocks. step.py has code about a single step, such as reading its
-result. queue.py has the order of waiting requests, and placement.py chooses the pool where one
+result. queue.py has the order of waiting requests, and request_start.py chooses the pool where one
 starts.
 The timeline, one batch ahead (`EngineCore.step`); otherwise `schedule` comes after `update`:
 
@@ -44,10 +44,10 @@ from engine.scheduling.pacing.chunking import (
     startable_tokens,
 )
 from engine.scheduling.pacing.step_target import StepTarget
-from engine.scheduling.placement import find_start
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_memory import RequestMemory
+from engine.scheduling.request_start import find_start
 from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
@@ -596,7 +596,7 @@ class Scheduler:
             phases[request.phase] += 1
             queued = request.phase in (RequestPhase.WAITING, RequestPhase.WAITING_FOR_ADAPTER)
             assert (request.row >= 0) != queued
-            assert (request.slot >= 0) == (request.phase is RequestPhase.DECODING)
+            assert (request.group_index >= 0) == (request.phase is RequestPhase.DECODING)
         assert phases[RequestPhase.ENDED] == 0
         assert phases[RequestPhase.COMPUTING] == len(self.computing)
         assert phases[RequestPhase.DECODING] == sum(map(len, self.decode_groups))
@@ -611,8 +611,8 @@ class Scheduler:
         constrained = [r for r in self.requests.values() if r.constraint is not None]
         assert self.num_constrained == len(constrained)
         for group in self.decode_groups:
-            for slot, request in enumerate(group.requests):
-                assert (request.micro_batch, request.slot) == (group.micro_batch, slot)
-                assert group.rows[slot] == request.row
+            for index, request in enumerate(group.requests):
+                assert (request.micro_batch, request.group_index) == (group.micro_batch, index)
+                assert group.rows[index] == request.row
         if not self.requests and not self.in_flight:
             assert not self.memory.deferred, "idle, yet a request holds blocks"

@@ -16,7 +16,7 @@ from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.engine.text.small_tokenizers import byte_level
 from tests.faults.agents import HERMES
 from tests.faults.cluster import Broken, deployed
-from tests.parity.cases import DELTA, Case, save
+from tests.parity.cases import DELTA_NET, Case, save
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -27,7 +27,7 @@ ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8, "determinist
 def hybrid(folder: Path) -> Path:
     """A random model with three layers of Gated DeltaNet and one of attention."""
     tokenizer: Tokenizer = byte_level()
-    case = DELTA["qwen 3.5"]
+    case = DELTA_NET["qwen 3.5"]
     changes = {
         "vocab_size": tokenizer.vocab_size,
         "eos_token_id": list(tokenizer.eos_token_ids),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.architectures.recurrent.delta import DeltaNet
+from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.architectures.recurrent.mixer import CHUNK, Mixer

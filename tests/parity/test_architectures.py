@@ -16,7 +16,7 @@ from tests.engine.models.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import (
     ALIBI,
     CASES,
-    DELTA,
+    DELTA_NET,
     EXPERTS,
     LATENT,
     MIXED,
@@ -27,7 +27,7 @@ from tests.parity.cases import (
 )
 
 BOUND = 1e-5
-ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA, **MIXED}
+ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA_NET, **MIXED}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
 WHOLE = [3, 1, 9, 4, 8, 2, 0, 5, 7, 6]  # blocks of IDS
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))

@@ -19,12 +19,12 @@ from engine.sampling_params import SamplingParams
 from tests.engine.models.checkpoints import load_model
 from tests.engine.process.conftest import two_cores
 from tests.engine.process.ranked import start
-from tests.parity.cases import DELTA, MIXED, save
+from tests.parity.cases import DELTA_NET, MIXED, save
 from tests.parity.engine_driver import add_adapter, run
 
 __all__ = ["two_cores"]  # a fixture
 
-ALL = {**DELTA, **MIXED}
+ALL = {**DELTA_NET, **MIXED}
 NAMES = (
     "qwen 3 next",
     "qwen 3.5",

@@ -20,7 +20,7 @@ from engine.runner.caches.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.recurrent import delta_rule as delta
-from tests.parity.cases import DELTA, save
+from tests.parity.cases import DELTA_NET, save
 from tests.parity.engine_driver import engine, run
 from tests.parity.test_deterministic import all_cuts
 
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {"max_model_len": 64, "block_size": 4}
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[Any]]:
     """Folder, prompts, and the texts of transformers."""
     folder = tmp_path_factory.mktemp("model")
-    theirs = save(DELTA["qwen 3 next"], folder)
+    theirs = save(DELTA_NET["qwen 3 next"], folder)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 20, 33, 1, 18)]
     want = []
@@ -91,7 +91,7 @@ def test_a_failed_step_is_computed_anew(
 def test_deterministic(name: str, tmp_path: Path) -> None:
     """Chunks whose sums differ with where they begin; a gate of shared experts that is rounded
     otherwise in a larger step."""
-    case = DELTA[name]
+    case = DELTA_NET[name]
     longer = {**case.changes, "max_position_embeddings": 256}
     save(type(case)(case.model_type, longer), tmp_path)
     generator = torch.Generator().manual_seed(4)

@@ -11,7 +11,7 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.parity.cases import DELTA, MIXED, save
+from tests.parity.cases import DELTA_NET, MIXED, save
 from tests.parity.engine_driver import Output, engine, run
 from tests.parity.test_deterministic import same
 
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
 
 
 def made(name: str, folder: Path, **changes: Any) -> Path:
-    case = {**DELTA, **MIXED}[name]
+    case = {**DELTA_NET, **MIXED}[name]
     changes["max_position_embeddings"] = 512
     save(replace(case, changes={**case.changes, **changes}), folder)
     return folder

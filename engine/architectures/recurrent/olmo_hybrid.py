@@ -11,7 +11,7 @@ from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import LAYER
 from engine.architectures.dense.olmo import OUT_NORMS
 from engine.architectures.record import Architecture, CheckpointTensor, always
-from engine.architectures.recurrent.delta import read_delta
+from engine.architectures.recurrent.delta_net import read_delta_net
 from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
 from engine.config_reader import Reader
 
@@ -28,7 +28,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     if config.inner("rope_parameters").raw("rope_theta", config.get("rope_theta")) is None:
         plain = replace(plain, rope=None)
     mixer = replace(
-        read_delta(config),
+        read_delta_net(config),
         negative=config.flag("linear_allow_neg_eigval", True),
         norm_eps=1e-5,
     )

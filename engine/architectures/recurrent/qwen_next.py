@@ -10,7 +10,7 @@ from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
 from engine.architectures.mixtures.families import QWEN2_MOE, qwen
 from engine.architectures.moe import Experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
-from engine.architectures.recurrent.delta import DELTA, DELTA_BY_KEY_HEAD, hybrid
+from engine.architectures.recurrent.delta_net import DELTA_NET, DELTA_NET_BY_KEY_HEAD, hybrid
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 ARCHITECTURES = (
     Architecture(
         "Qwen3NextForCausalLM",
-        {**QWEN2_MOE, **QK_NORM, **DELTA_BY_KEY_HEAD},
+        {**QWEN2_MOE, **QK_NORM, **DELTA_NET_BY_KEY_HEAD},
         models="Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         model_type="qwen3_next",
         switches=_SWITCHES,
@@ -41,7 +41,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Qwen3_5ForCausalLM",
-        {**LLAMA, **QK_NORM, **DELTA},
+        {**LLAMA, **QK_NORM, **DELTA_NET},
         models="Qwen 3.5 and 3.6 (dense)",
         model_type="qwen3_5_text",
         switches=_SWITCHES,
@@ -53,7 +53,7 @@ ARCHITECTURES = (
         {
             **QWEN2_MOE,
             **QK_NORM,
-            **DELTA,
+            **DELTA_NET,
             "experts_gate_up": CheckpointTensor((f"{LAYER}mlp.experts.gate_up_proj",)),
             "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",)),
         },

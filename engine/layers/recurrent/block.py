@@ -1,6 +1,6 @@
 """Chooses the layer that computes a record's mixer."""
 
-from engine.architectures.recurrent.delta import DeltaNet
+from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.architectures.recurrent.jamba import Mamba1
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.lfm2 import ShortConv

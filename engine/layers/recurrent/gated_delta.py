@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.architectures.recurrent.delta import DeltaNet
+from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.layers.build import Builder
-from engine.layers.recurrent.delta import DeltaLayer
+from engine.layers.recurrent.delta_layer import DeltaRuleLayer
 from kernels.metadata import AttentionMeta, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 
 
-class GatedDelta(DeltaLayer):
+class GatedDelta(DeltaRuleLayer):
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
         config = build.config

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from engine.architectures.recurrent.kimi import Kimi
 from engine.layers.build import Builder
-from engine.layers.recurrent.delta import DeltaLayer
+from engine.layers.recurrent.delta_layer import DeltaRuleLayer
 from kernels.metadata import AttentionMeta, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 
 
-class KimiDelta(DeltaLayer):
+class KimiDelta(DeltaRuleLayer):
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
         config = build.config

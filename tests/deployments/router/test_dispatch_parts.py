@@ -1,4 +1,4 @@
-"""The dispatcher's parts alone: placement, losses, displaced choices, replica clients, model cards.
+"""The dispatcher's parts alone: assignment, losses, displaced choices, replica clients, cards.
 There is no engine and no socket: a connection is a list of what was sent."""
 
 import asyncio

@@ -13,7 +13,7 @@ from engine.evaluation import verify as module
 from engine.evaluation.prompts import Prompt
 from engine.evaluation.verify import Options, Report, verify
 from engine.models.registry import Model
-from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, MIXED, WINDOWS, save
+from tests.parity.cases import ALIBI, CASES, DELTA_NET, EXPERTS, MIXED, WINDOWS, save
 
 ALL = {**CASES, **WINDOWS, **ALIBI}
 PROMPTS = [
@@ -64,7 +64,7 @@ def test_each_part_says_how_far_it_is(tmp_path: Path) -> None:
 )
 def test_states(name: str, tmp_path: Path) -> None:
     """A state that has taken in a token takes it in again, where keys are merely written again."""
-    save({**DELTA, **MIXED}[name], tmp_path)
+    save({**DELTA_NET, **MIXED}[name], tmp_path)
     report = checked(tmp_path)
     assert not report.problems and len(report.own) == 4, report
 

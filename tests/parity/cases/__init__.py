@@ -11,13 +11,13 @@ from tests.parity.cases.case import Case, randomise, relative, save
 from tests.parity.cases.dense import CASES
 from tests.parity.cases.latent import LATENT
 from tests.parity.cases.mixtures import EXPERTS
-from tests.parity.cases.recurrent import DELTA, MIXED
+from tests.parity.cases.recurrent import DELTA_NET, MIXED
 from tests.parity.cases.windows import WINDOWS
 
 __all__ = [
     "ALIBI",
     "CASES",
-    "DELTA",
+    "DELTA_NET",
     "EXPERTS",
     "LATENT",
     "MIXED",

@@ -26,7 +26,7 @@ _DELTA_EXPERTS = {
     "shared_expert_intermediate_size": 40,
 }
 # Three layers of Gated DeltaNet and one of gated attention.
-DELTA: dict[str, Case] = {
+DELTA_NET: dict[str, Case] = {
     "qwen 3 next": Case("qwen3_next", {**_DELTA_EXPERTS, "norm_topk_prob": True}),
     "qwen 3.5": Case("qwen3_5_text", _DELTA),
     "qwen 3.5 vl": Case(

@@ -86,11 +86,11 @@ def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     every = config.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
-    full, mixer = replace(plain, gated=True), read_delta(config)
+    full, mixer = replace(plain, gated=True), read_delta_net(config)
     return [mixing(plain, mixer) if kind == LINEAR else full for kind in kinds]
 
 
-def read_delta(config: Reader) -> DeltaNet:
+def read_delta_net(config: Reader) -> DeltaNet:
     mixer = DeltaNet(
         config.size("linear_num_key_heads", 16),
         config.size("linear_num_value_heads", 32),
@@ -136,11 +136,11 @@ _REST: Mapping[str, CheckpointTensor] = {
     "delta_out": CheckpointTensor((f"{_LINEAR}out_proj",)),
 }
 # The input projection in our order: queries, keys, values; the values' gates; beta; decay.
-DELTA_BY_KEY_HEAD: Mapping[str, CheckpointTensor] = {
+DELTA_NET_BY_KEY_HEAD: Mapping[str, CheckpointTensor] = {
     "delta_in": CheckpointTensor((f"{_LINEAR}in_proj_qkvz", f"{_LINEAR}in_proj_ba"), _by_key_head),
     **_REST,
 }
-DELTA: Mapping[str, CheckpointTensor] = {
+DELTA_NET: Mapping[str, CheckpointTensor] = {
     "delta_in": CheckpointTensor(tuple(f"{_LINEAR}in_proj_{name}" for name in ("qkv", *"zba"))),
     **_REST,
 }

@@ -1,4 +1,4 @@
-"""Placement: finds the pool of blocks in which a waiting request can start, and cached blocks.
+"""Start: the KV pool in which a waiting request can start, and its cached blocks there.
 
 It changes nothing: the scheduler carries out what `find_start` returns.
 """

@@ -1,4 +1,4 @@
-"""DeltaLayer: the base class of Gated DeltaNet and Kimi Delta Attention."""
+"""DeltaRuleLayer: the base class of Gated DeltaNet and Kimi Delta Attention."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kernels.metadata import AttentionMeta, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads
 
 
-class DeltaLayer(ABC):
+class DeltaRuleLayer(ABC):
     """A layer of one matmul, the delta rule, and another matmul.
 
     kv: for all rows the last inputs of the convolution, the states and, if the layer has them, the
