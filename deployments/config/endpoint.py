@@ -226,7 +226,7 @@ class GrpcConfig(Section):
 
 
 class LogConfig(Section):
-    """What goes into Serve's log files. See docs/observability.md."""
+    """The level and the content of Serve's log files. See docs/observability.md."""
 
     level: Literal["info", "debug"] = Field(
         "info",
@@ -239,7 +239,7 @@ class LogConfig(Section):
 
 
 class UsageConfig(Section):
-    """What each key has used, as a file. The same is in /metrics."""
+    """A file of the tokens that each API key has used. The same figures are in /metrics."""
 
     file: str | None = Field(
         None,

@@ -235,8 +235,10 @@ class ModelLimitsConfig(Section):
 
 
 class ServedModelConfig(Section):
-    """One of several models, under its name: `models: {NAME: {...}}`. What it leaves out of
-    `engine`, `scaling` and `limits` is as at the top level."""
+    """A model among several, by its name: `models: {NAME: {...}}`.
+
+    Keys of `engine`, `scaling` and `limits` that it leaves out are those of the top level.
+    """
 
     model: str = Field(
         "default",
@@ -268,7 +270,7 @@ _OF_ONE = ("model", "revision", "served_name", "aliases", "replicas", "pools", "
 
 
 class MantaConfig(Section):
-    """What is served: one model, or several behind one endpoint."""
+    """The configuration of an endpoint that serves one model or several."""
 
     model: str = Field(
         "default",
