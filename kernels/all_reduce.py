@@ -381,7 +381,9 @@ class PeerMemory:
         return onto
 
     def gather(self, x: Tensor, ranks: int) -> Tensor:
-        """[ranks, *x.shape]: what the first so many ranks bring. x: as of one_shot."""
+        """Return x of the first so many ranks, stacked: [ranks, *x.shape]. Arguments as in
+        one_shot.
+        """
         out, block = x.new_empty((ranks, *x.shape)), _block(x, self.programs)
         programs = min(self.programs, triton.cdiv(x.numel(), block))
         _gather_kernel[(programs,)](
@@ -392,7 +394,9 @@ class PeerMemory:
 
 
 def _block(x: Tensor, among: int) -> int:
-    """Elements of a tile: few where there are few, so that all programs have some."""
+    """Return the number of elements of a tile: small for small inputs, so that all programs have
+    work.
+    """
     least, most = 512 // x.itemsize, TILE // x.itemsize
     return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
 

@@ -75,7 +75,10 @@ def reaches(device: int, peer: int) -> bool:
 
 
 class Region:
-    """size bytes, or a little more, of a CUDA device. It begins with pages, of any content.
+    """A region of CUDA device memory, of `size` bytes or a little more, whose pages can be given
+    back.
+
+    It begins with pages, whose content is undefined.
 
     bytes: all of it, uint8 [size]. It, and what lies over it, must not be used while `held` is
     False. Raises torch.OutOfMemoryError.
@@ -121,7 +124,10 @@ class Region:
         }
 
     def take_pages(self) -> None:
-        """Get pages, of any content. Raises torch.OutOfMemoryError; then it has none."""
+        """Map pages to the region; their content is undefined.
+
+        Raises torch.OutOfMemoryError; then the region has no pages.
+        """
         handle = ctypes.c_uint64()
         create = (ctypes.byref(handle), self._size, ctypes.byref(self._properties))
         try:

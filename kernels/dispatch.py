@@ -1,4 +1,4 @@
-"""device -> back end: one table.
+"""The table of back ends by device.
 
 Layers hold the Kernels they were built with; no choice is made again at run time.
 """

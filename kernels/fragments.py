@@ -1,5 +1,5 @@
-"""4-bit floats (e2m1) in the order in which a warp's matrix instruction takes its left operand:
-what a thread reads in one load is what it multiplies.
+"""The order of 4-bit floats (e2m1) in which a thread's one load is what its matrix instruction
+takes.
 
 A tile is 16 outputs by 64 inputs. Of lane 4 * g + c it has four words of 32 bits: outputs g and
 8 + g, of each the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 and of its second. The
@@ -21,7 +21,7 @@ _PLACES = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 9, 10, 17))
 
 
 def arranged(codes: Tensor) -> Tensor:
-    """Codes [rows, width], uint8 in their order -> int32 [rows / 16, width / 64, 32, 4]."""
+    """Arrange codes: uint8 [rows, width] in their order -> int32 [rows / 16, width / 64, 32, 4]."""
     rows, width = codes.shape
     eights = codes.view(rows, width // 8, 8)
     words = torch.zeros(rows, width // 8, dtype=torch.int64, device=codes.device)
@@ -35,7 +35,7 @@ def arranged(codes: Tensor) -> Tensor:
 
 
 def _lanes(words: Tensor) -> Tensor:
-    """-> [tile, tile of inputs, g, c, half, group]"""
+    """Split codes by lane: return [tile, tile of inputs, g, c, half, group]."""
     tiles, _, _, steps, _, _ = words.shape
     return words.permute(0, 3, 2, 5, 1, 4).reshape(tiles, steps, LANES, WORDS).contiguous()
 
@@ -55,7 +55,7 @@ def restored(words: Tensor) -> Tensor:
 
 
 def arranged_scales(scale: Tensor) -> Tensor:
-    """[rows, width / 32] -> [rows / 16, width / 64, 8, 4]"""
+    """Arrange scales: [rows, width / 32] -> [rows / 16, width / 64, 8, 4]."""
     rows, groups = scale.shape
     parts = scale.view(rows // ROWS, 2, 8, groups // 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(rows // ROWS, groups // 2, 8, WORDS).contiguous()

@@ -1,6 +1,7 @@
-"""Weights of 4 or 8 bits with a scale for each group of inputs: one record of what the numbers
-mean, which checkpoints are read into and kernels are chosen by, and the form that they have on a
+"""The format of weights of 4 or 8 bits with a scale for each group of inputs, and its form on a
 GPU.
+
+Readers of checkpoints make such weights, and kernels are chosen by the format.
 
 The kernels of the CPU have a layout of their own (`kernels.cpu.gemm.blocks`), of the same record.
 """
@@ -85,7 +86,9 @@ class Format:
 
     @property
     def rounded_rows(self) -> int:
-        """Rows of x from which linear layers round them, where the device does (`rounds`)."""
+        """The least number of rows of x that linear layers round to 8 bits, where the device does
+        (`rounds`).
+        """
         return 32 if self.rows == 1 else 2
 
     def rounds_experts(self, capability: tuple[int, int]) -> bool:
@@ -95,12 +98,12 @@ class Format:
 
     @property
     def chunk(self) -> int:
-        """Inputs after which the layout of the CPU repeats."""
+        """The number of inputs after which the CPU's layout repeats."""
         return max(self.group, BLOCK)
 
     @property
     def units(self) -> int:
-        """Groups in a block of x, at least 1."""
+        """The number of groups in a block of x, at least 1."""
         return 2 if self.group == 16 else 1
 
     @property
@@ -118,14 +121,17 @@ class Format:
 
     @property
     def span(self) -> int:
-        """Inputs after which the GPU's order of 4-bit codes repeats: a power of two of 16 to 128
-        that divides the group. Nibble i of word j of a span is input i * span / 4 + j, so that the
-        same nibble of neighbouring words belongs to neighbouring inputs."""
+        """The number of inputs after which the GPU's order of 4-bit codes repeats.
+
+        It is a power of two of 16 to 128 that divides the group. Nibble i of word j of a span is
+        input i * span / 4 + j, so that the same nibble of neighbouring words belongs to
+        neighbouring inputs.
+        """
         return gcd(self.group, 128)
 
 
 def unpacked(form: Format, decoded: Decoded) -> Tensor:
-    """float32 [n, in]: the weights that a layout's numbers stand for."""
+    """Return the weights that a layout's numbers stand for: float32 [n, in]."""
     codes, scale, offset = decoded
     rows = codes.shape[0]
     if form.rows > 1:
@@ -149,7 +155,7 @@ def unpacked(form: Format, decoded: Decoded) -> Tensor:
 
 
 def _unpaired(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte as `Decoded` has them, [n, in / 2] -> [n, in]."""
+    """Split bytes of two 4-bit codes, in the order of `Decoded`: [n, in / 2] -> [n, in]."""
     both = codes.reshape(codes.shape[0], -1, 16)
     return torch.stack((both & 15, both >> 4), 2).view(codes.shape[0], -1)
 
@@ -192,7 +198,7 @@ class PackedWeight:
         return outputs * width * form.bits // 8 + groups * group_bytes + table
 
     def fill(self, first: int, decoded: Decoded) -> None:
-        """Rows from first on, a multiple of form.rows.
+        """Fill rows from `first` on, a multiple of form.rows.
 
         codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
             has input j in its low half, and 16 + j in its high half.

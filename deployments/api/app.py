@@ -136,7 +136,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:
-    """No route speaks WebSocket: an ordinary error if the server can send one."""
+    """Refuse a WebSocket, with an ordinary error if the server can send one: no route speaks it."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008})
         return

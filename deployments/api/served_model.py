@@ -107,9 +107,11 @@ def known_model(name: Any, backend: Backend) -> ModelCard | None:
 
 @functools.lru_cache(maxsize=4096)
 def specificity(alias: str) -> tuple[bool, int, int, str]:
-    """Orders aliases that match one name: the largest is the one that is meant. A name without
-    wildcards goes first, then the pattern with most characters of its own, then the one with
-    fewest `*`. The text decides at last, so that the order of the models never does."""
+    """Return the sort key of aliases that match one name: the alias with the largest key is taken.
+
+    A name without wildcards goes first, then the pattern with most characters of its own, then the
+    one with fewest `*`. At last the text decides, so that the order of the models never does.
+    """
     wild = _WILD.findall(alias)
     own = len(_WILD.sub("", alias))
     return not wild, own, -sum(mark.startswith("*") for mark in wild), alias

@@ -119,7 +119,7 @@ def batch(
     ] = None,
     resume: Annotated[str | None, typer.Option(help="A batch that was begun before.")] = None,
 ) -> None:
-    """Have a file of requests answered behind all others, and wait for it with a bar."""
+    """Run a file of requests at the lowest priority, and wait for it with a progress bar."""
     from deployments.cli.batch import run
 
     raise typer.Exit(run(source, output, server_url(server, url), key, resume))

@@ -61,8 +61,9 @@ class Suspicion:
 
     @property
     def start(self) -> Start:
-        """When the next replica may start the choice: "" at once, "alone" among suspects, "after"
-        them."""
+        """Return when the next replica may start the choice: "" at once, "alone" among suspects,
+        "after" them.
+        """
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:

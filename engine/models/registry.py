@@ -122,7 +122,7 @@ class Model(Protocol):
         ...
 
     def tensor_name(self, stored: str) -> str:
-        """Return the name of a checkpoint's tensor as the sources of parameters have it."""
+        """Return the name that `Source`s have for the checkpoint's tensor `stored`."""
         ...
 
     def ignores(self, stored: str) -> bool:

@@ -177,7 +177,7 @@ class StepPrograms:
         def leave(out: Tensor) -> Tensor:
             return model.logits(model.leave(out)) if self._leaves else out
 
-        if not self._known:  # these trial recordings change nothing that lasts
+        if not self._known:  # trial recordings; their programs are thrown away
             self._enters = self._enters and _recordable(lambda: record(enter))
             self._leaves = self._leaves and _recordable(lambda: record(lambda: leave(residual)))
         return record(lambda: leave(model.through(enter(), ours, layers)))

@@ -1,5 +1,4 @@
-"""Attention over whole texts in both directions, without a cache: what encoders do. Of torch's own
-operations, on any device."""
+"""Bidirectional attention over whole texts without a cache, for encoders, in plain torch."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +17,8 @@ def bidirectional_attention(
     window: int = 0,
     apart: bool = False,
 ) -> Tensor:
-    """Each token sees all tokens of its text, or with window > 0 those up to so many places away.
+    """Attend in both directions: a token sees its whole text, or with window > 0 so many on each
+    side.
 
     q, k, v: [num_tokens, num_heads, head_dim]. starts: of each text, then num_tokens. apart: a text
     is computed as if it were alone, whatever the device. -> as q.
@@ -40,7 +40,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, window: int
 ) -> Tensor:
-    """All texts at once, as long as the longest: on a GPU launches cost more than padding."""
+    """Attend over all texts padded to the longest: on a GPU launches cost more than padding."""
     lengths = [b - a for a, b in pairwise(starts)]
     longest = max(lengths)
     place = torch.arange(longest)

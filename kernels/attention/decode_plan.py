@@ -1,4 +1,4 @@
-"""How a step's decodes are cut into splits (`decode.py`), and the launch that they get."""
+"""The plan of a step's decode attention: the split of requests over keys, and the launch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +72,7 @@ def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """Splits of one step, and the memory that all its layers use in turn."""
+    """The splits of one step, and the memory that all its layers use in turn."""
 
     count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
     # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item, the

@@ -1,4 +1,4 @@
-"""All of a post-norm layer (BERT's) after attention, in one launch:
+"""The part of a post-norm layer (BERT's) after attention, in one launch:
 
     x = norm(residual + attended @ out.T)
     x = norm(x + act(x @ up.T) @ down.T)

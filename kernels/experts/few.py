@@ -1,6 +1,9 @@
-"""Experts of a few tokens: each (token, expert) pair streams its expert's weights, at the speed of
-memory. Two launches: gate, up and activation; down, the router's weights, their sum and the
-residual. What pairs of one expert read twice comes from the L2 cache."""
+"""Experts of a few tokens: each (token, expert) pair streams its expert's weights once.
+
+There are two launches. The first computes gate, up and the activation; the second computes down,
+weights the results, and adds them up with the residual. Weights that several pairs of one expert
+need are read again from the L2 cache.
+"""
 
 import triton
 import triton.language as tl
@@ -162,7 +165,7 @@ def few_up(
     stack: ExpertWeights,
     config: tuple[int, int, int] = UP,
 ) -> Tensor:
-    """act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[2]
     inner = x.new_empty((tokens * chosen, size))
@@ -199,7 +202,7 @@ def few_down(
     residual: Tensor | None,
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """[tokens, hidden]: the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts: [tokens, hidden]."""
     tokens, chosen = ids.shape
     _, width, size = stack.down.shape
     out = inner.new_empty((tokens, width)) if residual is None else residual

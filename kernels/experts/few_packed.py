@@ -60,8 +60,11 @@ def _floats(pairs):
 
 @triton.jit
 def _two(w, table, AT: tl.constexpr, CODE: tl.constexpr):
-    """Nibble AT of the low and of the high halves of words: code + 128; half the e2m1 number of
-    `nibble` times 2^-126; or what the table has."""
+    """Decode nibble AT of the low and of the high halves of words.
+
+    Returns code + 128 for integers, half of `nibble`'s e2m1 number times 2^-126 for floats, or the
+    table's entry.
+    """
     if CODE == 0:
         low, high = _floats(((w >> (4 * AT)) & 0x000F000F) | 0x43004300)
     elif CODE == 1:
@@ -75,7 +78,7 @@ def _two(w, table, AT: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _four(w, CODE: tl.constexpr):
-    """The bytes of words in their order: e4m3 numbers times 2^-120, or signed integers."""
+    """Decode the bytes of words in their order: e4m3 numbers times 2^-120, or signed integers."""
     if CODE == 0:
         a = w.to(tl.int8).to(tl.float32)
         b = (w >> 8).to(tl.int8).to(tl.float32)
@@ -155,7 +158,7 @@ def _rows_times_x(
     TILE: tl.constexpr,  # `PairShape`
     EARLY: tl.constexpr,  # x is of the launch before: the first codes come before it is waited for
 ):
-    """[rows] float32: the weight's rows times x."""
+    """Return the products of the weight's rows with x: [rows] float32."""
     UNITS: tl.constexpr = TILE.units
     EACH: tl.constexpr = 8 if FORMAT.bits == 4 else 4  # codes of a word
     STEP: tl.constexpr = UNITS * TILE.ints * EACH
@@ -403,7 +406,7 @@ def few_packed_up(
     stack: PackedExperts,
     tile: PairTile | None = None,
 ) -> Tensor:
-    """act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
     weight = stack.gate_up
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[1]
@@ -443,7 +446,7 @@ def few_packed_down(
     residual: Tensor | None,
     tile: PairTile | None = None,
 ) -> Tensor:
-    """[tokens, hidden]: the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts: [tokens, hidden]."""
     weight = stack.down
     tokens, chosen = ids.shape
     width, size = weight.shape[0] // stack.count, weight.shape[1]

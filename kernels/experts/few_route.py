@@ -1,5 +1,7 @@
-"""Norm, router and choice of experts of a few tokens, in one launch: each program multiplies by a
-few rows of the router, and the one that ends last chooses."""
+"""The norm, the router and the choice of experts of a few tokens, in one launch.
+
+Each program multiplies by a few rows of the router; the program that ends last chooses.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -94,7 +96,9 @@ def _few_route_kernel(
 
 @lru_cache
 def _counters(device: torch.device) -> Tensor:
-    """Kernels of one device run one after the other, and each leaves zeros."""
+    """Return the counters of a device. Kernels of a device run one after the other, and each leaves
+    zeros.
+    """
     return torch.zeros(MOST, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""act(gate) * up of experts, or act(up), inside a kernel."""
+"""The activation of experts inside a kernel: act(gate) * up, or act(up)."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,11 @@ _CLAMPED = 16
 
 @triton.jit
 def gated(gate, up, limit, ACT: tl.constexpr):
-    """float32 of one shape. ACT: of `code`; 16: gpt-oss's clamped one; 4: there is no gate, and up
-    is not read."""
+    """Return the activated values of float32 gate and up, which have one shape.
+
+    ACT: an activation's number from `code`; 16: gpt-oss's clamped one; 4: without a gate, so up is
+        not read.
+    """
     if ACT == 4:
         y = _act(gate, ACT)
     elif ACT == 16:

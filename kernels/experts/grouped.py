@@ -1,5 +1,4 @@
-"""Experts of many tokens: (token, expert) pairs sorted by expert, then a matrix product for each
-expert that is met, over the tokens that meet it.
+"""Experts of many tokens: pairs are sorted by expert, and each expert multiplies its pairs' tokens.
 
 Four launches, and one more to sort many pairs: sort; gate, up and activation; down and the router's
 weights; the sum over a token's experts with the residual. Grids are bounds that the number of pairs
@@ -85,7 +84,7 @@ def _nothing(ROWS: tl.constexpr, OUTS: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def _add(xs, ws, acc, SWAP: tl.constexpr):
-    """xs [ROWS, DEPTH], ws [OUTS, DEPTH]: acc + xs @ ws^T; SWAP: that transposed."""
+    """Return acc + xs @ ws^T of xs [ROWS, DEPTH] and ws [OUTS, DEPTH]; SWAP: transposed."""
     if SWAP:
         acc = tl.dot(ws, tl.trans(xs), acc, input_precision="ieee")
     else:
@@ -370,7 +369,7 @@ def grouped_up(
     tile: Tile,
     scales: Scales | None = None,  # x and the weights are rounded
 ) -> Tensor:
-    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
     experts, width, size = stack.down.shape
     inner = x.new_empty((ids.numel(), size), dtype=x.dtype if scales is None else scales.dtype)
     tma = tile.tma and tma_fits(x, size)
@@ -412,8 +411,10 @@ def grouped_down(
     tile: Tile,
     scales: Scales | None = None,  # inner and the weights are rounded
 ) -> Tensor:
-    """inner of `grouped_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
-    order of ids."""
+    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+
+    inner: the result of `grouped_up`.
+    """
     experts, width, size = stack.down.shape
     dtype = inner.dtype if scales is None else scales.dtype
     pair_outputs = inner.new_empty((ids.numel(), width), dtype=dtype)
@@ -447,7 +448,10 @@ def grouped_down(
 def sum_experts(
     given: Tensor, ids: Tensor, stack: ExpertWeights | PackedExperts, residual: Tensor | None
 ) -> Tensor:
-    """given [tokens * chosen, hidden] -> [tokens, hidden], in residual if there is one."""
+    """Return the sum over each token's experts: [tokens * chosen, hidden] -> [tokens, hidden].
+
+    It is added to residual in place, if there is one.
+    """
     width = given.shape[1]
     tokens, chosen = ids.shape
     out = given.new_empty((tokens, width)) if residual is None else residual

@@ -1,5 +1,7 @@
-"""Experts with packed weights: as `grouped`, whatever the number of tokens, but codes become 16-bit
-numbers on their way to the matrix units, as in `kernels.gemm.packed.dot`.
+"""Experts with packed weights, for any number of tokens.
+
+The launches are those of `grouped`. Codes become 16-bit numbers on their way to the matrix units,
+as in `kernels.gemm.packed.dot`.
 
 The weight is the left operand, so that the few pairs of an expert fill the short side of the units'
 tiles.
@@ -249,7 +251,7 @@ def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
 def packed_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: PackedTile
 ) -> Tensor:
-    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
     weight = stack.gate_up
     experts, size, width = stack.count, stack.down.shape[1], weight.shape[1]
     inner = x.new_empty((ids.numel(), size))
@@ -287,8 +289,10 @@ def packed_down(
     pairs: Sorted,
     tile: PackedTile,
 ) -> Tensor:
-    """inner of `packed_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
-    order of ids."""
+    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+
+    inner: the result of `packed_up`.
+    """
     weight = stack.down
     experts, size, width = stack.count, weight.shape[1], stack.gate_up.shape[1]
     pair_outputs = inner.new_empty((ids.numel(), width))

@@ -71,7 +71,8 @@ class PackedExperts:
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logits [n, experts] -> weights [n, chosen] float32 and experts [n, chosen] int32.
+    """Choose experts: logits [n, experts] -> weights [n, chosen] float32, experts [n, chosen]
+    int32.
 
     correction [experts] float32: is added to scores for the choice alone.
     """
@@ -94,8 +95,11 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
 
 
 def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Phi-3.5-MoE: the best expert, weighted among those close to it, then the same once more
-    without it."""
+    """Choose two experts as Phi-3.5-MoE does.
+
+    The best expert is weighted among those whose scores are close to its own. The second is chosen
+    in the same way without the first.
+    """
     weights, ids = [], []
     left = logits
     for _ in range(2):

@@ -1,5 +1,4 @@
-"""Experts with both sides in 8-bit floats: as `grouped`, with e4m3 weights that have
-a scale an output and inputs that are rounded to e4m3 with a scale a token.
+"""Experts with e4m3 weights and inputs: a scale for each output and for each token.
 
 What a gate gives is rounded with a scale a pair by a launch of its own, as for linear layers: a
 program of the first product sees some of a pair's outputs, and a scale for so many would have to be
@@ -62,7 +61,7 @@ def _as_floats(stack: PackedExperts) -> ExpertWeights:
 def rounded_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
 ) -> Tensor:
-    """act(gate) * up of each pair: [pairs, size] in x's dtype, in sorted order."""
+    """Return act(gate) * up of each pair, in sorted order: [pairs, size] in x's dtype."""
     rows, scales = round_rows(x)
     both = Scales(scales, stack.gate_up.scale, x.dtype)
     return grouped_up(rows, weights, ids, _as_floats(stack), pairs, tile, both)
@@ -71,8 +70,10 @@ def rounded_up(
 def rounded_down(
     inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
 ) -> Tensor:
-    """inner of `rounded_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
-    order of ids."""
+    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+
+    inner: the result of `rounded_up`.
+    """
     rows, scales = round_rows(inner)
     both = Scales(scales, stack.down.scale, inner.dtype)
     return grouped_down(rows, weights, ids, _as_floats(stack), pairs, tile, both)

@@ -1,4 +1,4 @@
-"""(token, expert) pairs sorted by expert, stable in the order of tokens.
+"""The sort of (token, expert) pairs by expert, stable in the order of tokens.
 
 Few pairs take one launch: a program for each expert, which walks all of them. Many take two, whose
 programs have a block of pairs each: one counts the pairs of each expert, the other finds its pairs'
@@ -148,7 +148,10 @@ def _place_kernel(
 
 
 def sort(ids: Tensor, experts: int) -> Sorted:
-    """ids [tokens, chosen] int32: 0 .. experts - 1, or experts where it is another rank's."""
+    """Sort pairs by expert.
+
+    ids: int32 [tokens, chosen], 0 .. experts - 1, or `experts` for an expert of another rank.
+    """
     return (sort_at_once if ids.numel() <= AT_ONCE else sort_by_blocks)(ids, experts)
 
 
@@ -160,7 +163,7 @@ def _unsorted(ids: Tensor, experts: int) -> Sorted:
 
 
 def sort_at_once(ids: Tensor, experts: int) -> Sorted:
-    """`sort` in one launch."""
+    """Sort as `sort` does, in one launch."""
     unsorted, pairs = _unsorted(ids, experts), ids.numel()
     block = min(2048, max(128, triton.next_power_of_2(pairs)))
     _sort_kernel[(experts,)](
@@ -172,8 +175,11 @@ def sort_at_once(ids: Tensor, experts: int) -> Sorted:
 def sort_by_blocks(
     ids: Tensor, experts: int, block: int = BLOCK, blocks: int = BLOCKS, num_warps: int = 4
 ) -> Sorted:
-    """`sort` in two launches. block: a power of two; as many pairs a program. blocks: as many of
-    them are counted by one."""
+    """Sort as `sort` does, in two launches.
+
+    block: pairs of a program, a power of two.
+    blocks: blocks whose pairs one program counts.
+    """
     unsorted, pairs = _unsorted(ids, experts), ids.numel()
     wide = max(128, triton.next_power_of_2(experts))
     runs = triton.cdiv(pairs, block * blocks)

@@ -1,4 +1,4 @@
-"""Matrix products by the fastest of cuBLASLt's algorithms, found by timing them.
+"""Matmuls by the fastest of cuBLASLt's algorithms, found by timing them.
 
 For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
 torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch,
@@ -38,7 +38,7 @@ _REDUCE_IN_FLOAT32 = 2
 
 
 class CublasLtError(RuntimeError):
-    """cuBLASLt refuses."""
+    """Raised when cuBLASLt refuses a call."""
 
 
 class Algorithm(ctypes.Structure):
@@ -54,7 +54,7 @@ class Algorithm(ctypes.Structure):
 
 
 class CublasLt:
-    """libcublasLt with a handle on one device."""
+    """A handle of libcublasLt on one device."""
 
     def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
         self.lib = lib
@@ -76,7 +76,7 @@ class CublasLt:
 
 @lru_cache
 def library(device: torch.device) -> CublasLt | None:
-    """None, and a line in the log, where the cuBLASLt of torch's CUDA cannot be called."""
+    """Return the library; None, with a line in the log, where torch's cuBLASLt cannot be called."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return CublasLt(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
@@ -86,7 +86,7 @@ def library(device: torch.device) -> CublasLt | None:
 
 
 class Matmul:
-    """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add."""
+    """The matmul y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself with `add`."""
 
     def __init__(self, lib: CublasLt, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
@@ -149,8 +149,11 @@ class Matmul:
         return checked
 
     def variant(self, base: Algorithm, tile: int, split_k: int, cluster: int) -> Algorithm | None:
-        """`base` with another tile; None if the library cannot, or would leave a fifth of the
-        multiprocessors idle in its last round."""
+        """Return the algorithm `base` with another tile.
+
+        Returns None if the library has none, or if its last wave would leave a fifth of the
+        multiprocessors idle.
+        """
         algorithm = Algorithm.from_buffer_copy(base)
         for name, value, kind in (
             (_CONFIG_TILE, tile, ctypes.c_uint32),
@@ -228,7 +231,7 @@ def key_of(rows: int, weight: Tensor, add: bool) -> Key:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, k] @ weight [n, k].T + bias [n] -> [rows, n]."""
+    """Return x [rows, k] @ weight [n, k].T + bias [n]: [rows, n]."""
     tuned = tuned_matmuls.get(key_of(x.shape[0], weight, False)) if bias is None else None
     if tuned is None:
         return torch.nn.functional.linear(x, weight, bias)
@@ -238,7 +241,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual [rows, n] + x [rows, k] @ weight [n, k].T, written over residual."""
+    """Add x [rows, k] @ weight [n, k].T to residual [rows, n] in place."""
     tuned = tuned_matmuls.get(key_of(x.shape[0], weight, True))
     if tuned is None:
         return residual.addmm_(x, weight.t())

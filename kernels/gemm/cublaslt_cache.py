@@ -1,5 +1,6 @@
-"""What the search for products found, kept for the next process: a start takes seconds less, and
-on one machine the same text comes out bit by bit from one start to the next.
+"""The file that keeps the fastest matmul algorithms for later processes.
+
+A start then takes seconds less, and on one machine gives the same text bit by bit as the last one.
 
 One file for a device and a version of the library, beside Triton's compiled kernels
 (TRITON_CACHE_DIR, by default ~/.triton/cache). NVIDIA's documentation allows an algorithm to be

@@ -1,5 +1,4 @@
-"""x @ weight.T whose rows do not depend on how many rows of x there are: products of the
-deterministic mode.
+"""Matmuls of the deterministic mode: a row of x @ weight.T does not depend on the number of rows.
 
 A library takes another algorithm for another number of rows, and with it another order of
 summation. Here every output is one chain of multiply-adds along the columns, from the first to the
@@ -83,7 +82,7 @@ def _fixed_kernel(
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: FixedTile
 ) -> Tensor:
-    """`linear_fixed` with a given tile."""
+    """Compute `linear_fixed` with the tile that is passed."""
     num_rows = x.shape[0]
     outs, width = weight.shape
     out = x.new_empty((num_rows, outs)) if residual is None else residual
@@ -143,7 +142,7 @@ def linear_fixed(
     bias: Tensor | None = None,
     residual: Tensor | None = None,  # [rows, out], overwritten by the result
 ) -> Tensor:
-    """x @ weight.T + bias + residual: [rows, out]; accumulated in float32, rounded once."""
+    """Return x @ weight.T + bias + residual, [rows, out], added in float32 and rounded once."""
     rows, outs = x.shape[0], weight.shape[0]
     tiles = agreeing(weight, bias, add=residual is not None)
     enough = num_sms(x.device) * 3 // 4

@@ -1,5 +1,9 @@
-"""The matrix products of one lone token: the weights are streamed once, at the speed of memory, and
-what stands around a product in a decoder layer rides along for free.
+"""Matmuls of a single token (GEMV), fused with norm, gate or residual: weights are read once.
+
+    y = W x                      plain
+    y = W (x / rms(x) * w)       NORM: 1 / rms(x) is applied to the sum; squares are added meanwhile
+    y = act(Wg x) * (Wu x)       GATED: W holds the gate's rows, then the up's
+    y = W x + r                  ADD
 
     y = W x                      plain
     y = W (x / rms(x) * w)       NORM: 1 / rms(x) leaves the sum; the squares are summed on the way
@@ -46,7 +50,7 @@ def fused(
 
 @triton.jit
 def gated(y, ROWS: tl.constexpr, GELU: tl.constexpr):
-    """act(gate) * up of y [ROWS], where gates and ups alternate."""
+    """Return act(gate) * up of y [ROWS], where gates and ups alternate."""
     gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
     if GELU:
         # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)

@@ -1,4 +1,4 @@
-"""x @ weight.T for two to four rows of x: weights streamed once, at the speed of memory.
+"""Matmuls x @ weight.T of two to four rows of x, which read the weights once.
 
 A program takes a few rows of the weight and multiplies on the plain units, which keep up with
 memory for two rows of x, and where weights are small, so that latency decides, for four. The next
@@ -99,7 +99,7 @@ def few_rows(
     bias: Tensor | None = None,
     residual: Tensor | None = None,  # like the result, and overwritten by it
 ) -> Tensor:
-    """x @ weight.T + bias + residual: [1 .. 4, out]."""
+    """Return x @ weight.T + bias + residual: [1 .. 4, out]."""
     tokens = x.shape[0]
     size, width = weight.shape
     out = x.new_empty((tokens, size)) if residual is None else residual

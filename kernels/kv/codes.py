@@ -1,4 +1,5 @@
-"""Codes of cached keys and values inside Triton kernels (`kernels.kv.quantized` has their meaning).
+"""The decoding of quantised keys and values inside Triton kernels (formats:
+`kernels.kv.quantized`).
 
 Attention never multiplies an element by its scale. A key's numbers go into its score, a value's
 into its weight; products are of the bare codes. These are in float16, which holds every code
@@ -74,8 +75,10 @@ def words_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr):
 
 @triton.jit
 def numbers_in(word, KIND: tl.constexpr):
-    """Scale and least element as float32; for other kinds than int4 the latter is the scale once
-    more. A bfloat16 is read as bits, because the interpreter's is wrong."""
+    """Return the scale and the least element as float32; without a least element the scale twice.
+
+    A bfloat16 is read as bits, because Triton's interpreter reads it wrongly.
+    """
     if KIND == 3:
         scale = (word << 16).to(tl.float32, bitcast=True)
         least = (word & -0x10000).to(tl.float32, bitcast=True)
@@ -89,23 +92,30 @@ def numbers_in(word, KIND: tl.constexpr):
 
 @triton.jit
 def middle_of(scale, least):
-    """What int4's codes, less 8, are added to: they are multiplied so, because rounded weights
-    cost less the nearer to zero codes lie."""
+    """Return the element of int4's code 8.
+
+    Codes less 8 are multiplied, and this is added. Codes near to zero lose less to rounded weights.
+    """
     return least + 8.0 * scale
 
 
 @triton.jit
 def exponent_of(scale):
-    """[n] scales -> their logarithms to the base 2, too small by at most 0.09, and at least -60:
-    float32. A float's own bits are one, with a straight line for the mantissa's curve."""
+    """Estimate the binary logarithms of scales [n], in float32.
+
+    The estimate is the float's exponent with its mantissa as a straight line. It is at most 0.09
+    too small, and at least -60.
+    """
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return tl.maximum(bits * (2.0**-23) - 127.0, -60.0)
 
 
 @triton.jit
 def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Codes [keys, bytes] as numbers: of int4 the even elements and the odd ones, less 8; of 8 bits
-    all, twice."""
+    """Return codes [keys, bytes] as numbers in two parts.
+
+    int4: the even elements and the odd elements, less 8. 8 bits: all elements, twice.
+    """
     if KIND == 3:
         if ASM:
             low, high = tl.inline_asm_elementwise(
@@ -160,7 +170,7 @@ def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Codes [keys, bytes] as numbers [keys, elements] in the elements' order; int4's less 8."""
+    """Return codes [keys, bytes] as numbers [keys, elements], in order; int4's less 8."""
     if KIND == 3:
         KEYS: tl.constexpr = codes.shape[0]
         WIDTH: tl.constexpr = 2 * codes.shape[1]
@@ -196,9 +206,11 @@ def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Codes of values [keys, pairs of bytes], int16, as numbers: every fourth element of int4 from
-    the first, the second ... on, less 8; of 8 bits every second, twice. A pair of bytes is what the
-    matrix units' own loads can transpose."""
+    """Return codes of values, int16 [keys, pairs of bytes], as numbers in four parts.
+
+    int4: every fourth element from the first, the second, the third and the fourth, less 8. 8 bits:
+    every second element, twice. A pair of bytes is what loads of the matrix units can transpose.
+    """
     if KIND == 3:
         if ASM:
             a, b, c, d = tl.inline_asm_elementwise(
@@ -276,14 +288,14 @@ def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def up(x):
-    """x >= 0 as the next number that a bfloat16 holds and that is not less."""
+    """Round x >= 0 up to a number that a bfloat16 holds."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded(x):
-    """x as the nearest number that a bfloat16 holds."""
+    """Round x to the nearest number that a bfloat16 holds."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
 
@@ -313,8 +325,10 @@ def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
 
 @triton.jit
 def store_codes(target, x, scale, least, exists, count, KIND: tl.constexpr):
-    """x [heads, n] to the codes at target [heads, 1], of the heads that exist and the first `count`
-    elements, which are even for int4."""
+    """Store the codes of x [heads, n] at target [heads, 1].
+
+    Only heads that exist and the first `count` elements are stored; `count` is even for int4.
+    """
     size: tl.constexpr = x.shape[1]
     inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None]
     if KIND == 2:
@@ -337,13 +351,15 @@ def store_codes(target, x, scale, least, exists, count, KIND: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """int32, halves to the even one: at 1.5 * 2^23 a float32 has no fraction."""
+    """Round to int32, halves to the even number: at 1.5 * 2^23 a float32 has no fraction."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def by_hadamard(x, STAGES: tl.constexpr):
-    """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized.by_hadamard`."""
+    """Rotate each 2^STAGES elements of x [heads, n] by Hadamard's matrix (see
+    `quantized.by_hadamard`).
+    """
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
     # Sums over pairs, which go from thread to thread: to exchange halves takes shared memory.

@@ -1,4 +1,4 @@
-"""Keys and values in 8 or 4 bits: what a cache's numbers mean; read and written in plain torch.
+"""The formats of keys and values in 8 or 4 bits, read and written in plain torch.
 
 Each token and head has numbers of its own, kept as bfloat16 beside the codes, so a key needs no
 other key to be written. Memory of one block of one layer's keys, or of its values:
@@ -27,7 +27,8 @@ E4M3_MOST = 448.0
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKV:
-    """Keys, or values, of one layer. Kernels take one wherever they take a cache of plain numbers.
+    """The quantised keys, or values, of one layer. Kernels take one wherever they take a plain
+    cache.
 
     codes: [num_blocks, num_kv_heads, block_size, head_dim * bits / 8]: int8, float8_e4m3fn, uint8.
     numbers: [num_blocks, num_kv_heads, block_size, words] bfloat16. Both are views with a stride
@@ -64,7 +65,9 @@ class QuantizedKV:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[num_blocks, num_kv_heads, block_size, head_dim], as of a cache of plain numbers."""
+        """The shape of a plain cache of these keys: [num_blocks, num_kv_heads, block_size,
+        head_dim].
+        """
         count, heads, size, width = self.codes.shape
         return count, heads, size, width * 8 // self.form.bits
 
@@ -102,7 +105,9 @@ KV = tuple[Cache, ...]
 
 
 def quantize(form: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [..., head_dim] -> codes [..., head_dim * bits / 8], numbers [..., words]."""
+    """Quantise float32 [..., head_dim] to codes [..., head_dim * bits / 8] and numbers [...,
+    words].
+    """
     if form.name == "int4":
         least = x.amin(-1, keepdim=True).bfloat16()
         above = x - least.float()
@@ -127,22 +132,24 @@ def dequantize(form: KVFormat, codes: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _up(x: Tensor) -> Tensor:
-    """x >= 0, float32, as the next bfloat16 that is not less."""
+    """Round x >= 0, float32, up to a bfloat16."""
     bits = (x.contiguous().view(torch.int32) + 0xFFFF) & -0x10000
     return bits.view(torch.float32).bfloat16()
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, 0 of 0; float32."""
+    """Return 1 / scale in float32, and 0 for a scale of 0."""
     scale = scale.float()
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
 def by_hadamard(form: KVFormat, x: Tensor) -> Tensor:
-    """Queries and keys [..., head_dim] as a cache of this form has them: rotated by an orthogonal
-    matrix, which changes no product of a query and a key and spreads what a few elements have too
-    much of over others (Hadamard's; QuaRot, arXiv 2404.00456). It is of size form.hadamard, and
-    repeats on the diagonal."""
+    """Rotate queries or keys [..., head_dim] by an orthogonal matrix (Hadamard's; QuaRot, arXiv
+    2404.00456).
+
+    The rotation changes no product of a query and a key, and spreads outliers over all elements.
+    The matrix has the size form.hadamard, and repeats on the diagonal.
+    """
     if not form.hadamard:
         return x
     pieces = x.float().unflatten(-1, (-1, form.hadamard)) @ hadamard(form.hadamard, x.device)
@@ -151,7 +158,7 @@ def by_hadamard(form: KVFormat, x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's matrix of a power of two, orthogonal and symmetric: float32 [size, size]."""
+    """Return Sylvester's Hadamard matrix, orthogonal and symmetric: float32 [size, size]."""
     index = torch.arange(size)
     common = index[:, None] & index[None, :]
     parity = torch.zeros_like(common)

@@ -1,4 +1,4 @@
-"""What Gluon kernels for Hopper share: operations that Triton 3.6 names otherwise, and layouts."""
+"""Helpers of Gluon kernels for Hopper: operations that Triton 3.6 names otherwise, and layouts."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

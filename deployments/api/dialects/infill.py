@@ -69,7 +69,7 @@ class InfillRequest(DialectRequest):
 
 
 class _Writer:
-    """Pieces and the whole in llama.cpp's words."""
+    """The writer of llama.cpp's answer: its pieces and its whole."""
 
     def __init__(self, model: str) -> None:
         self.wire = Wire()
@@ -116,7 +116,7 @@ class _Writer:
 
 
 class _Answer(ItemAnswer):
-    """Events without names or ids."""
+    """A stream of events without names or ids."""
 
     def _lines(self) -> bytes:
         new = self.writer.wire.new

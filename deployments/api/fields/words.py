@@ -11,7 +11,7 @@ IGNORED, SILENT, REFUSED = "ignored, and named", "ignored", "refused"
 
 
 def rows(body: Body) -> Iterator[tuple[str, str, str]]:
-    """(name, what becomes of it, values), those that have an effect first."""
+    """Return (name, effect, values) of each field, those that have an effect first."""
     for name in sorted(body.taken, key=lambda name: (name not in body.required, name)):
         fate = REQUIRED if name in body.required else TAKEN
         yield name, fate, words(body.taken[name])
@@ -61,7 +61,7 @@ def _range(schema: Schema) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Powers of two as such: 9223372036854775807 is hard to read."""
+    """Write a bound as a power of two where it is one: 9223372036854775807 is hard to read."""
     if isinstance(value, int) and abs(value) > 2**20:
         for power in (31, 63):
             for number, sign in ((2**power, ""), (-(2**power), "-")):

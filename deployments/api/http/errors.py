@@ -110,7 +110,7 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """400: the request itself is at fault."""
+    """Return a 400: the request itself is at fault."""
     return ApiError(400, code, message, param=param)
 
 
@@ -119,7 +119,7 @@ def wrong_type(param: str, expected: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """500 for an unforeseen failure; the cause goes to the log, not to the caller."""
+    """Return a 500 for an unforeseen failure; the cause goes to the log, not to the caller."""
     return ApiError(500, "internal_error", "the server failed to process this request", kind=SERVER)
 
 
@@ -148,7 +148,7 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
-    """', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
+    """Return ', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
     # At most so many: with thousands of adapters the search would hold up all streams.
     match = get_close_matches(name[:128], islice(known, 512), n=1, cutoff=cutoff)
     return f', did you mean "{match[0]}"?' if match else ""

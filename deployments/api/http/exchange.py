@@ -92,7 +92,7 @@ class HttpExchange:
 
     @property
     def trace(self) -> tuple[str, str]:
-        """W3C's traceparent and tracestate, not checked; "" without one."""
+        """The W3C headers traceparent and tracestate, not checked; "" without one."""
         parents = self.headers.get(b"traceparent", [])
         if len(parents) != 1:
             return "", ""
@@ -100,7 +100,7 @@ class HttpExchange:
         return parents[0].decode("latin-1"), state.decode("latin-1")
 
     def check_envelope(self) -> None:
-        """Sizes and framing, before anything is read. Raises ApiError 400, 414 or 431."""
+        """Check sizes and framing before anything is read. Raises ApiError 400, 414 or 431."""
         if self._url_bytes > MAX_URL_BYTES:
             raise ApiError(
                 414, "uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes", headers=_CLOSE

@@ -44,8 +44,8 @@ class OutputPlan:
     wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
     budget: int | None = None  # of thinking, in tokens
-    shows_reasoning: bool = True  # the answer has it
-    limited: bool = False  # the content is, by the request
+    shows_reasoning: bool = True  # whether the answer has the reasoning
+    limited: bool = False  # whether the request limits the content by a grammar
 
     @property
     def custom(self) -> frozenset[str]:

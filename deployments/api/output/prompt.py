@@ -147,7 +147,7 @@ def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
 
 
 def _name_ids(messages: list[TemplateMessage]) -> None:
-    """Ids of calls as the model has written them, whatever they are to the client."""
+    """Give calls the ids that the model writes: `functions.NAME:NUMBER`, not the client's."""
     ids: dict[str, str] = {}
     count = 0
     for message in messages:
@@ -161,8 +161,7 @@ def _name_ids(messages: list[TemplateMessage]) -> None:
 
 
 def _shorten_ids(messages: list[TemplateMessage]) -> None:
-    """Ids of calls in the form that the template takes: those of other dialects and of other
-    servers have another one."""
+    """Shorten call ids to the template's form; ids of other dialects and servers are longer."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             call["id"] = _short(call["id"])
@@ -177,7 +176,7 @@ def _short(id: str) -> str:
 
 
 def _one_call_each(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Each call as a message of its own, with its results behind it."""
+    """Split a message of several calls into one message a call, each with its results behind."""
     out: list[TemplateMessage] = []
     at = 0
     while at < len(messages):

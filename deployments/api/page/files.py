@@ -45,8 +45,10 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """All of them, by name: `app.js`, `chat/chat.js`. A request's path is looked up here and never
-    on disk."""
+    """Return all files of the page by name, such as `app.js` and `chat/chat.js`.
+
+    A request's path is looked up here and never on disk.
+    """
     return dict(_below(files("deployments.api.page").joinpath("static"), ""))
 
 

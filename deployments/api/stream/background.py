@@ -73,7 +73,7 @@ class BackgroundRun:
                 self._end()
 
     def cancel(self) -> None:
-        """Nothing more is generated. Once more it does nothing."""
+        """End the generation. A second call does nothing."""
         if not self.ended:
             self._generation.abort()
             self.writer.cancel()

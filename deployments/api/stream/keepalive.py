@@ -25,7 +25,7 @@ HOLD_SECONDS = 45.0  # without a replica; usual limits on silence begin at 60
 async def first_items(
     generation: Generation, exchange: HttpExchange, seconds: float
 ) -> list[tuple[int, Delta]]:
-    """generation.next(); meanwhile a sign of life every so many seconds, 0 for none.
+    """Wait for `generation.next()`, and send a sign of life every so many seconds; 0: none.
 
     Raises what next() raises, and ClientDisconnected.
     """

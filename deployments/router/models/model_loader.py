@@ -170,7 +170,9 @@ class ModelLoader:
                 logger.exception("the look at the models failed")
 
     def _marks(self) -> tuple[bytes, bytes]:
-        """Return the marks of adapters and of models, which change whenever these do. Blocks."""
+        """Return the change marks of adapters and of models: bytes that differ after each change.
+        Blocks.
+        """
         models = self._mark if self._find is None else model_applications.mark(self._app)
         return mark_of_all(self._app), models
 

@@ -152,7 +152,7 @@ class Buffers:
         return sum(buffer.nbytes for buffer in self._all)
 
     def unused(self) -> list[Tensor]:
-        """All buffers, smallest first."""
+        """Return all buffers, the smallest first."""
         return sorted(self._all, key=lambda buffer: buffer.nbytes)
 
     def more(self, size: int) -> Tensor:

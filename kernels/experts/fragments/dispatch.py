@@ -1,5 +1,8 @@
-"""Experts in fragments, all launches of a layer: for which weights they are made, and whether pairs
-are multiplied one by one or grouped by expert."""
+"""The launches of a layer of experts whose codes lie in fragments.
+
+This module says which weights have fragments, and whether pairs are multiplied one by one or
+grouped by expert.
+"""
 
 import torch
 from torch import Tensor

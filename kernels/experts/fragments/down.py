@@ -184,7 +184,7 @@ def few_fragments_down(
     residual: Tensor | None,
     tile: FragmentTile,  # rows: a warp for each of a token's experts, whatever it says
 ) -> Tensor:
-    """[tokens, hidden]: the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts: [tokens, hidden]."""
     weight = stack.down
     tokens, chosen = ids.shape
     width, size = stack.gate_up.shape[1], weight.shape[1]
@@ -222,8 +222,10 @@ def fragments_down(
     pairs: Sorted,
     tile: FragmentTile,
 ) -> Tensor:
-    """inner of `fragments_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
-    order of ids."""
+    """Return the weighted result of each pair's expert, in the order of ids: [pairs, hidden].
+
+    inner: the result of `fragments_up`.
+    """
     weight = stack.down
     count, experts, width = ids.numel(), stack.count, stack.gate_up.shape[1]
     pair_outputs = inner.new_empty((count, width))

@@ -1,7 +1,8 @@
-"""Experts in MXFP4 whose codes lie as a warp's matrix instruction takes them
-(`kernels.fragments`), for bfloat16 on Hopper and later: codes go from memory into the
-registers that the matrix units read them from, with no shared memory and no barrier between, 16
-bytes a load.
+"""Experts in MXFP4, in bfloat16 on Hopper and later, from codes in the order of matrix
+instructions.
+
+Codes go from memory straight into the registers that the matrix units read (`kernels.fragments`),
+16 bytes a load, without shared memory and without barriers.
 
 Eight codes become four pairs of bfloat16 numbers in nine instructions, 2^-126 times what they stand
 for, and one more each gives them their scale. Scales are multiplied by 2^87 before, so that no
@@ -21,8 +22,12 @@ from triton.experimental.gluon import language as gl
 
 
 def _decode() -> str:
-    """PTX: of the four words in $16 to $19 and their scales, two bfloat16 numbers each in $20 and
-    $21, all pairs of codes times their scale, lifted: pair p of word w in $(4 * p + w)."""
+    """Return PTX that decodes the four words in $16 to $19 and multiplies the codes by their
+    scales.
+
+    The scales, two bfloat16 numbers each, are in $20 and $21. Pair p of word w goes to $(4 * p +
+    w), lifted by a power of two that the sums lose at the end.
+    """
     lines = ["{ .reg .b32 r, l, z, k, s, t; mov.b32 z, 0x80008000; mov.b32 k, 0x6b006b00;"]
     for word in range(4):
         w, pair = f"${16 + word}", [f"${4 * p + word}" for p in range(4)]
@@ -42,9 +47,11 @@ def _decode() -> str:
 
 
 def _multiply() -> str:
-    """PTX: the product of a tile, pairs in $4 to $19 as `_decode` gives them, with eight columns of
-    x, whose words are in $20 to $23 of the first group and in $24 to $27 of the second, plus $28 to
-    $31, in $0 to $3."""
+    """Return PTX that multiplies a tile by eight columns of x, and adds $28 to $31, in $0 to $3.
+
+    The tile's pairs are in $4 to $19, as `_decode` leaves them. The words of x are in $20 to $23
+    for the first group and in $24 to $27 for the second.
+    """
     lines = ["{ .reg .f32 a0, a1, a2, a3;"]
     total = ("$28", "$29", "$30", "$31")
     for step in range(4):
@@ -94,7 +101,7 @@ def indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def summed_indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
-    """Row of warps, lane and element, each along its axis of what is summed over the shares."""
+    """Return the warp row, lane and element of a sum over the shares, each along its own axis."""
     S: gl.constexpr = gl.SliceLayout(0, layout(SHARES, ROWS))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
     lane = lane.expand_dims(0).expand_dims(2)

@@ -1,5 +1,4 @@
-"""Tiles of experts in fragments: what a program takes at once, and which ones are for how many
-pairs."""
+"""The tiles of experts in fragments, and their choice by the number of pairs."""
 
 from typing import Any, NamedTuple
 

@@ -137,7 +137,7 @@ def _up(
     stack: PackedExperts,
     tile: FragmentTile,
 ) -> Tensor:
-    """act(gate) * up of each pair: [pairs, size], in the order of ids if there is no other."""
+    """Return act(gate) * up of each pair, [pairs, size], in the order of `order`, else of ids."""
     weight = stack.gate_up
     pairs, experts, size = ids.numel(), stack.count, stack.down.shape[1]
     inner = x.new_empty((pairs, size))
@@ -172,12 +172,12 @@ def _up(
 def few_fragments_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, tile: FragmentTile
 ) -> Tensor:
-    """act(gate) * up of each pair: [tokens * chosen, size]."""
+    """Return act(gate) * up of each pair: [tokens * chosen, size]."""
     return _up(x, weights, ids, None, stack, tile)
 
 
 def fragments_up(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: FragmentTile
 ) -> Tensor:
-    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    """Return act(gate) * up of each pair, in sorted order: [pairs, size]."""
     return _up(x, weights, ids, pairs, stack, tile)

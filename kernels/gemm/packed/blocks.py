@@ -1,6 +1,7 @@
-"""Products of 8-bit floats on both sides with a scale for each block of the weight and for each
-group of a row of x: a group is one product of the matrix units, whose sums its scales multiply in
-float32, so that sums of scaled numbers never pass through the units' own fewer bits.
+"""Matmuls of 8-bit floats with a scale for each block of the weight and each group of a row of x.
+
+A group is one product of the matrix units. Its scales multiply the group's sums in float32, so the
+units never add up scaled numbers in their own lower precision.
 
 The weight is the left operand, so that a few tokens fill the short side of the units' tiles. With
 few tiles the columns are divided among programs, and a second kernel adds what they found.
@@ -98,8 +99,11 @@ def fits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
-    """(ROWS, TOKENS, warps, stages): the best of a sweep over llama-8b's matrices on one H200. 128
-    outputs for 64 tokens where these keep most multiprocessors busy."""
+    """Return (ROWS, TOKENS, warps, stages), the best of a sweep over llama-8b's matrices on one
+    H200.
+
+    128 outputs for 64 tokens are taken where these keep most multiprocessors busy.
+    """
     width = min(64, max(16, triton.next_power_of_2(tokens)))
     many = 4 * triton.cdiv(outputs, 128) * triton.cdiv(tokens, width) >= 3 * sms
     if width == 32 or (width == 64 and many):
@@ -130,7 +134,9 @@ def block_linear(
     config: tuple[int, int, int, int] | None = None,
     split: int = 0,  # 0: as many as there should be
 ) -> Tensor:
-    """(rows * scales) @ weight.T + bias + residual of the first tokens: [tokens, out] in dtype."""
+    """Return (rows * scales) @ weight.T + bias + residual of the first tokens: [tokens, out] in
+    dtype.
+    """
     outputs, columns = weight.shape
     group = weight.form.group
     sms = num_sms(rows.device)

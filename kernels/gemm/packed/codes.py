@@ -1,4 +1,4 @@
-"""Codes of packed weights as numbers, inside Triton kernels (`kernels.packed.PackedWeight`).
+"""The decoding of packed weights to numbers inside Triton kernels (`kernels.packed.PackedWeight`).
 
 A nibble becomes a float32 by its place: as the fourth to seventh bit of the mantissa of 128 it is
 128 + nibble, which takes a shift and one logical operation, where a conversion would take two
@@ -119,8 +119,11 @@ def _bfloat16(value: float) -> int:
 
 
 def nibbles(at: int, less: int) -> str:
-    """PTX: of two words in $1 the nibbles at 4 * at, as bfloat16 less `less`, in $0. In the low
-    bits of the mantissa of 128 a nibble is 128 + nibble."""
+    """Return PTX that converts the nibbles at 4 * at of two words in $1 to bfloat16, minus `less`,
+    in $0.
+
+    In the low bits of the mantissa of 128 a nibble is 128 + nibble.
+    """
     shift = f"shr.b32 t, $1, {4 * at};" if at else "mov.b32 t, $1;"
     decode = f"lop3.b32 t, t, 0x000f000f, {_twice(_MAGIC)}, 0xea;"
     if not less:
@@ -132,8 +135,10 @@ def nibbles(at: int, less: int) -> str:
 
 
 def four_nibbles(weight: PackedWeight) -> list[str]:
-    """PTX for each nibble of a word of integers, less their zero. Where there is an offset, codes
-    come with 128 more."""
+    """Return PTX that decodes a word's nibbles to integers less their zero.
+
+    Where there is an offset, codes are 128 larger.
+    """
     form = weight.form
     return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
 
@@ -146,9 +151,11 @@ LIFT = (
 
 
 def scaled_floats(at: int) -> str:
-    """PTX: of two words in $1 the nibbles at 4 * at, e2m1, as bfloat16, times the numbers in $2 and
-    2^-126, in $0: exponent and mantissa at the low end of bfloat16's exponent, subnormals
-    included."""
+    """Return PTX that converts the e2m1 nibbles at 4 * at of two words in $1 to bfloat16 in $0.
+
+    They are multiplied by the numbers in $2 and by 2^-126: their bits become the low end of
+    bfloat16's exponent and the mantissa, subnormal numbers included.
+    """
     by = 6 - 4 * at
     bring = f"shl.b32 t, $1, {by};" if by > 0 else f"shr.b32 t, $1, {-by};"
     sign = f"shl.b32 u, $1, {12 - 4 * at};" if at < 3 else "mov.b32 u, $1;"
@@ -177,21 +184,28 @@ def bytes_fit(weight: PackedWeight) -> bool:
 
 
 def floats(high: bool) -> str:
-    """PTX: of two words in $1 the low or the high bytes, e4m3, as bfloat16 in $0: the same fields,
-    whose exponents are 120 too small."""
+    """Return PTX that converts the low or the high bytes of two words from e4m3 to bfloat16.
+
+    The bytes are in $1, the numbers in $0. Bits are moved without conversion, so exponents are too
+    small by 120.
+    """
     bring = "mov.b32 t, $1;" if high else "shl.b32 t, $1, 8;"
     return f"{{ .reg .b32 t, u; {bring} {_float_in('t', '$0')} }}"
 
 
 def integers(high: bool) -> str:
-    """PTX: of two words in $1 the low or the high bytes, signed, as bfloat16 in $0: seven bits in
-    the mantissa of 128, less 128, or less 256 where the eighth bit is set."""
+    """Return PTX that converts the low or the high signed bytes of two words in $1 to bfloat16 in
+    $0.
+
+    Seven bits go into the mantissa of 128; then 128 is subtracted, or 256 where the eighth bit is
+    set.
+    """
     bring = "shr.b32 t, $1, 8;" if high else "mov.b32 t, $1;"
     return f"{{ .reg .b32 t, u; {bring} {_integer_in('t', '$0')} }}"
 
 
 def four_bytes(code: int) -> str:
-    """PTX: the four codes in $2, e4m3 or signed, as bfloat16 in $0 and $1."""
+    """Return PTX that converts the four codes in $2, e4m3 or signed, to bfloat16 in $0 and $1."""
     if code in (E4M3_CODE, E4M3_BITS):  # into the high bytes of two halves
         spread, decode = ("0x1404", "0x3424"), _float_in
     else:
@@ -204,7 +218,7 @@ def four_bytes(code: int) -> str:
 
 
 def _float_in(source: str, to: str) -> str:
-    """e4m3 numbers in the high bytes of two halves."""
+    """Return the e4m3 numbers in the high bytes of two halves."""
     return (
         f"shr.b32 u, {source}, 4; and.b32 u, u, 0x07f007f0; "
         f"lop3.b32 u, {source}, 0x80008000, u, 0xea; "
@@ -214,7 +228,7 @@ def _float_in(source: str, to: str) -> str:
 
 
 def _integer_in(source: str, to: str) -> str:
-    """Signed numbers in the low bytes of two halves."""
+    """Return the signed numbers in the low bytes of two halves."""
     return (
         f"lop3.b32 u, {source}, 0x007f007f, {_twice(_MAGIC)}, 0xea; "
         f"lop3.b32 {source}, {source}, 0x00800080, 0xc300c300, 0xea; "

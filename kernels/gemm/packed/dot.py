@@ -1,5 +1,5 @@
-"""Matrix products of several tokens with packed weights: codes become 16-bit numbers on their way
-to the matrix units.
+"""Matmuls of several tokens with packed weights: codes become 16-bit numbers on their way to the
+matrix units.
 
 The weight is the left operand, so that a few tokens fill the short side of the units' tiles. With
 few tiles the columns are divided among programs, and a second kernel adds what they found.
@@ -377,8 +377,9 @@ def tile(
     scale_codes: bool = False,  # as `packed_dot` has it
     sums: bool = False,  # as `scales_sums`
 ) -> tuple[int, int, int, int, int]:
-    """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of sweeps over llama-8b's
-    matrices on one H200."""
+    """Return (ROWS, TOKENS, words or codes of a row, warps, stages), the best of sweeps over
+    llama-8b's matrices on one H200.
+    """
     rows, columns = shape
     if tokens <= 16:
         # Fewer stages leave room for more programs on a multiprocessor.
@@ -426,7 +427,7 @@ def packed_dot(
     split: int = 0,  # 0: as many as there should be
     scale_codes: bool | None = None,  # and not sums of groups; None: where that is faster
 ) -> Tensor:
-    """x @ weight.T + bias + residual: [tokens, out], in x's dtype."""
+    """Return x @ weight.T + bias + residual: [tokens, out] in x's dtype."""
     tokens = x.shape[0]
     rows, columns = weight.shape
     bits, sms = weight.form.bits, num_sms(x.device)

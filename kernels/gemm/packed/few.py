@@ -1,6 +1,7 @@
-"""Matrix products of one to eight tokens with packed weights, on bfloat16 and Ampere or later: the
-weights go from memory into the registers that the matrix units read them from, with no shared
-memory and no barrier between.
+"""Matmuls of one to eight tokens with packed weights, in bfloat16 on Ampere or later.
+
+Weights go from memory straight into the registers that the matrix units read, without shared memory
+and without barriers.
 
 A program owns 16 or 32 outputs; its warps share the columns, each a run of its own, and add up at
 the end. A thread asks for its next codes before it works on those that it has. A pair of codes
@@ -196,7 +197,7 @@ def _packed_few_kernel(
 
 
 def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
-    """(ROWS, SHARES): the best of a sweep over llama-8b's matrices on one H200."""
+    """Return (ROWS, SHARES), the best of a sweep over llama-8b's matrices on one H200."""
     num_rows, most = 16, 8
     if bits == 4 and rows > 4096 and steps < 64:
         most = 4
@@ -226,8 +227,10 @@ def packed_few(
     residual: Tensor | None = None,  # like the result, and overwritten by it
     config: tuple[int, int] | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias + residual: [tokens, out] bfloat16, added up in float32. Only what
-    `few_fits` says."""
+    """Return x @ weight.T + bias + residual, [tokens, out] bfloat16, accumulated in float32.
+
+    It is for what `few_fits` accepts.
+    """
     form, (rows, columns) = weight.form, weight.shape
     tokens = x.shape[0]
     out = x.new_empty((tokens, rows)) if residual is None else residual

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats on both sides, by torch's scaled product."""
+"""Matmuls of 8-bit floats on both sides, by torch's scaled matmul."""
 
 import torch
 import triton
@@ -14,8 +14,12 @@ _TILE = 128  # outputs, and rows of x, of a program of that product of blocks
 
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(rows * scales) @ weight.T + bias: [rows, out] in dtype. rows, scales: of `round_rows` with
-    `group_of(weight)`, whose padding is a part of the result."""
+    """Return (rows * scales) @ weight.T + bias: [rows, out] in dtype.
+
+    rows, scales: the results of `round_rows` with `group_of(weight)`; their padding is a part of
+        the
+    result.
+    """
     blocks = weight.form.rows > 1
     return torch._scaled_mm(
         rows,
@@ -36,7 +40,7 @@ def pays(tokens: int, weight: PackedWeight) -> bool:
 
 
 def group_of(weight: PackedWeight) -> int:
-    """Inputs of x that share a scale, as `round_rows` takes it; 0: a whole row."""
+    """Return the number of inputs of x that share a scale, for `round_rows`; 0: a whole row."""
     return weight.form.group if weight.form.rows > 1 else 0
 
 

@@ -144,7 +144,7 @@ def _packed_gemv_kernel(
 
 
 def tile(bits: int, rows: int) -> tuple[int, int, int]:
-    """(ROWS, units of 16 bytes, warps)."""
+    """Return (ROWS, units of 16 bytes, warps)."""
     if bits == 4:
         return (8, 32, 1) if rows >= 4096 else (4, 32, 1)
     return (4, 64, 1) if rows >= 4096 else (2, 64, 1)

@@ -25,8 +25,10 @@ _WORD = 16  # codes
 
 
 def _sixteen() -> str:
-    """PTX: of the codes in $16 float32 numbers, those of nibble i of each 16 bits in $(4 * i) and
-    the three behind it."""
+    """Return PTX that decodes 16 codes in $16 to float32.
+
+    The numbers of nibble i of each 16 bits go to $(4 * i) and the three after it.
+    """
     lines = ["{ .reg .b32 w, p; .reg .b16 a, b; .reg .b32 l, h; mov.b64 {l, h}, $16;"]
     for half, word in enumerate(("l", "h")):
         for nibble in range(4):
@@ -211,13 +213,15 @@ def _gemv4_kernel(
 
 
 def decoder(device: torch.device) -> str:
-    """PTX for a word; nothing in the interpreter, which has none."""
+    """Return PTX that decodes a word; nothing in the interpreter, which runs no PTX."""
     return _SIXTEEN if device.type == "cuda" else ""
 
 
 def tile(rows: int, words: int) -> tuple[int, int, int]:
-    """(ROWS, WORDS, warps): the best of a sweep over llama-8b's matrices on one H200. words: of a
-    row; one step is best where few rows have no more."""
+    """Return (ROWS, WORDS, warps), the best of a sweep over llama-8b's matrices on one H200.
+
+    words: words of a row. One step is best where few rows have no more.
+    """
     if rows >= 16384:
         return 8, 64, 1
     if rows > 4096:

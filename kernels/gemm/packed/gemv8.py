@@ -157,13 +157,15 @@ def _gemv8_kernel(
 
 
 def decoder(device: torch.device) -> str:
-    """PTX for four codes; nothing in the interpreter, which has none."""
+    """Return PTX that decodes four codes; nothing in the interpreter, which runs no PTX."""
     return _FOUR if device.type == "cuda" else ""
 
 
 def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
-    """(ROWS, WORDS, warps): the best of sweeps over llama-8b's matrices on one H200. blocks: a
-    scale is a block's."""
+    """Return (ROWS, WORDS, warps), the best of sweeps over llama-8b's matrices on one H200.
+
+    blocks: whether a scale is that of a block.
+    """
     if rows >= 16384:
         return 8, 128, 1
     words, warps = (256, 2) if rows > 4096 else (512, 4)

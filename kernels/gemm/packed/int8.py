@@ -1,5 +1,8 @@
-"""Products of 8-bit integers on both sides: sums are exact, so that a row of the result depends on
-nothing but its row of x; scales, bias and residual come at the end, in float32."""
+"""Matmuls of 8-bit integers on both sides.
+
+Sums are exact, so a row of the result depends on its row of x alone. Scales, bias and residual are
+applied at the end, in float32.
+"""
 
 import torch
 import triton
@@ -119,7 +122,7 @@ def fits(weight: PackedWeight, x: Tensor) -> bool:
 
 
 def tile(tokens: int) -> tuple[int, int, int, int, int]:
-    """(TOKENS, ROWS, STEP, warps, stages). Not tuned on a device."""
+    """Return (TOKENS, ROWS, STEP, warps, stages), which are not tuned on a device."""
     if tokens <= 64:
         return max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4
     if tokens <= 256:
@@ -147,7 +150,7 @@ def int8_linear(
     config: tuple[int, int, int, int, int] | None = None,
     split: int = 0,  # 0: as many as there should be
 ) -> Tensor:
-    """(rows * scales) @ weight.T + bias + residual: [tokens, out] in dtype."""
+    """Return (rows * scales) @ weight.T + bias + residual: [tokens, out] in dtype."""
     tokens = rows.shape[0]
     outputs, columns = weight.shape
     num_tokens, num_rows, step, warps, stages = config or tile(tokens)

@@ -1,6 +1,7 @@
-"""Matrix products of one to eight tokens with 4-bit integers by groups of 128 or more, on the
-matrix units of Ampere or later, with what stands around a product in a decoder layer, as in
-`kernels.gemm.gemv`: gate, bias and residual. A norm takes longer along with the product than apart.
+"""Matmuls of one to eight tokens with 4-bit integers in groups of 128 or more, on matrix units.
+
+They need Ampere or later, and fuse gate, bias and residual as `kernels.gemm.gemv` does. A fused
+norm takes longer than one apart.
 
 Codes go from memory into the registers that the matrix units read them from, 16 bytes a load, with
 no shared memory and no barrier between; and so does x, from a multiprocessor's cache. A pair of
@@ -55,9 +56,12 @@ def _mma(kind: str, to: str, left: tuple[str, ...], right: tuple[str, ...], plus
 
 @lru_cache
 def _product(kind: str, less: int) -> str:
-    """PTX: of a span the codes in $4 to $7 of eight outputs and in $8 to $11 of eight others, times
-    x in $12 to $27, in $0 to $3. A bfloat16 has no room for two nibbles: a code comes with 128
-    more, which leaves the sum of its group; a float16 comes less a whole number."""
+    """Return PTX that multiplies a span's codes with x and adds the products to $0 to $3.
+
+    The codes of eight outputs are in $4 to $7, those of eight others in $8 to $11, and x is in $12
+    to $27. A bfloat16 has no room for two nibbles: codes are 128 larger, which is taken from the
+    group's sum later. In float16 a whole number is subtracted at once.
+    """
     base = _MAGIC[kind]
     magic = _bits(base, kind)
     wide = kind == "f16"  # room for two nibbles: the second is 16 times what it is
@@ -96,7 +100,7 @@ def _product(kind: str, less: int) -> str:
 
 @lru_cache
 def _sum(kind: str) -> str:
-    """PTX: the sums of x in $4 to $19, of each column, in every row of $0 to $3."""
+    """Return PTX that writes the sums of x's columns, x in $4 to $19, to every row of $0 to $3."""
     lines = [
         "{ .reg .b32 one; .reg .f32 c<4>, n; mov.f32 n, 0f00000000;",
         f"mov.b32 one, {_bits(1, kind)};",

@@ -1,5 +1,7 @@
-"""Rows of x in 8 bits with a scale each, or one for each group of inputs, with the norm or the gate
-before it where there is one: what products take whose weights have 8 bits too."""
+"""The rounding of rows of x to 8 bits, for matmuls whose weights have 8 bits too.
+
+A row has a scale, or each group of its inputs has one. The norm or the gate before is fused.
+"""
 
 import torch
 import triton
@@ -76,12 +78,15 @@ def round_rows(
     gate: str | None = None,
     group: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm(x), or x, of x [tokens, size], or gate(x) of x [tokens, 2 * size], with a scale a
-    row: the numbers in `to`, a key of TOP, and float32 [tokens, 1], which is the row's largest
-    magnitude / TOP. gate: a key of `Kernels.GATES`; not with a norm. group: a power of two that
-    divides size: scales of so many inputs each, float32 [tokens, size / group], a group's
-    together in memory; then rows of both come up to a multiple of 16, and what is in those behind
-    x's is not defined."""
+    """Return x, normed or gated, in 8 bits: the numbers in `to`, a key of TOP, and float32 scales.
+
+    x: [tokens, size], or with a gate [tokens, 2 * size].
+    gate: a key of `Kernels.GATES`; not together with a norm.
+    group: 0: a scale for each row, [tokens, 1], which is the row's largest magnitude / TOP. Else a
+        power of two that divides size: a scale for so many inputs, [tokens, size / group], a
+        group's together in memory. Both results then have a multiple of 16 rows; those behind
+        x's are undefined.
+    """
     assert norm is None or gate is None
     tokens, size = x.shape
     if gate is not None:

@@ -16,7 +16,7 @@ from engine.pooling import Vector, as_array, normalized
 
 
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
-    """Vectors have the length 1. Raises ApiError, MantaError."""
+    """Answer /api/embed with vectors of length 1. Raises ApiError, MantaError."""
     began = time.monotonic_ns()
     async with pooled_call(context, exchange, EMBED, served_name) as call:
         vectors, tokens = await _vectors(call, call.body.input, "input", call.body.dimensions)

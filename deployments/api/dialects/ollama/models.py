@@ -103,7 +103,7 @@ def _human(count: int) -> str:
 
 
 def _info(card: ModelCard, count: int) -> JsonObject:
-    """Names are those of GGUF's metadata."""
+    """Return the model's sizes under the names of GGUF's metadata."""
     family = card.facts.family or "unknown"
     facts: JsonObject = {"general.architecture": family}
     if count:
@@ -128,7 +128,7 @@ def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
 
 
 def _parameters(tokenizer: Tokenizer) -> list[str]:
-    """Lines of a Modelfile: what an answer is sampled with where a request does not say."""
+    """Return a Modelfile's lines: the sampling parameters that hold where a request has none."""
     lines = [f"{name} {value}" for name, value in sorted(tokenizer.sampling_defaults.items())]
     stops = (tokenizer.token_text(token) for token in tokenizer.eos_token_ids)
     return [*lines, *(f'stop "{text}"' for text in stops)]

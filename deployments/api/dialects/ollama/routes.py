@@ -90,7 +90,7 @@ class GenerateDialect(OllamaDialect):
 
 
 class _Answer(ItemAnswer):
-    """Lines of JSON have no place for an event's id, nor for a comment."""
+    """A stream of JSON lines, which have no place for an event's id or a comment."""
 
     media_type = _LINES
 

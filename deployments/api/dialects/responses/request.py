@@ -366,7 +366,7 @@ class _Messages:
         self._builder.change(tool_calls=(*message.tool_calls, call))
 
     def _merge(self) -> None:
-        """Make one of the system messages at the beginning: templates take one."""
+        """Merge the system messages at the beginning into one, as templates accept only one."""
         messages = self._builder.messages
         leading = 0
         while leading < len(messages) and messages[leading].role == "system":

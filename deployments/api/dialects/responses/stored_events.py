@@ -17,8 +17,10 @@ async def stream_stored(exchange: HttpExchange, events: list[bytes], after: int)
 
 
 def take_after(query: dict[str, str]) -> int:
-    """starting_after of a query: the last event that the client has; -1 without one. Raises
-    ApiError 400."""
+    """Return a query's starting_after, the last event that the client has; -1 without one.
+
+    Raises ApiError 400.
+    """
     sequence_number = query.get("starting_after")
     if sequence_number is None:
         return -1
