@@ -186,7 +186,7 @@ class _Completion:
                 kind = response.headers.get("content-type", "")
                 # The body says what is wrong.
                 if pause is None and kind.startswith("application/json"):
-                    # As an event, which callers expect.
+                    # Yield it as an event, which callers expect.
                     yield b"data: %b\n\n" % await transport.read(response)
                     return
 

@@ -131,7 +131,7 @@ def _sigmoid_mul_kernel(
         gdc_wait()
         gdc_launch_dependents()
     source = gate + token * ROW + column // SIZE * EACH + column % SIZE
-    # Rounded as torch rounds it, which has the factor in memory.
+    # Round the factor to x's dtype, as torch does when it stores the factor.
     dtype = x.dtype.element_ty
     factor = tl.sigmoid(tl.load(source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     target = x + token * WIDTH + column

@@ -98,7 +98,7 @@ def _meet(peers, wanted, patience, missing_rank, REGION: tl.constexpr):
     patience = tl.where(tl.load(gave_up) > 0, 0, patience)
     said = tl.zeros([RANKS], tl.int64) + wanted
     nothing = tl.zeros([RANKS], tl.int64)
-    tl.debug_barrier()  # what all threads have written is signalled by a few
+    tl.debug_barrier()  # a few threads signal what all have written
     tl.atomic_xchg(theirs + place + RANK, said, mask=others, sem="release", scope="sys")
     seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
     missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
@@ -156,8 +156,8 @@ def _one_shot_kernel(
         mine += ROWS * BLOCK
     missing = _meet(peers, 2 * call + 1, patience, missing_rank, REGION)
     if PDL:
-        # Not before: what is launched then may take the place of a rank that has not come, where
-        # ranks share a device.
+        # Launch dependents only now: where ranks share a device, an earlier launch may take the
+        # place of a rank that has not started.
         gdc_launch_dependents()
     read = inside
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels import fragments
 
-BLOCK = 32  # inputs of a run of codes as they are handed over; on the CPU, that share a scale of x
+# inputs of a run of codes in a checkpoint's layout; on the CPU, inputs that share a scale of x
+BLOCK = 32
 
 # e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
@@ -25,9 +26,9 @@ E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 # products of 8-bit integers Triton has, and the one whose scaled products of e4m3 torch has.
 FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
-FLOAT8_PRODUCTS = 9  # the first number
+FLOAT8_PRODUCTS = 9  # the major number of the compute capability
 
-_TILES = 512  # of fragments that are put in order at a time
+_TILES = 512  # tiles of fragments that are ordered at a time
 _SQUARE = 128  # outputs and inputs of a block with a scale that products of e4m3 know
 
 Code = Literal["int", "e4m3"]
@@ -185,7 +186,7 @@ class PackedWeight:
         groups = (-(-outputs // form.rows), width // form.group)
         self.scale = torch.empty(groups, dtype=form.scale, device=device)
         self.offset = None if form.offset == "none" else torch.empty_like(self.scale)
-        self.table: Tensor | None = None  # of codes that no kernel computes
+        self.table: Tensor | None = None  # numbers of the codes, where no kernel computes them
         if form.table and form.table != E2M1:
             self.table = torch.tensor(form.table, dtype=torch.float32, device=device) - form.zero
 

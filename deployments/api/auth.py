@@ -1,4 +1,4 @@
-"""API keys and the admin's, denied by default."""
+"""The check of API keys, which denies by default."""
 
 import hashlib
 import hmac

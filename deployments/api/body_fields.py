@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object's fields. Which there are: deployments/api/fields/.
+"""Typed reading of a JSON object's fields; deployments/api/fields/ lists the fields.
 
 Nothing is dropped silently: a field is used, or named in x-ignored-fields, or refused.
 """

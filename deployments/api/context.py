@@ -1,4 +1,4 @@
-"""ApiContext: what the handlers of one application share, and what they ask of it."""
+"""ApiContext: the state and the settings that the handlers of one application share."""
 
 import asyncio
 import hashlib

@@ -72,7 +72,8 @@ class DialectRequest(ABC):
 async def generate(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> None:
     """Answer a generation request. Raises ApiError, MantaError."""
     context.count_request(exchange)
-    # Only now: a body that comes slowly, or never, must not take the place of another request.
+    # Admit the request only after reading its body: a slow body must not take another request's
+    # place.
     body = await context.read(exchange)
     ids = event_ids(exchange, exchange.caller.id, context.options.event_secret)
     try:

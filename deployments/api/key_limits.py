@@ -20,7 +20,7 @@ from deployments.api.caller import Caller, Period
 from deployments.api.http.errors import RATE_LIMIT, ApiError
 
 MINUTE = 60.0
-_MOST_KEYS = 65_536  # whose counts a router keeps; keys come from the keys file alone
+_MOST_KEYS = 65_536  # callers whose counts a router keeps; keys come from the keys file alone
 
 
 class KeyCount(msgspec.Struct, array_like=True):
@@ -63,7 +63,7 @@ class KeyLimits:
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key's id -> its last word
+        self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key's id -> its last report
         self.used = 0.0
 
     def count_request(self, caller: Caller, now: float, at: float) -> None:
@@ -149,7 +149,7 @@ class KeyLimits:
                     continue
                 if count.period == period_of(account.period, at):
                     account.others += count.spent
-                # The first word of a router tells of times that are over for a rate.
+                # A router's first report is about times that no longer count for a rate.
                 last = None if before is None else before.get(owner, KeyCount())
                 if last is not None and account.requests is not None:
                     account.requests.level -= max(0, count.requests - last.requests)
@@ -177,7 +177,7 @@ class KeyLimits:
         """Return the tokens spent in the current period, by all routers as far as known."""
         period = period_of(account.period, at)
         if account.own.period != period:
-            if account.own.period:  # what the others had counted is over, too
+            if account.own.period:  # the counts of other routers belong to the former period, too
                 account.others = 0
             account.own.period, account.own.spent = period, 0
         return account.own.spent + account.others

@@ -80,7 +80,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.path]
 
 
-# Routes of OpenAI's that are not there, and that a pattern would take for an id.
+# OpenAI's routes that Manta lacks, which a pattern would otherwise take for an id.
 _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 

@@ -23,7 +23,7 @@ MAX_MODEL_NAME = 256
 MAX_NAMED = 4  # models that an error names
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
-_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # what a pattern has beside characters
+_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # wildcards of a pattern
 
 
 async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
@@ -41,7 +41,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
         names = [base.id for base in _bases(backend) if caller.may_use(base.id)]
         message = f"model is required where several are served; {_served(names)}"
         raise invalid(message, "model", "missing_field")
-    # Names become paths in some back ends: what could leave a folder never gets further.
+    # Names become paths in some back ends, so names that could leave a folder are refused here.
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a text or a chat is in token ids, and back."""
+"""/tokenize and /detokenize: a text or a chat to token ids, and back."""
 
 import msgspec
 
@@ -15,7 +15,7 @@ from deployments.api.route import NAMES, READS, Operation, Route
 from deployments.api.served_model import find_model
 from engine.text.tokenizer import TooManyTokens
 
-# A client that asks by how much a text is too long has to count further than the context.
+# The limit exceeds the context, so that a client can learn by how much a text is too long.
 MIN_LIMIT = 65_536  # tokens
 
 

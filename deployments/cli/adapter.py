@@ -21,8 +21,10 @@ _ADD_SECONDS = 600.0  # longest time for the server to download an adapter
 def show(
     server: UrlArgument = None, model: _Model = None, url: Url = None, key: AdminKey = None
 ) -> None:
-    """Name, rank, revision and folder of each, by its model where there are several. Without a
-    revision: no request has named it yet."""
+    """Print name, rank, revision and folder of each adapter, by its model where there are several.
+
+    Without a revision: no request has named the adapter yet.
+    """
     url = server_url(server, url)
     adapters = ask(url, key, "GET", f"/adapters{_query(model)}")["data"]
     several = len({adapter["model"] for adapter in adapters}) > 1

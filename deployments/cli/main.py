@@ -169,7 +169,7 @@ def plan(
         typer.Option(help="Price list instead of the one that comes with it; the same form."),
     ] = None,
 ) -> None:
-    """Memory, replicas and cost of a configuration on node types, without loading it."""
+    """Show memory, replicas and cost of a configuration on node types, without loading it."""
     from deployments.cli.plan import run
 
     raise typer.Exit(run(spec, gpu, gpus, memory, prices))
@@ -308,7 +308,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Perplexity, KL divergence from another model, and tasks from local files."""
+    """Measure perplexity, KL divergence from another model, and tasks from local files."""
     from deployments.cli.models.evaluate import run
 
     raise typer.Exit(
@@ -374,7 +374,7 @@ def build(
         str, typer.Option(help="PersistentVolumeClaim of models and kernels, for all pods.")
     ] = "",
 ) -> None:
-    """Serve's own config file of a configuration, for `serve deploy`; or a manifest for KubeRay."""
+    """Print Serve's config file for `serve deploy`, or a manifest for KubeRay."""
     from deployments.cli.building.build import run
 
     raise typer.Exit(run(spec, kubernetes, image, memory, cache_claim))
@@ -395,7 +395,7 @@ def doctor(
 
 @cli.command(epilog="Example:  manta version")
 def version() -> None:
-    """Versions of Manta and of what it stands on."""
+    """Print the versions of Manta and of the packages that it builds on."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 

@@ -35,7 +35,7 @@ class DisplacedChoices:
     def __init__(self, seconds: float, waking: Waking) -> None:
         self._seconds = seconds
         self._waking = waking
-        # By the choice's id.
+        # The queue by the choice's id.
         self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}
 
     def __len__(self) -> int:

@@ -131,7 +131,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
     return ServedModel(
         name=config.name(),
         aliases=tuple(config.aliases),
-        # In the form that a pool uses, so that the router needs no conversion of its own.
+        # Resolve to the form that pools use, so that the router needs no conversion of its own.
         find_model=partial(
             resolve_model,
             config.model,

@@ -37,8 +37,8 @@ def _few_up_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
-    EXPERTS: tl.constexpr,  # 0: all are here; else pairs of this one are another rank's
-    ROWS: tl.constexpr,  # of gate_up a program owns: gate and up in turns
+    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the expert of other ranks' pairs
+    ROWS: tl.constexpr,  # rows of gate_up of a program, gate and up alternating
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -68,7 +68,7 @@ def _few_up_kernel(
     weight = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     for start in range(0, WIDTH, COLUMNS):
         value = tl.load(x_at + start, mask=start + column < WIDTH, other=0.0).to(tl.float32)
-        # The next tile is on its way while this one is used.
+        # Load the next tile while this one is used.
         mask = exists[:, None] & (start + COLUMNS + column < WIDTH)[None, :]
         ahead = tl.load(at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
         acc += weight.to(tl.float32) * value[None, :]
@@ -116,8 +116,8 @@ def _few_down_kernel(
     exists = (place < CHOSEN) & (mine < WIDTH)
     column = tl.arange(0, COLUMNS)
     pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
-    # The choice is there since before the launch before this one: the weights come from far away
-    # while that one is still running.
+    # The choice was written two launches ago, so weights are loaded while the previous launch still
+    # runs.
     expert = tl.load(ids + pair).to(tl.int64)
     if EXPERTS:
         exists &= expert < EXPERTS
@@ -133,7 +133,7 @@ def _few_down_kernel(
         value = tl.load(inner_at, mask=mask, other=0.0).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * value, axis=1)
     else:
-        # A sum of eight columns a register: with one column each, tiles of 16 rows spill.
+        # Each register sums eight columns: with one column each, tiles of 16 rows spill registers.
         acc = tl.zeros([PLACES * ROWS, COLUMNS // 8], tl.float32)
         for start in range(0, SIZE, COLUMNS):
             here = exists[:, None] & (start + column < SIZE)[None, :]

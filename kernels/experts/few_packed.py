@@ -37,8 +37,8 @@ class PairTile(NamedTuple):
     converts: bool = False  # 8-bit floats become numbers by the device's instruction
 
 
-# For weights in 8 bits, of a sweep with e4m3 on an H200: of the first product; of the second, the
-# tokens up to which -> tile.
+# Tiles for 8-bit weights, from a sweep with e4m3 on an H200: for gate and up; for down, (most
+# tokens, tile).
 UP8 = PairTile(2, 128, 1, ints=4, converts=True)
 DOWN8: tuple[tuple[float, PairTile], ...] = (
     (1, PairTile(2, 32, 4, ints=4, converts=True)),
@@ -105,7 +105,7 @@ class PairShape(NamedTuple):
 @triton.jit
 def _multiply(
     w,  # [rows, units, INTS] int32
-    x_at,  # the same, or one row: words of x, of the first nibble
+    x_at,  # addresses of x's words for the first nibble, like w or of one row
     inside,
     table,
     TYPE: tl.constexpr,
@@ -156,7 +156,7 @@ def _rows_times_x(
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     TILE: tl.constexpr,  # `PairShape`
-    EARLY: tl.constexpr,  # x is of the launch before: the first codes come before it is waited for
+    EARLY: tl.constexpr,  # whether to load the first codes before waiting for x
 ):
     """Return the products of the weight's rows with x: [rows] float32."""
     UNITS: tl.constexpr = TILE.units
@@ -168,8 +168,8 @@ def _rows_times_x(
     WHOLE: tl.constexpr = FORMAT.group == COLUMNS and not SUMS  # a scale an output
     unit = tl.arange(0, UNITS)
     index = tl.arange(0, TILE.ints)[None, None, :]
-    first = unit * (TILE.ints * EACH)  # the inputs of a unit, in a group
-    if FORMAT.bits == 4:  # words of 16 bits are in runs, and a span has four
+    first = unit * (TILE.ints * EACH)  # a unit's first input in its group
+    if FORMAT.bits == 4:  # 16-bit words lie in runs, four to a span
         word = unit * (2 * TILE.ints)
         column = word // RUN * FORMAT.span + word % RUN
     else:
@@ -192,7 +192,7 @@ def _rows_times_x(
     acc = tl.zeros([source.shape[0], UNITS], tl.float32)
     for start in range(0, COLUMNS, STEP):
         inside = start + first < COLUMNS
-        # The next codes and scales are on their way while these are used.
+        # Load the next codes and scales while these are used.
         more = exists[:, None] & (start + STEP + first < COLUMNS)[None, :]
         at += UNITS * TILE.ints
         ahead = tl.load(at, mask=more[:, :, None], other=0, eviction_policy="evict_first")
@@ -241,7 +241,7 @@ def _few_packed_up_kernel(
     inner,  # [tokens * CHOSEN, SIZE]
     limit,
     MIXTURE: tl.constexpr,  # `Mixture`
-    EXPERTS: tl.constexpr,  # 0: all are here; else pairs of this one are another rank's
+    EXPERTS: tl.constexpr,  # 0: this rank has all experts; else the expert of other ranks' pairs
     TILE: tl.constexpr,  # `PairShape`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     PDL: tl.constexpr,
@@ -311,7 +311,7 @@ def _few_packed_down_kernel(
     mine = tl.program_id(0) * TILE.rows + index % TILE.rows
     exists = (place < MIXTURE.chosen) & (mine < MIXTURE.width)
     pair = token * MIXTURE.chosen + tl.minimum(place, MIXTURE.chosen - 1)
-    # The choice is there since before the launch before this one.
+    # The choice was written two launches ago, so it may be read before the wait.
     expert = tl.load(ids + pair).to(tl.int64)
     if EXPERTS:
         exists &= expert < EXPERTS
@@ -326,7 +326,7 @@ def _few_packed_down_kernel(
     if MIXTURE.weigh:
         y = tl.where(exists, y, 0.0)
     else:
-        # What is not there has read another's inner numbers, which need not be any.
+        # Places beyond the last expert have read other values, which may be NaN: drop them.
         y = tl.where(exists, y * tl.load(weights + pair, mask=exists, other=0.0), 0.0)
     total = tl.sum(tl.reshape(y, (PLACES, TILE.rows)), axis=0)
     outs = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)

@@ -63,7 +63,7 @@ def _few_route_kernel(
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.arange(0, TILE.columns)
     inside = column < WIDTH
-    # What no kernel writes is fetched before the one that makes x has ended.
+    # Load weights before waiting for the kernel that computes x.
     mask = (row < CHOICE.experts)[:, None] & inside[None, :]
     rows = tl.load(router + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)

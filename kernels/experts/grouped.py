@@ -141,7 +141,7 @@ def _grouped_up_kernel(
     if TILE.tma:
         both = _nothing(TILE.rows, HALVES * TILE.outs, TILE.swap)
         for start in range(0, MIXTURE.width, TILE.depth):
-            # Rows that do not exist read the token of pair 0: nobody looks at what becomes of them.
+            # Rows that do not exist read the token of pair 0; their results are not used.
             if MIXTURE.width % TILE.depth == 0:
                 xs = tl.load(x_at + start)
             else:
@@ -224,7 +224,7 @@ def _grouped_down_kernel(
 ):
     WEIGH: tl.constexpr = MIXTURE.weigh
     tiles: tl.constexpr = (MIXTURE.width + TILE.outs - 1) // TILE.outs
-    # Sorted before the launch before this one.
+    # The sort ended two launches ago, so its result may be read before the wait.
     expert, place, behind = _find(
         starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, TILE.rows
     )
@@ -244,7 +244,7 @@ def _grouped_down_kernel(
     acc = _nothing(TILE.rows, TILE.outs, TILE.swap)
     if TILE.tma:
         for start in range(0, MIXTURE.size, TILE.depth):
-            # Rows behind the expert's are another's, or of no number: nobody looks at theirs.
+            # Rows after the expert's belong to others or are undefined; their results are not used.
             xs = inner_described.load([place, start])
             ws = tl.reshape(down_described.load([expert, first, start]), (TILE.outs, TILE.depth))
             acc = _add(xs, ws, acc, TILE.swap)
@@ -285,7 +285,8 @@ def _sum_kernel(
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
-    EXPERTS: tl.constexpr,  # 0: all are here; else nothing was given for pairs of this one
+    # 0: this rank has all experts; else the expert whose pairs have no result here
+    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -1,4 +1,4 @@
-"""Mixture: what the kernels of a mixture's experts have as constants."""
+"""Mixture: the sizes and options of a mixture of experts that its kernels are compiled for."""
 
 from typing import NamedTuple
 

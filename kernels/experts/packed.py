@@ -166,7 +166,7 @@ def _packed_down_kernel(
     FIELDS: tl.constexpr = 4 if FORMAT.bits == 4 else 1
     RUN: tl.constexpr = FORMAT.span // 4
     tiles: tl.constexpr = (MIXTURE.width + OUTS - 1) // OUTS
-    # Sorted before the launch before this one.
+    # The sort ended two launches ago, so its result may be read before the wait.
     expert, place, behind = _find(
         starts, tl.program_id(0) // tiles, MIXTURE.experts, TILE.block, PAIRS
     )
@@ -229,9 +229,9 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
     ptx, warps = pair_ptx(x, weight, words), tile.num_warps
     if _floats_fit(x, weight):
         ptx = [scaled_floats(at) for at in range(4)]
-    else:  # registers for sums of a group beside those of all
+    else:  # registers for a group's sums, in addition to the total's
         warps = max(warps, tile.pairs * tile.outs // 1024)
-    # A scale and an offset for each code are on their way too.
+    # Scales and offsets of each code are loaded ahead, too.
     stages = 2 if not ptx and weight.form.group % step else tile.num_stages
     return {
         "FORMAT": code_format(weight),

@@ -17,9 +17,9 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 # More pairs than these take two launches: on an H200 10,240 of 512 experts 6.5 us where one takes
 # 21, and 81,920 13.5 where it takes 161.
 AT_ONCE = 2560
-BLOCK = 256  # pairs; a program compares each with each
-BLOCKS = 4  # that one program counts, so that those that look for places read fewer counts
-_TILE = 8192  # numbers of a program in registers
+BLOCK = 256  # pairs of a program, which compares all of them with each other
+BLOCKS = 4  # blocks that one program counts, so that later programs read fewer counts
+_TILE = 8192  # int32s that a program keeps in registers
 
 
 class Sorted(NamedTuple):
@@ -104,14 +104,14 @@ def _place_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    COMPARED: tl.constexpr,  # pairs with which a turn compares the block's
-    RUNS: tl.constexpr,  # whose counts a turn reads
+    COMPARED: tl.constexpr,  # pairs that an iteration compares with the block's
+    RUNS: tl.constexpr,  # counts that an iteration reads
     PDL: tl.constexpr,
 ):
     block = tl.program_id(0)
     expert = tl.arange(0, WIDE)
     inside = tl.arange(0, BLOCK)
-    # Chosen before the launch before this one.
+    # The choice was written two launches ago, so it may be read before the wait.
     at = block * BLOCK + inside
     chosen = tl.load(ids + at, mask=at < pairs, other=EXPERTS)
     here = chosen < EXPERTS
@@ -139,8 +139,7 @@ def _place_kernel(
     if block == 0:
         tl.store(starts, 0)
         tl.store(starts + 1 + expert, tl.cumsum(total, axis=0), mask=expert < EXPERTS)
-    # A pair's place in the sorted block counts the block's pairs of experts before its own, which
-    # the first places of experts count too.
+    # `total` and the place inside the sorted block both count the block's pairs of earlier experts.
     others = total - mine
     shift = before + tl.cumsum(others, axis=0) - others
     place = tl.gather(shift, tl.where(here, chosen, 0), axis=0) + sorted_inside

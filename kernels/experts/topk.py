@@ -40,7 +40,7 @@ def choose_experts(
     chosen = tl.zeros([PLACES], tl.int32)
     weight = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(CHOSEN):
-        # Of numbers that are none it may be any: it must be an expert all the same.
+        # Among NaNs the argmax may be any index; keep it a valid expert.
         best = tl.minimum(tl.argmax(choice, axis=0), EXPERTS - 1)
         mine = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
         chosen = tl.where(place == i, best, chosen)

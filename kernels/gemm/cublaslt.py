@@ -129,7 +129,7 @@ class Matmul:
             ctypes.byref(count),
         )
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
-        if status:  # it knows of none for such a product
+        if status:  # the library has no algorithm for this matmul
             return []
         return [algorithms[i] for i in range(count.value) if algorithms[i].state == 0]
 
@@ -189,7 +189,7 @@ class Matmul:
         lib = self._lib
         at = y.data_ptr()
         workspace = None
-        if algorithm.workspace:  # few want any; the next kernel may have its memory
+        if algorithm.workspace:  # few algorithms need a workspace; its memory may be reused at once
             workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=lib.device)
         status = lib.matmul(
             lib.handle,
@@ -221,7 +221,7 @@ class TunedMatmul:
 
 Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
 
-# What the tuner found. One a process, as with Triton's.
+# The tuner's choices, kept once per process, as Triton keeps its own.
 tuned_matmuls: dict[Key, TunedMatmul] = {}
 
 

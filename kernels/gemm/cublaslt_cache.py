@@ -51,7 +51,7 @@ def read(path: Path) -> Found:
 
 
 def add_entries(path: Path, found: Found) -> None:
-    """Add what was found to the file; other processes write too, and the last one wins."""
+    """Add the tuner's choices to the file. Other processes write it, too, and the last one wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

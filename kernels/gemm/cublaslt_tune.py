@@ -31,10 +31,10 @@ _FEWEST = 16  # rows; below, reading the weights is all, and every algorithm doe
 _LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
 _QUEUE_CYCLES = 20_000.0  # device clocks to wait for each launch to be timed, while they queue up
-_LONGEST_QUEUE = 100_000.0  # from there on a host is too slow to wait for it each time
-_CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
-_BEST = 4  # of all that were timed once, these are timed again
-_LED = 2  # of a landmark's, these are tried at the sizes beside it
+_LONGEST_QUEUE = 100_000.0  # a host with longer queues is too slow to be waited for each time
+_CLEARLY = 0.98  # share of the library's time below which a choice is kept
+_BEST = 4  # candidates that are timed again after the first round
+_LED = 2  # best candidates of a landmark that are tried at neighbouring sizes
 _LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # below so many rows, so many further
 _LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
@@ -62,7 +62,7 @@ _VARIANTS: tuple[Variant, ...] = (
     (166, 1, _CLUSTER_2X1),  # 112x192
 )
 
-# Part of the name of the file of what was found: another list of candidates finds other ones.
+# Part of the cache file's name, as another list of candidates gives other choices.
 _SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
 
 _Found = dict[int, TunedMatmul | None]  # rows -> None: the library's own choice

@@ -92,7 +92,7 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # rows of W a program owns; GATED: gate and up rows alternate
     COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,  # no row and no column sticks out
+    EVEN: tl.constexpr,  # whether tiles divide the rows and the columns
     PDL: tl.constexpr,
 ):
     index = tl.arange(0, ROWS)

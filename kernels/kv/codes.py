@@ -83,7 +83,7 @@ def numbers_in(word, KIND: tl.constexpr):
         scale = (word << 16).to(tl.float32, bitcast=True)
         least = (word & -0x10000).to(tl.float32, bitcast=True)
     else:
-        # Without a sign, as no scale has one: ptxas takes 8 instructions to extend each.
+        # Read as unsigned, since no scale is negative: ptxas takes 8 instructions to extend a sign.
         bits = word.to(tl.uint16, bitcast=True).to(tl.uint32)
         scale = (bits << 16).to(tl.float32, bitcast=True)
         least = scale
@@ -362,7 +362,7 @@ def by_hadamard(x, STAGES: tl.constexpr):
     """
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
-    # Sums over pairs, which go from thread to thread: to exchange halves takes shared memory.
+    # Sum over pairs by moving values between threads: exchanging halves would take shared memory.
     second = (tl.arange(0, 2) == 1)[None, None, :, None]
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, [heads, size // (2 << stage), 2, 1 << stage])

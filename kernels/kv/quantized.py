@@ -100,7 +100,7 @@ class QuantizedKV:
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
 Cache = Tensor | QuantizedKV  # what kernels take as keys or values
-# What a layer keeps: keys and values, the two tensors of a state, all four, or nothing.
+# The tensors of a layer's cache: keys and values, a recurrent state's two, all four, or none.
 KV = tuple[Cache, ...]
 
 

@@ -1,4 +1,4 @@
-"""POST /infill: llama.cpp's request for what stands between two texts."""
+"""POST /infill: llama.cpp's request for the text between two others."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -46,7 +46,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 DATA = ("image", "document", "audio", "video")  # blocks that a model of text cannot read
 BLOCK_ROLES = ("user", "assistant", "system")
-# Of a client's tool_choice -> of a chat.
+# A client's tool_choice -> that of a chat.
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 _Count = Annotated[int, Meta(ge=1, le=UINT31)]
@@ -173,7 +173,7 @@ class Responses(ItemChat, kw_only=True):
 RESPONSES_REPEATED = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls"}
 )
-# Mean nothing here; a request that sends them is answered without them.
+# Fields without effect: a request that has them is answered as if it had not.
 RESPONSES_IGNORED = frozenset(
     {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "moderation"}
 )
@@ -256,5 +256,5 @@ MESSAGES = StructBody(
     struct=Messages,
     generates=True,
 )
-# Of /v1/messages/count_tokens: nothing is said of the answer's length.
+# The body of /v1/messages/count_tokens, without fields about the answer's length.
 COUNTED = replace(MESSAGES, required=("messages",))

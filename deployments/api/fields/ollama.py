@@ -26,7 +26,7 @@ THINK: Mapping[bool | str, str] = {
     **{effort: effort for effort in ("low", "medium", "high", "max")},
 }
 ROLES = ("system", "user", "assistant", "tool")
-# About how Ollama loads a model.
+# Fields about how Ollama loads a model.
 IGNORED = frozenset({"keep_alive", "truncate", "shift"})
 
 _CALL = record({"function": record({"name": TEXT}, arguments=OBJECT)}, id=TEXT)
@@ -39,7 +39,7 @@ _MESSAGE = record(
     tool_name=TEXT,
     tool_call_id=TEXT,
 )
-# What a generation cannot be asked for here.
+# Fields of a generation that are refused.
 REFUSED: Mapping[str, tuple[str, str]] = {
     "context": (
         "context: ids of earlier turns are not taken; send the conversation to /api/chat",

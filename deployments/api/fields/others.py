@@ -27,7 +27,7 @@ from deployments.api.fields.schema import (
 )
 
 MAX_MODEL_NAME = 128  # bytes
-MAX_ADAPTER_NAME = 256  # bytes; what is a name is checked further down
+MAX_ADAPTER_NAME = 256  # bytes; whether it is a valid name is checked later
 MAX_ADAPTER_PATH = 4096
 
 
@@ -122,7 +122,7 @@ BATCH = Body(
     },
     ("input_file_id", "endpoint", "completion_window"),
 )
-# Of multipart/form-data.
+# Fields of multipart/form-data.
 FILE: Schema = {
     "type": "object",
     "properties": {

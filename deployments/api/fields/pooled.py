@@ -23,7 +23,8 @@ from deployments.api.fields.schema import (
 MAX_TEXTS = 2048  # OpenAI's
 BYTES, BYTES_ONLY = "bytes", "bytes_only"
 MAX_PARTS = 1024  # of one text
-# Names of one field: whether a sigmoid, a softmax or a division by the length ends the numbers.
+# Names of one field: whether a sigmoid, a softmax or a division by the length is applied at the
+# end.
 ACTIVATION = ("use_activation", "activation", "softmax", "normalize")
 
 Format = Literal["float", "base64", "bytes", "bytes_only"]

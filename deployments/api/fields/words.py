@@ -31,7 +31,7 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
 def words(schema: Schema) -> str:
     """A schema in a few words. What is deep inside is left to the document."""
     if "anyOf" in schema:
-        # Of several objects the document tells what sets them apart.
+        # Of several objects the document shows the properties by which they differ.
         objects = [form for form in schema["anyOf"] if form.get("type") == "object"]
         some = [OBJECT if form in objects and objects[1:] else form for form in schema["anyOf"]]
         return " or ".join(dict.fromkeys(map(words, some)))

@@ -34,7 +34,7 @@ _MEDIA: Mapping[str, Literal["image", "audio", "video", "file"]] = {
     "video_url": "video",
     "file": "file",
 }
-# What answers carry and callers send back; of no use to a template.
+# Fields of answers that callers send back, and that templates do not use.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
 _KNOWN = frozenset(
     {
@@ -55,7 +55,7 @@ class ChatBuilder:
         self._ignored = ignored
         self._asked: set[str] = set()  # ids of calls, which may be answered
         self._parts = self._calls = 0
-        # Brackets in tools' arguments, JSON in a string that was not counted with the body.
+        # Brackets in tools' arguments: JSON in strings, which was not counted with the body.
         self._brackets = 0
 
     def add_message(self, role: str, place: str, text: str | None = None) -> None:
@@ -145,7 +145,8 @@ class ChatBuilder:
                     raise invalid(f"{path}: {error.message}", path, error.code) from None
         if isinstance(value, dict):
             return value
-        # A model wrote it. Refused, it would end the conversation: the history keeps it for good.
+        # The model wrote these arguments. Refusing them would end the conversation, whose history
+        # keeps them.
         self.ignore(path)
         return {"_raw": value}
 

@@ -1,5 +1,4 @@
-"""QueueFields: what a request says of itself beside its content: whose it is, how urgent, and until
-when it is of use."""
+"""QueueFields: a request's fields beside its content: its owner, its priority and its deadline."""
 
 import hashlib
 from collections.abc import Mapping

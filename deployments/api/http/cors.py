@@ -17,7 +17,7 @@ _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 
 def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
-    """Set the headers by which a browser lets the asking page read the answer, whatever it is."""
+    """Set the headers that let the asking web page read the answer, whatever its status."""
     if ANY not in origins:
         exchange.always.append((b"vary", b"origin"))  # for caches
     if (origin := _allowed(exchange, origins)) is not None:
@@ -50,7 +50,7 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
             f"pages of {origin} may not ask here; the operator names origins in http.cors_origins",
             kind=PERMISSION,
         )
-    # What they ask for is theirs to ask: clients in browsers send many headers of their own.
+    # Allow all requested headers: clients in browsers send many headers of their own.
     asked = exchange.headers.get(b"access-control-request-headers", [])
     names = asked[0] if len(asked) == 1 and _NAMES.fullmatch(asked[0]) else b"authorization"
     headers = (

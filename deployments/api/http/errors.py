@@ -21,7 +21,7 @@ INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 NOT_FOUND = "not_found_error"
-TIMEOUT = "timeout_error"  # of every 408: LiteLLM takes an invalid_request_error for a 400
+TIMEOUT = "timeout_error"  # the type of every 408: LiteLLM takes an invalid_request_error for a 400
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"
@@ -63,7 +63,7 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     ),
 }
 _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
-# As long as a replica remembers that it could not read an adapter.
+# The time for which a replica remembers that it could not read an adapter.
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
     (InvalidRequest, (400, INVALID)),

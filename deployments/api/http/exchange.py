@@ -136,7 +136,7 @@ class HttpExchange:
         """
         self._check_media_type()
         lengths = self.headers.get(b"content-length", [])
-        # As many digits as a limit could have; a longer number must not become an int first.
+        # Check the number of digits first: a very long number must not be converted to an int.
         if lengths and (len(lengths[0].lstrip(b"0")) > 18 or int(lengths[0]) > limit):
             raise _too_large(limit)
         parts: list[bytes] = []
@@ -299,8 +299,8 @@ class UntilDisconnect:
         self._abort()
         if self._gone:
             assert self._owner is not None
-            # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may have
-            # been swallowed, or overtaken by what the abort made the block raise.
+            # As asyncio.timeout does, pass on cancellations by others. Ours may have been
+            # swallowed, or replaced by an error that the abort raised in the block.
             if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
                 raise ClientDisconnected from None
 

@@ -1,5 +1,4 @@
-"""What Serve's HTTP servers answer before, or instead of, the application: the error object here
-too, and clean request ids.
+"""Hooks of uvicorn for Serve's HTTP servers: error objects for what they refuse, clean request ids.
 
     bytes -> HttpProtocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
 
@@ -245,7 +244,7 @@ class ConnectionTimeouts:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
-        # So that each byte that the client's side has not taken is noticed, the last ones too.
+        # Notice each byte that the client's side has not taken, the last ones included.
         transport.set_write_buffer_limits(high=0)
         self._await_head()
 

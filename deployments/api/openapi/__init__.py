@@ -1,1 +1,1 @@
-"""What is served, told to machines and people: from the tables of routes and of fields."""
+"""The description of the HTTP API for programs and people, from the tables of routes and fields."""

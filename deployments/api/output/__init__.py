@@ -1,1 +1,1 @@
-"""Tools and reasoning: how a model writes calls and thoughts, and what answers have of them."""
+"""Tools and reasoning: how a model writes calls and reasoning, and how answers show them."""

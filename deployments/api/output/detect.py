@@ -73,7 +73,7 @@ class TemplateOutput:
     problems: tuple[str, ...] = ()
 
 
-# Of a template that has none of its own: what most open models have seen.
+# The format for templates without one of their own: most open models were trained on it.
 _TOLD = next(format for format in FORMATS if format.name == "hermes")
 _known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

@@ -22,7 +22,7 @@ from deployments.api.output.parser import Thinking
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
-# As json.dumps writes it, and so as most models have seen it.
+# The separators of json.dumps, which most models were trained on.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _UNICODE = {"json_allow_general_unicode_escapes": True}
@@ -150,10 +150,10 @@ class _Builder:
             if not required:
                 text = self._free(marks, starts)
                 if content:
-                    # As the parser tells calls and wrappers from it: by its beginning and its end.
+                    # The parser tells calls and wrappers from content by its beginning and its end.
                     begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
                     text = self._limited(name, content, begins, wrapper[1:])
-                # Without a limit it may hold marks that are no tokens as it is.
+                # Unlimited content may hold marks that are not tokens.
                 if wrapper and (content or self._cuts.search(wrapper[0])):
                     begin, end = map(self.literal, wrapper)
                     text = f"({begin})? ({text}) ({end})?"
@@ -173,7 +173,7 @@ class _Builder:
         if thinking == "open":
             self._rules.append(f"start: {thoughts}")
         else:
-            # Without thoughts, what begins as they do would be read as some.
+            # If reasoning is off, a text with its beginning would be parsed as reasoning.
             body("at_once", (reasoning.start,))
             self._rules.append(f"start: {self.literal(reasoning.start)} ({thoughts}) | at_once")
         return "\n".join(self._rules) + "\n"
@@ -386,7 +386,7 @@ class _Builder:
             value = self._value(dialect, f"{rule}_{place}", inner, shared)
             self._rules.append(f"{rule}_{place}: {_quoted(name + dialect.assign)} {value}")
             parts.append(f"{rule}_{place}")
-        # What may follow an argument that is there: each rule has the next one's.
+        # The rules for what may follow an argument; each contains the next one's.
         for place in range(len(items) - 1, 0, -1):
             again = f"{between} {parts[place]}"
             again = again if items[place][0] in required else f"({again})?"

@@ -22,20 +22,20 @@ from engine.structured.json_schema import UnsupportedSchema, without
 from engine.structured.sandbox import CHILDREN, GrammarSandbox
 from engine.text.tokenizer import Tokenizer
 
-SECONDS = 5.0  # that one may take; most take milliseconds
-QUEUE_SECONDS = 20.0  # that a request waits for it
+SECONDS = 5.0  # seconds for compiling one grammar; most take milliseconds
+QUEUE_SECONDS = 20.0  # seconds for which a request waits for its grammar
 _MOST_LEFT_OUT = 32  # keywords that only the compiler refuses, one compilation each
-# What a schema that is not strict may go without. A broken reference, or a pattern that is broken
-# in every dialect, is a mistake that its author wants to know of.
+# Keywords that are left out of a schema that is not strict. A broken reference, or a pattern that
+# is broken in every dialect, is a mistake that its author wants to know.
 _MAY_GO = (
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf"),
     "pattern",
 )
-_BROKEN = (  # as the compiler says it, of some that others take, such as [[]
+_BROKEN = (  # the compiler's message for patterns that other dialects accept, such as [[]
     *("unclosed group", "unopened group", "unclosed character class"),
     *("missing expression", "incomplete escape"),
 )
-_LONG_PATTERN = 4096  # characters, beyond which no other opinion is asked for
+_LONG_PATTERN = 4096  # characters; longer patterns are not tried in Python's dialect
 
 _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 

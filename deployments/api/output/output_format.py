@@ -108,13 +108,13 @@ class Reasoning:
         return f"{self.start} {self.end} {more if self.channels else ''}"
 
 
-# What stands around content, in models whose content has a mark at its beginning and its end.
+# The texts around content, in models that mark its beginning and its end.
 WRAPPERS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
 )
 
-# Of answers in channels, which are OpenAI's harmony.
+# For answers in channels (OpenAI's harmony format).
 CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
     *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
 )
@@ -149,7 +149,7 @@ def _listed(name: str, opening: str, closing: str, **more: Any) -> OutputFormat:
     )
 
 
-# The first that a template writes is its model's: what is contained in another comes after it.
+# The first format that a template contains is its model's; formats contained in others come later.
 FORMATS = (
     _xml("qwen3-coder", "tool_call"),
     _xml("seed-oss", "seed:tool_call"),
@@ -287,7 +287,8 @@ FORMATS = (
         end="}",
         parallel=False,
     ),
-    # As a template prints a call. How models write it: `channel_parser` and `output_grammar`.
+    # The form in which a template prints a call; models write it as in `channel_parser` and
+    # `output_grammar`.
     OutputFormat(
         "harmony",
         trigger=" to=functions.",

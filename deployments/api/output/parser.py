@@ -37,13 +37,14 @@ class OutputParser(StepParser):
         self._limited = limited
         self._raw = raw
         self._reasoning = reasoning
-        self._spaces = ""  # at the end of what was shown; dropped where something else follows
-        # There was content. What the answer begins with is as the model wrote it: a prompt may end
-        # with a word, and not with a turn's beginning.
+        # white space at the end of the shown text; dropped if something else follows
+        self._spaces = ""
+        # Whether there was content. White space at an answer's beginning is kept: a prompt may end
+        # with a word instead of a turn's beginning.
         self._said = not wrapper and (reasoning is None or thinking != "open")
         self._name = ""
         self._first = True  # whether the call's next argument is its first
-        self._reader: DialectReader | None = None  # of the one that is being written
+        self._reader: DialectReader | None = None  # reader of the argument that is being written
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
         super().__init__(begin[thinking if reasoning is not None else "no"])
 

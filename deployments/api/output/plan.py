@@ -78,7 +78,7 @@ class OutputPlan:
         """The budget of thinking as the engine takes it; None if there is none."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
-        # In channels a call follows the end mark.
+        # In channels, calls come after the mark that ends a message.
         ended = self.format is not None and self.calls and not self.channels
         trigger = self.format.trigger if ended and self.format is not None else ""
         start = self.reasoning.start if self.thinking == "may" else ""
@@ -107,7 +107,8 @@ class OutputPlan:
             ignored += name_fields(left_out, f"{tool.where}#")
             function = Function(tool.name, msgspec.json.decode(schema.text))
             if tool.grammar:
-                # In a JSON string it would have to be escaped, which no grammar can be told.
+                # In a JSON string the text would have to be escaped, which a grammar cannot
+                # express.
                 if function.raw(self.format):
                     compile(RequestedGrammar(tool.where, "grammar", tool.grammar))
                     function = replace(function, grammar=tool.grammar)
@@ -191,9 +192,9 @@ def plan_output(
         elif not tail.endswith(reasoning.end):
             thinking = "may"
     if tools is not None and known.calls is None:
-        tools = None  # of mode none: they are not even in the prompt
+        tools = None  # with mode none, tools are not even in the prompt
     if known.reasoning is not None and known.reasoning.channels and not generation:
-        return None  # the prompt has left off inside a message, and calls are other ones
+        return None  # the prompt ends inside a message; calls are messages of their own
     # Marks that are control tokens are not shown anyway.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
         tokenizer.special_ids

@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 TemplateMessage = dict[str, Any]
 TemplateVariables = dict[str, Any]
 
-# For templates that know nothing of tools.
+# The system message for templates without tools.
 _TOOLS = """# Tools
 
 You may call functions to help with the request. These are their signatures:
@@ -128,7 +128,7 @@ def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
     if not calls:
         return
     if known.no_content and message.get("content"):
-        # What is said before a call is thought, to such a template, if there are thoughts.
+        # Such a template shows text before a call as reasoning, if there is reasoning.
         for name in ("reasoning_content", "reasoning"):
             if message.get(name):
                 message[name] = f"{message[name]}\n{message.pop('content')}"

@@ -151,8 +151,8 @@ def add_tool(
         return
     path = f"{where}.{schema_name}"
     schema = function.get("parameters")
-    # In the order of the request, which is what templates print. Without parameters it is told
-    # as transformers tells a function that has none.
+    # Keys keep the request's order, which templates print. Missing parameters are written as
+    # transformers writes those of a function without any.
     declared = dict(function)
     declared.setdefault("description", "")
     if schema is None:

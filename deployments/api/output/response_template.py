@@ -122,7 +122,7 @@ def _reasoning(field: JsonObject) -> Reasoning:
 
 def _wrapper(field: JsonObject) -> tuple[str, ...] | None:
     if not _mark(field, "open"):
-        return None  # what no other field takes
+        return None  # text that no other field takes
     begin, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
     return (begin, end) if end else None
 
@@ -339,7 +339,7 @@ def _parts(pattern: Any, where: str) -> list[_Part]:
 
 
 def _behind_group(pattern: str, at: int) -> int:
-    depth, inside = 0, False  # of brackets, of a set of characters
+    depth, inside = 0, False  # open brackets; whether in a set of characters
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":

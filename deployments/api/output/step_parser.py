@@ -30,13 +30,13 @@ class StepParser:
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
-        self._text = ""  # not understood yet
+        self._text = ""  # text that is not parsed yet
         self._out: list[Event] = []
         self._final = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self._step = first
-        self.calls = 0  # complete ones
-        self.opened = 0  # those whose name is known
+        self.calls = 0  # complete calls
+        self.opened = 0  # calls whose name is known
 
     @property
     def reasons(self) -> bool:

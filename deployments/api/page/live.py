@@ -1,6 +1,8 @@
-"""GET /v1/live: what the routers know at this moment: the running batch, queues, replicas with
-their cost, the last routing choices, what moved. For admins, as it shows the requests of all
-keys."""
+"""GET /v1/live: the routers' present state, for admins, as it shows the requests of all keys.
+
+It has the running batch, queues, replicas with their cost, the last routing choices, and requests
+that moved.
+"""
 
 import msgspec
 

@@ -1,5 +1,8 @@
-"""GET /page: the page; GET /page/{name}: its scripts and styles. Both need no key, because they
-are the same for everyone and say nothing of what is served; what the page asks for needs one."""
+"""GET /page: the page; GET /page/{name}: its scripts and styles.
+
+Both need no key, because they are the same for everyone and show nothing of what is served. The
+requests that the page makes need one.
+"""
 
 from deployments.api.context import ApiContext
 from deployments.api.http.errors import NOT_FOUND, ApiError, shown

@@ -1,4 +1,4 @@
-"""POST /v2/embed and /v1/embed: vectors of texts, as Cohere's clients ask for them."""
+"""POST /v2/embed and /v1/embed: embeddings in the form of Cohere's clients."""
 
 import base64
 from typing import Any

@@ -1,5 +1,6 @@
-"""POST /v1/embeddings: vectors of texts, in OpenAI's shape. POST /pooling: what the model makes of
-texts, whatever that is, in vLLM's."""
+"""POST /v1/embeddings: embeddings in OpenAI's form. POST /pooling: the model's pooled output in
+vLLM's.
+"""
 
 from typing import TypeVar
 

@@ -282,7 +282,7 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     template = template_options(
         call.options,
         body.chat_template_kwargs,
-        # A text that is there has no turn behind it, unless the request says so.
+        # A given text is not followed by the start of a turn, unless the request asks for it.
         opens=bool(body.add_generation_prompt),
         continues=body.continue_final_message,
     )

@@ -1,5 +1,8 @@
-"""POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: what a sequence classifier says
-of texts and of pairs of texts. An embedder scores a pair by the cosine of its two vectors.
+"""POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: the results of a sequence
+classifier.
+
+It classifies texts and scores pairs of texts. An embedder scores a pair by the cosine of its two
+vectors.
 """
 
 from collections.abc import Sequence

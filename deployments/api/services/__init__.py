@@ -1,1 +1,1 @@
-"""Routes that serve no text of a model: models, adapters, batches, and what became of a request."""
+"""Routes that generate nothing: models, adapters, batches, and the fate of requests."""

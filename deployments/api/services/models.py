@@ -20,7 +20,8 @@ from deployments.backend import ModelCard
 from engine.errors import ConfigError
 
 PATH = "/v1/models"
-VERSION_HEADER = b"anthropic-version"  # of Anthropic's clients, who know another list
+# header of Anthropic's clients, which expect another form of the list
+VERSION_HEADER = b"anthropic-version"
 _MOST_LISTED = 1000
 
 
@@ -70,7 +71,7 @@ async def _put(context: ApiContext, exchange: HttpExchange) -> None:
     name = take_str(body, "name", MAX_MODEL_NAME)
     if name is None:
         raise invalid("name is required", "name", "missing_field")
-    # Unknown keys, too: the configuration refuses them, with the nearest right one.
+    # Pass unknown keys on, too: the configuration refuses them and names the nearest valid key.
     section = {key: value for key, value in body.items() if key != "name" and value is not None}
     try:
         await changes.put_model(name, section)

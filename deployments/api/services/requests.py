@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}: what became of a request, whichever router had it."""
+"""GET /v1/requests/{id}: the fate of a request, whichever router had it."""
 
 import msgspec
 
@@ -17,7 +17,7 @@ async def explain_request(context: ApiContext, exchange: HttpExchange) -> None:
     """
     id = exchange.path[len(_PREFIX) :]
     explain, prompts = context.options.explain, []
-    # Only an id that we could have given out.
+    # Accept only an id that Manta could have issued.
     if explain is not None and request_id([id.encode("utf-8", "replace")]) == id:
         # An admin key may ask about all requests, any other key about its own.
         caller = exchange.caller

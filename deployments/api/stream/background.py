@@ -19,7 +19,7 @@ from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-MAX_RUNS = 128  # at once, of one router
+MAX_RUNS = 128  # runs at once in one router
 
 
 class CancellableWriter(ItemWriter, Protocol):
@@ -82,7 +82,7 @@ class BackgroundRun:
                 self.task.cancel()
 
     def _fail(self, error: ApiError) -> None:
-        if not self.ended:  # an end that was wanted may look like a failure
+        if not self.ended:  # a cancellation may look like a failure
             self.writer.fail(error)
 
     def _end(self) -> None:

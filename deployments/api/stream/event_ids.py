@@ -1,4 +1,4 @@
-"""Event ids: what a cut stream's last event says of it, so that any router can go on after it.
+"""Event ids: the state of a stream in its last event, from which any router can continue it.
 
 An id is opaque to clients. Inside: version, second and number of the stream, a fingerprint of what
 was asked, and for each choice how many tokens have been shown, their checksum and how far it is;

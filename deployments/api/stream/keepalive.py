@@ -1,5 +1,7 @@
-"""Streams that wait for their first token: the head of the answer and a comment now and then, so
-that proxies with a limit on silence do not cut a long prompt.
+"""Keeps a stream alive that waits for its first token: the answer's head, and a comment now and
+then.
+
+Without these, proxies that limit silence would cut long prompts.
 
     seconds    0         5         10        15                          45
     nothing    |---------| head and comment, comment, comment ... first token

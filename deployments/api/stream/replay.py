@@ -99,7 +99,8 @@ class StreamReplay:
         if shown.phase == OPENED:
             choice.bring(tokens)
             return tokens
-        # All of its text was shown, but not why it ended: by its last token, or a stop string.
+        # All of its text was shown, but not the reason of its end: its last token, or a stop
+        # string.
         whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
         if not (whole or self._stops(index, tokens)):
             return []
@@ -121,7 +122,7 @@ class StreamReplay:
         head, rest = delta.token_ids[:left], delta.token_ids[left:]
         self.skipping[index] = checksum(head, self.skipping[index])
         reached = len(head) == left
-        # What ends it at its last token has been shown with that token, or comes with it now.
+        # An end at its last token was shown with that token, or comes with it now.
         ends = not rest and shown.phase == ENDED
         first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
         if not ends:

@@ -21,7 +21,7 @@ _KNOWN_SECONDS = 30.0  # seconds until all routers know a new model; they poll e
 
 @app.command("list")
 def show(server: UrlArgument = None, url: Url = None, key: AdminKey = None) -> None:
-    """Name, status, context and aliases of each."""
+    """Print name, status, context and aliases of each model."""
     for model in ask(server_url(server, url), key, "GET", "/models")["data"]:
         if model["parent"] is None:
             aliases = ", ".join(model.get("aliases", ()))

@@ -48,7 +48,7 @@ def _fragments_down_kernel(
     blocks: gl.constexpr = (EACH + TILE.rows * TILES - 1) // (TILE.rows * TILES)
     share, row, lane, at = indices(TILE.shares, TILE.rows)
     block = gl.program_id(0) % blocks
-    # Sorted before the launch before this one.
+    # The sort ended two launches ago, so its result may be read before the wait.
     expert, place, behind = find(
         starts,
         gl.program_id(0) // blocks,
@@ -125,7 +125,7 @@ def _fragments_few_down_kernel(
     share, place, lane, at = indices(TILE.shares, TILE.rows)
     token = gl.program_id(1)
     pair = token * MIXTURE.chosen + gl.minimum(place, MIXTURE.chosen - 1)
-    # The choice is there since before the launch before this one.
+    # The choice was written two launches ago, so it may be read before the wait.
     expert = gl.load(ids + pair)
     steps = gl.where(place < MIXTURE.chosen, STEPS, 0)
     if OTHERS:
@@ -166,7 +166,7 @@ def _fragments_few_down_kernel(
             y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
         if not WEIGH:
             y *= gl.load(weights + pair3)
-        # What is not there has read another's inner numbers, which need not be any.
+        # Places beyond the last expert have read other values, which may be NaN: drop them.
         total = gl.sum(gl.where(exists, y, 0.0), axis=0)
         mine = first + lane2 // 4 + at2 // 2 * 8
         mask = (mine < MIXTURE.width) & (lane2 % 4 == 0) & (at2 % 2 == 0)

@@ -8,12 +8,13 @@ from kernels.launch.pdl import pdl
 
 
 class FragmentTile(NamedTuple):
-    pairs: int  # a multiple of 8, of one expert; 8 stand for a lone one
-    tiles: int  # of 16 outputs of a warp; of gate_up so many of the gate's and as many of the up's
-    rows: int  # warps below each other
-    shares: int  # of the inputs: warps that add up what they have
-    ahead: int  # tiles of inputs that are on their way
-    registers: int = 0  # of a thread at most, so that more programs fit; 0: as the compiler likes
+    pairs: int  # pairs of one expert, a multiple of 8; 8 also for a single pair
+    tiles: int  # tiles of 16 outputs of a warp; with gate_up of gate and up each
+    rows: int  # warps with different outputs
+    shares: int  # warps that share the inputs and add up their sums
+    ahead: int  # tiles of inputs that are loaded ahead
+    # most registers of a thread, so that more programs fit; 0: the compiler's choice
+    registers: int = 0
 
 
 class FragmentTiles(NamedTuple):

@@ -39,7 +39,7 @@ def _block_dot_kernel(
     PARTS: tl.constexpr,  # there are several shares of the columns
     PDL: tl.constexpr,
 ):
-    # Tiles of tokens that share a weight are neighbours, so that it is read once.
+    # Tiles of tokens that share a weight are neighbours, so that the weight is read once.
     down = tl.cdiv(tokens, TOKENS)
     first = (tl.program_id(0) // down) * ROWS
     row = first + tl.arange(0, ROWS)
@@ -59,7 +59,7 @@ def _block_dot_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A group ahead: a product takes less time than a scale.
+    # Load scales a group ahead: a matmul takes less time than the load of a scale.
     at_most = groups - 1
     ahead = tl.minimum(begin, at_most)
     s = tl.load(x_scales + ahead.to(tl.int64) * pitch, mask=token_mask, other=0.0)
@@ -132,7 +132,7 @@ def block_linear(
     dtype: torch.dtype,
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: tuple[int, int, int, int] | None = None,
-    split: int = 0,  # 0: as many as there should be
+    split: int = 0,  # parts of the columns; 0: chosen by the sizes
 ) -> Tensor:
     """Return (rows * scales) @ weight.T + bias + residual of the first tokens: [tokens, out] in
     dtype.

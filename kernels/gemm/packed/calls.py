@@ -85,7 +85,7 @@ def gemv8(x: Tensor, weight: PackedWeight, call: LinearCall) -> Tensor:
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, call: LinearCall) -> bool:
-    # Offsets cost it as much more as it saves beside `packed_few`.
+    # With offsets it saves nothing over `packed_few`.
     alone = weight.offset is None or not few_tokens_fit(x, weight)
     return alone and _gate_fits(call) and gemv4_module.gemv4_fits(x, weight, call.norm)
 

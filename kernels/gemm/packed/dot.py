@@ -141,12 +141,12 @@ def add_step(
         value = tl.reshape(tl.join(even, odd), (w.shape[0], WIDTH, 4))
         value = tl.reshape(tl.permute(value, (0, 2, 1)), (w.shape[0], STEP)).to(tl.float32)
         value *= s
-        if FORMAT.offset != 0 or not BY_PTX:  # else codes come less their zero
+        if FORMAT.offset != 0 or not BY_PTX:  # otherwise codes have their zero subtracted
             value += added
         other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
         acc = tl.dot(value.to(other.dtype), other, acc)
     elif BY_PTX and FORMAT.bits == 4 and FORMAT.code == 1:
-        # Products with e2m1 as decoded would be below bfloat16's range: sums are scaled in the end.
+        # Products of decoded e2m1 numbers would underflow bfloat16, so sums are scaled at the end.
         s = tl.load(scale + group, mask=has, other=0.0)
         s = tl.inline_asm_elementwise(LIFT, "=r,r", [s], dtype=tl.bfloat16, is_pure=True, pack=2)
         for field in tl.static_range(4):
@@ -202,7 +202,7 @@ def _packed_dot_kernel(
     tokens,
     rows,
     columns,
-    pitch,  # columns of codes: the compiler shall know what divides it
+    pitch,  # columns of codes; Triton specialises the kernel on what divides it
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
@@ -322,7 +322,7 @@ def _packed_expand_kernel(
         exists = (row < rows)[:, None] & (part < columns)[None, :]
         w = tl.load(codes + wide * pitch + part[None, :], mask=exists, other=0)
         has = exists
-        if FORMAT.group % WIDTH == 0:  # one of a row: every other read of a scale is spared
+        if FORMAT.group % WIDTH == 0:  # one scale of a row: half of the reads of scales are saved
             group += tl.program_id(1) * WIDTH // FORMAT.group
             has = (row < rows)[:, None]
         else:
@@ -424,8 +424,9 @@ def packed_dot(
     weight: PackedWeight,  # [out, in]
     residual: Tensor | None = None,  # like the result, and overwritten by it
     config: tuple[int, int, int, int, int] | None = None,
-    split: int = 0,  # 0: as many as there should be
-    scale_codes: bool | None = None,  # and not sums of groups; None: where that is faster
+    split: int = 0,  # parts of the columns; 0: chosen by the sizes
+    # whether codes are scaled instead of groups' sums; None: where that is faster
+    scale_codes: bool | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias + residual: [tokens, out] in x's dtype."""
     tokens = x.shape[0]
@@ -448,7 +449,7 @@ def packed_dot(
         target = x.new_empty((split, tokens, rows), dtype=_FLOAT)
     decode = decoding(x, weight, pair_ptx(x, weight, width), scale_codes)
     if not decode.by_ptx and weight.form.group % step:
-        stages = 2  # a scale and an offset for each code are on their way too
+        stages = 2  # scales and offsets of each code are loaded ahead, too
     alone = split == 1
     _packed_dot_kernel[(*grid, split)](
         x,

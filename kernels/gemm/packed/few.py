@@ -33,7 +33,7 @@ from kernels.packed import PackedWeight
 
 TOKENS = 8  # the short side of the matrix units' tiles
 _WORDS = 32  # of a row that a warp takes at a time: 128 codes of 4 bits, 64 of 8
-_AHEAD = 2  # such steps are on their way
+_AHEAD = 2  # steps that are loaded ahead
 _GROUP = 128  # inputs of a scale of 4-bit codes
 
 
@@ -44,7 +44,7 @@ class FewTile(NamedTuple):
     tokens: int
     words: int  # of a row, a warp
     shares: int  # of the columns: one for each warp
-    ptx: tuple[str, ...]  # for each of four fields of a word
+    ptx: tuple[str, ...]  # PTX that decodes each of a word's four fields
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def _packed_few_kernel(
             next_s = gl.load(scale + pairs, mask=has, other=0)
             if OFFSET:
                 next_o = gl.load(offset + pairs, mask=has, other=0)
-        # All of x before any of it is used: a load takes longer than what is done with it.
+        # Load all of x before its first use: a load takes longer than the computation.
         xs = ()
         for run in gl.static_range(8 if FIELDS == 4 else 2):
             xs = xs + (gl.load(x_at + run * WORDS, mask=exists, other=0),)  # noqa: RUF005
@@ -158,7 +158,7 @@ def _packed_few_kernel(
                 s = _part(s_pair, half, gl.float16).to(gl.float32)
                 acc += (even + odd) * s
                 if OFFSET:
-                    # The sum of x, in every row: what a code's 128 and the offset are times.
+                    # The sum of x in every row: the factor of the codes' 128 and of the offset.
                     even = mma_v2(ones, xs[4 * half], zero)
                     odd = mma_v2(ones, xs[4 * half + 1], zero)
                     even = mma_v2(ones, xs[4 * half + 2], even)

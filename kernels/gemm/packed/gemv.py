@@ -22,7 +22,7 @@ class GemvTile(NamedTuple):
     rows: int  # a program owns; GATED: gate and up rows alternate
     units: int  # of a row at a time
     unit: int  # words or codes of a thread
-    whole_steps: bool  # no row and no column sticks out
+    whole_steps: bool  # whether tiles divide the rows and the columns
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _packed_gemv_kernel(
     eps,
     rows,
     columns,
-    pitch,  # columns of codes: the compiler shall know what divides it
+    pitch,  # columns of codes; Triton specialises the kernel on what divides it
     FUSED: tl.constexpr,  # `kernels.gemm.gemv.Fused`
     FORMAT: tl.constexpr,  # `codes.CodeFormat`
     TILE: tl.constexpr,  # `GemvTile`

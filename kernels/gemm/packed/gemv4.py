@@ -86,7 +86,7 @@ class Nibbles(NamedTuple):
     zero: int
     offset: int
     group: int  # words of a scale
-    run: int  # words of a span, and words of x for a nibble of it
+    run: int  # words of a span; also the distance in x between two nibbles of a word
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _gemv4_kernel(
     CODES: tl.constexpr,  # `Nibbles`
     ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
-    EVEN: tl.constexpr,  # no row and no word sticks out
+    EVEN: tl.constexpr,  # whether tiles divide the rows and the words
     PDL: tl.constexpr,
 ):
     HOW: tl.constexpr = CODES.ptx

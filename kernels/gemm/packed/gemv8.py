@@ -58,7 +58,7 @@ def _gemv8_kernel(
     BAND: tl.constexpr,  # rows of a scale
     ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
-    EVEN: tl.constexpr,  # no row and no word sticks out
+    EVEN: tl.constexpr,  # whether tiles divide the rows and the words
     PDL: tl.constexpr,
 ):
     index = tl.arange(0, ROWS)

@@ -148,7 +148,7 @@ def int8_linear(
     dtype: torch.dtype,
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: tuple[int, int, int, int, int] | None = None,
-    split: int = 0,  # 0: as many as there should be
+    split: int = 0,  # parts of the columns; 0: chosen by the sizes
 ) -> Tensor:
     """Return (rows * scales) @ weight.T + bias + residual: [tokens, out] in dtype."""
     tokens = rows.shape[0]

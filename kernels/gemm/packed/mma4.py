@@ -73,7 +73,7 @@ def _product(kind: str, less: int) -> str:
     empty = "n, n, n, n"
     sums = {0: empty, 1: empty}
     for nibble in range(4):
-        chain = nibble // 2  # two sums, so that one needs not wait for the other
+        chain = nibble // 2  # two sums, so that neither waits for the other
         name = ", ".join(f"{'cd'[chain]}{i}" for i in range(4))
         high = wide and nibble % 2 == 1
         shift = 4 * (nibble - high)
@@ -121,15 +121,15 @@ SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
 class MmaTile(NamedTuple):
     warps: int  # of a program: shares of the inputs
     tiles: int  # of 16 outputs of a program
-    ahead: int  # spans of a warp that are on their way
+    ahead: int  # spans of a warp that are loaded ahead
 
 
 class MmaCodes(NamedTuple):
     """The rule by which 4-bit codes become operands of `mma`, as one `gl.constexpr`."""
 
-    matmul_ptx: str  # of a step's codes with x
+    matmul_ptx: str  # products of a step's codes with x
     sum_ptx: str  # of a step's x
-    base: int  # that codes have too much
+    base: int  # amount by which codes are too large
     offset: int  # 0: none, 1: added, 2: added to codes
     group: int  # inputs that share a scale
 
@@ -145,7 +145,7 @@ TILES: tuple[tuple[int, float, float, MmaTile | None], ...] = (
     (1, 16384, _ANY, None),
     (8, _ANY, _ANY, MmaTile(4, 1, 1)),
 )
-LONE = MmaTile(8, 1, 1)  # where the table has none and the kernel is asked for all the same
+LONE = MmaTile(8, 1, 1)  # the launch if the table has none but the kernel is asked for
 
 
 @gluon.constexpr_function
@@ -296,7 +296,7 @@ def _mma4_kernel(
         gdc_wait()
         gdc_launch_dependents()
     for start in range(0, (STEPS + WARPS - 1) // WARPS, AHEAD):
-        # All of x before any of it is used: a load takes longer than what is done with it.
+        # Load all of x before its first use: a load takes longer than the computation.
         xs = ()
         for ahead in gl.static_range(AHEAD):
             step = (start + ahead) * WARPS
@@ -406,7 +406,7 @@ def mma4(
     outputs = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
     out = x.new_empty((tokens, outs)) if residual is None else residual
     kind = _SHORT[x.dtype]
-    more = kind == "bf16"  # codes come with 128 more, else less their zero
+    more = kind == "bf16"  # whether codes are 128 larger; otherwise their zero is subtracted
     _mma4_kernel[(triton.cdiv(outs, outputs),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),

@@ -47,11 +47,11 @@ def _round_rows_kernel(
         gate_at = x + token * 2 * size + cols
         gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_at + size, mask=mask, other=0.0).to(tl.float32)
-        # As the gate's own kernel hands it over, so that it does not matter which of them ran.
+        # Round like the gate's own kernel, so that both give the same numbers.
         value = (_act(gate, GATE) * up).to(x.dtype.element_ty).to(tl.float32)
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight.to(tl.float32)
-    # Zeros alone have any scale.
+    # A row of zeros may have any scale.
     if GROUP == 0:
         scale = tl.maximum(tl.max(tl.abs(value), axis=0) / TOP, 1e-12)
         tl.store(scales + token, scale)
@@ -65,7 +65,7 @@ def _round_rows_kernel(
         rounded = tl.reshape(parts / scale[:, None], (BLOCK,))
     rounded = tl.minimum(tl.maximum(rounded, -TOP), TOP)
     if WHOLE:
-        # 1.5 * 2^23 leaves no bit for what is behind the point.
+        # At 1.5 * 2^23 a float32 has no fraction.
         rounded = (rounded + 12582912.0) - 12582912.0
     tl.store(out + token * size + cols, rounded.to(out.dtype.element_ty), mask=mask)
 
@@ -102,7 +102,8 @@ def round_rows(
         out,
         scales,
         eps,
-        pitch if group else 0,  # a kernel for each number of tokens' divisors would be compiled
+        # not specialised, or each divisor of the number of tokens would compile a kernel
+        pitch if group else 0,
         size,
         NORM=norm is not None,
         GATE=-1 if gate is None else CODES[gate],

@@ -132,7 +132,7 @@ def _tools(fields: Messages, ignored: list[str]) -> RequestedTools | None:
         if not isinstance(tool, dict):
             raise wrong_type(where, "an object")
         schema = tool.get("input_schema")
-        if schema is None:  # of the server's own: a client sends those that it has
+        if schema is None:  # types of server tools, which clients send anyway
             if len(ignored) < _MOST_NAMED:
                 ignored.append(where)
             continue
@@ -252,7 +252,7 @@ class _Reader:
 
     def _blocks(self, role: str, blocks: list[Any], place: str) -> None:
         added = False  # whether the last message is of these blocks, and may get more
-        if role == "assistant" and not blocks:  # an answer that was empty
+        if role == "assistant" and not blocks:  # an empty answer
             self._builder.add_message(role, place, "")
         known = ("text", "thinking", "tool_use") if role == "assistant" else ("text",)
         for i, block in enumerate(blocks):

@@ -28,7 +28,8 @@ def error_object(error: ApiError) -> JsonObject:
     """Return an error in Anthropic's shape; code and param stand beside Anthropic's own fields."""
     message = error.message
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
-        message = f"prompt is too long: {message}"  # by which its clients know to compact
+        # beginning by which its clients know that they have to compact
+        message = f"prompt is too long: {message}"
     kind = _KINDS.get(error.status, "api_error")
     details = {"type": kind, "message": message, "code": error.code, "param": error.param}
     return {"type": "error", "error": details}
@@ -47,7 +48,7 @@ class MessagesWriter:
         self._blocks: list[JsonObject] = []
         self._open = ""  # kind of the last block while it is open: of an Event
         self._arguments: list[str] = []  # of the open call
-        self._cut = False  # the last block is a call that has no end
+        self._cut = False  # whether the last block is a call without an end
         self._calls = 0
         self._message: JsonObject = {
             "id": naming.item("msg", 0),
@@ -117,7 +118,7 @@ class MessagesWriter:
         self._open, self._arguments = kind, []
         self._blocks.append(block)
         index = len(self._blocks) - 1
-        # A copy: it is told before the block is complete.
+        # A copy, because it is sent before the block is complete.
         self._push("content_block_start", index=index, content_block={**block})
 
     def _delta(self, delta: JsonObject) -> None:

@@ -1,4 +1,4 @@
-"""Ollama's /api/embed and the older /api/embeddings: vectors of texts."""
+"""Ollama's /api/embed and the older /api/embeddings: embeddings of texts."""
 
 import time
 

@@ -17,7 +17,7 @@ from deployments.backend import ModelCard
 from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer
 
-_NEVER = "9999-12-31T23:59:59Z"  # when a model goes that nobody asks for
+_NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be unloaded
 
 
 async def tags(context: ApiContext, exchange: HttpExchange) -> None:

@@ -54,7 +54,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
     messages = _messages(fields.messages, ignored)
     last, template, names = messages[-1], TemplateOptions(), _NAMES
     if last.role == "assistant" and not last.tool_calls:
-        # The model goes on where it ends. Where that is its beginning there is nothing to say.
+        # The model continues where the text ends. An empty text has nothing to continue.
         if last.text:
             template = TemplateOptions(opens=False, continues=True)
             names = {**_NAMES, "continue_final_message": last.place}

@@ -78,7 +78,8 @@ class OpenAIResponse:
             "model": call.card.id,
             "system_fingerprint": call.card.fingerprint or None,
         }
-        self._metered: Generation | None = None  # whose usage each event of a stream tells
+        # the call whose usage each event of a stream reports
+        self._metered: Generation | None = None
         self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
@@ -290,8 +291,8 @@ class OpenAIResponse:
                         ended = decoded.finish_reason is not None
                         ids.took(index, shown, choice.cached, ended)
                     if plain:
-                        # Without text too, while a character or a stop string is unfinished: a
-                        # client may wait for the first token or measure the pace.
+                        # Send an event without text, too, while a character or a stop string is
+                        # unfinished: a client may wait for the first token or measure the pace.
                         if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
                             if ids is not None:
                                 out.append(ids.line())
@@ -372,7 +373,7 @@ class OpenAIResponse:
                 self.ids.enter(i, OPENED)
             shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
             if self.chat:
-                # A client adds what follows to it; of calls alone nothing follows.
+                # A client appends later content to this text; with calls alone none follows.
                 empty = None if self.call.output is not None and self.call.output.calls else ""
                 shaped["delta"] = {"role": "assistant", "content": empty}
             events.append(self._chunk(shaped))

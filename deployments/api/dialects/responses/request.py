@@ -201,7 +201,8 @@ class _Tools:
                 self._add(inner, f"{where}.tools[{i}]", tool["name"])
             return
         if kind not in ("function", "custom"):
-            # One refused turn would end a client's session: it sends the tools that it has.
+            # Unknown tools are left out, not refused: clients send all their tools, and a refused
+            # turn would end a session.
             if len(self._ignored) < _MOST_IGNORED:
                 self._ignored.append(where)
             return

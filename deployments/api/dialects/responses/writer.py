@@ -10,7 +10,7 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
 
-_STATUS = {"length": "incomplete"}  # of the response, by finish_reason; else completed
+_STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
 
 
 class ResponsesWriter:
@@ -136,7 +136,7 @@ class ResponsesWriter:
         self._items.append(item)
         self._text, self._logprobs = [], []
         index = len(self._items) - 1
-        # A copy: it is told before the item is complete.
+        # A copy, because it is sent before the item is complete.
         self._push("response.output_item.added", output_index=index, item={**item})
 
     def _begin(self, kind: str) -> None:
