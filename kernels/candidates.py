@@ -1,23 +1,26 @@
 """Candidate: one of several kernels for an operation, as a line of a tuple in order of preference.
 
 Back ends run the first candidate that fits. `manta plan`, `manta doctor` and docs/kernels.md read
-which one serves which format on which device. So these tuples need neither Triton nor a device:
+which one serves which form on which device. So these tuples need neither Triton nor a device:
 functions are imported when they are first called.
+
+A form is what the choice depends on before a step: the `Format` of packed weights, or the sizes of
+heads and pages (`kernels.attention.inputs`).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
-
-from kernels.packed import Format
+from typing import Any, Generic, Literal, TypeVar
 
 Capability = tuple[int, int]  # of a CUDA device
+Form = TypeVar("Form")
 # What the matrix units, or the threads of a GEMV, multiply.
 Operands = Literal[
-    "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights"
-]
-Fusion = Literal["norm", "gate", "residual", "x_gate"]
+    "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights",
+    "keys and values", "codes of keys and values", "latents", "keys and values of latents",
+]  # fmt: skip
+Fusion = Literal["norm", "gate", "residual", "x_gate", "up"]
 
 
 class Lazy:
@@ -36,14 +39,15 @@ class Lazy:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Generic[Form]):
     """One kernel for an operation.
 
     name: the name that docs say.
     operands: what it multiplies.
-    takes: whether it serves matrices of this format, whose sizes divide as usual, on a GPU of this
-        compute capability.
-    tokens: the first and the last number of tokens of a step that it serves with this format.
+    takes: whether it serves this form on a GPU of this compute capability; of a matrix, where its
+        sizes divide as usual.
+    tokens: the first and the last number of tokens that it serves with this form: of a step, in
+        attention of a request.
     fits: whether it serves a call, by the operation's inputs.
     run: the operation, with what the kernel fuses.
     fuses: what else of a call `run` computes. The back end computes the rest before or after.
@@ -51,20 +55,20 @@ class Candidate:
 
     name: str
     operands: Operands
-    takes: Callable[[Format, Capability], bool]
-    tokens: Callable[[Format], tuple[int, float]]
+    takes: Callable[[Form, Capability], bool]
+    tokens: Callable[[Form], tuple[int, float]]
     fits: Callable[..., bool]
     run: Callable[..., Any]
     fuses: frozenset[Fusion] = frozenset()
 
 
-def first_fit(candidates: Iterable[Candidate], *inputs: Any) -> Candidate:
+def first_fit(candidates: Iterable[Candidate[Form]], *inputs: Any) -> Candidate[Form]:
     """Return the first candidate that fits these inputs of an operation; the last always does."""
     return next(candidate for candidate in candidates if candidate.fits(*inputs))
 
 
 def taking(
-    candidates: Iterable[Candidate], form: Format, capability: Capability
-) -> list[Candidate]:
-    """Return the candidates that serve a format on a device, in order of preference."""
+    candidates: Iterable[Candidate[Form]], form: Form, capability: Capability
+) -> list[Candidate[Form]]:
+    """Return the candidates that serve a form on a device, in order of preference."""
     return [candidate for candidate in candidates if candidate.takes(form, capability)]

@@ -8,12 +8,16 @@ from torch import Tensor
 from torch.nn.functional import silu as activated
 
 from kernels import activation, lora, norm
+from kernels.attention.candidates import (
+    CHUNK_ATTENTION,
+    DECODE_ATTENTION,
+    LATENT_CHUNKS,
+    LATENT_DECODE,
+)
 from kernels.attention.decode_plan import plan
-from kernels.attention.latent.decode import latent_decode, plan_latent
-from kernels.attention.latent.expanded import latent_expanded, worth_expanding
-from kernels.attention.latent.prefill import latent_prefill
+from kernels.attention.inputs import AbsorbedInputs, AttentionInputs, LatentInputs
+from kernels.attention.latent.decode import plan_latent
 from kernels.attention.latent.write import latent_write
-from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.candidates import first_fit
 from kernels.experts import topk
 from kernels.experts.candidates import EXPERTS, PACKED_EXPERTS
@@ -26,6 +30,7 @@ from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
 from kernels.gemm.packed.candidates import PACKED_LINEAR, LinearCall
 from kernels.gemm.small_m import few_rows, few_rows_fit
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
 from kernels.launch.assembler import choose_assembler
@@ -33,6 +38,7 @@ from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba1_cuda, mamba2_cuda
 from kernels.recurrent.delta_rule import DeltaInputs
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
@@ -49,6 +55,10 @@ class Cuda(Kernels):
     PACKED_LINEAR = PACKED_LINEAR
     EXPERTS = EXPERTS
     PACKED_EXPERTS = PACKED_EXPERTS
+    DECODE_ATTENTION = DECODE_ATTENTION
+    CHUNK_ATTENTION = CHUNK_ATTENTION
+    LATENT_DECODE = LATENT_DECODE
+    LATENT_CHUNKS = LATENT_CHUNKS
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -191,46 +201,20 @@ class Cuda(Kernels):
                 meta.window, meta.chunk,
             )  # fmt: skip
 
-    def rope_kv_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Cache,
-        v_cache: Cache,
-        num_heads: int,
-        meta: AttentionMeta,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        return rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta, gated=gated
-        )
+    def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
+        return rope_kv_write(inputs, meta)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Cache,
-        v_cache: Cache,
-        scale: float,
-        meta: AttentionMeta,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention by a kernel for the leading decodes, and another for the rest."""
-        num_tokens, num_heads, head_dim = q.shape
-        out = q.new_empty((num_tokens, num_heads * head_dim))
+    def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
+        """Run the first kernel of DECODE_ATTENTION that fits for the leading decodes, and of
+        CHUNK_ATTENTION for the rest."""
+        num_tokens, num_heads, head_dim = inputs.q.shape
+        out = inputs.q.new_empty((num_tokens, num_heads * head_dim))
         if meta.counts is None:
-            self.prepare(meta, num_heads, k_cache)
+            self.prepare(meta, num_heads, inputs.k_cache)
         if meta.num_decodes:
-            also = (softcap, sinks, slopes)
-            attend_decodes(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan, *also)
+            first_fit(self.DECODE_ATTENTION, inputs, meta).run(inputs, meta, out)
         if num_tokens > meta.num_decodes:
-            attend_chunks(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
+            first_fit(self.CHUNK_ATTENTION, inputs, meta).run(inputs, meta, out)
         return out
 
     def latent_write(
@@ -248,11 +232,11 @@ class Cuda(Kernels):
     def latent_attention(
         self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     ) -> Tensor:
-        """Attend decodes with absorbed queries, and chunks either way.
+        """Run the first kernel of LATENT_DECODE that fits for the leading decodes, and of
+        LATENT_CHUNKS for the rest.
 
-        Chunks have keys and values made for them where the host knows how many there are and they
-        are
-        worth it; else they are absorbed too.
+        Kernels that do not fuse "up" take absorbed queries. Their results are latents, of which
+        values are made here.
         """
         num_tokens, heads, head_dim = q.shape
         outputs, rank = up.shape[1:]
@@ -260,17 +244,21 @@ class Cuda(Kernels):
         if meta.counts is None:
             self.prepare(meta, heads, cache, rank)
         out = q.new_empty(num_tokens, heads, outputs - nope)
+        inputs = LatentInputs(q, cache, up, scale)
         count = num_tokens  # of absorbed queries
-        if count > meta.num_decodes and worth_expanding(meta, count, outputs, rank):
-            latent_expanded(q, cache, up, out, scale, meta)
-            count = meta.num_decodes
+        if count > meta.num_decodes:
+            chunks = first_fit(self.LATENT_CHUNKS, inputs, meta)
+            if "up" in chunks.fuses:
+                chunks.run(inputs, meta, out)
+                count = meta.num_decodes
         if count:
             absorbed = torch.bmm(q[:count, :, :nope].transpose(0, 1), up[:, :nope])
+            queries = AbsorbedInputs(absorbed, q, cache, scale)
             latents = q.new_empty(count, heads, rank)
             if meta.num_decodes:
-                latent_decode(absorbed, q, cache, latents, meta.block_table, scale, meta.plan)
+                first_fit(self.LATENT_DECODE, queries, meta).run(queries, meta, latents)
             if count > meta.num_decodes:
-                latent_prefill(absorbed, q, cache, latents, scale, meta)
+                chunks.run(queries, meta, latents)
             values = torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2))
             out[:count] = values.transpose(0, 1)
         return out.flatten(1)
@@ -308,21 +296,9 @@ class Cuda(Kernels):
         _count(meta)
         return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta, self.DETERMINISTIC)
 
-    def mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        rates: Tensor,
-        skip: Tensor,
-        gate: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
+    def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
         _count(meta)
-        scanned = mamba1_cuda.mamba1(x, dt, b, c, rates, skip, state, meta)
-        return self.gated_norm(scanned, gate, None, 1, 0.0)
+        return self.gated_norm(mamba1_cuda.mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.attention.paged import attend_chunks
+from kernels.attention.candidates import FIXED_ATTENTION
+from kernels.attention.inputs import AttentionInputs
+from kernels.candidates import first_fit
 from kernels.cuda import Cuda, _count
 from kernels.experts.candidates import FIXED_EXPERTS, FIXED_PACKED_EXPERTS
 from kernels.gemm.deterministic import linear_fixed
@@ -26,6 +28,7 @@ class CudaDeterministic(Cuda):
     PACKED_LINEAR = FIXED_LINEAR
     EXPERTS = FIXED_EXPERTS
     PACKED_EXPERTS = FIXED_PACKED_EXPERTS
+    CHUNK_ATTENTION = FIXED_ATTENTION
 
     # The reference's, which call the products below; Cuda's are fused.
     norm_linear = Kernels.norm_linear
@@ -49,20 +52,10 @@ class CudaDeterministic(Cuda):
     ) -> None:
         _count(meta)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Cache,
-        v_cache: Cache,
-        scale: float,
-        meta: AttentionMeta,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        num_tokens, num_heads, head_dim = q.shape
-        out = q.new_empty((num_tokens, num_heads * head_dim))
+    def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
+        """Run the first kernel of CHUNK_ATTENTION that fits, for decodes too."""
+        num_tokens, num_heads, head_dim = inputs.q.shape
+        out = inputs.q.new_empty((num_tokens, num_heads * head_dim))
         _count(meta)
-        attend_chunks(q, k_cache, v_cache, out, scale, meta, True, softcap, sinks, slopes)
+        first_fit(self.CHUNK_ATTENTION, inputs, meta).run(inputs, meta, out)
         return out

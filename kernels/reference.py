@@ -25,6 +25,7 @@ from torch.nn.functional import (
 from torch.nn.functional import rms_norm as _rms_norm
 
 from kernels.attention.bidirectional import bidirectional_attention
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.latent.reference import attend_latent_chunk, attend_latent_decodes
 from kernels.attention.reference import (
     Scores,
@@ -38,12 +39,13 @@ from kernels.attention.reference import (
 from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV, by_hadamard
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
 from kernels.recurrent.delta_rule import DeltaInputs, delta_rule
-from kernels.recurrent.mamba1 import mamba1
+from kernels.recurrent.mamba1 import Mamba1Inputs, mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads, mamba2
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -249,30 +251,13 @@ class Kernels:
         """Look for a faster way to do linear (add: linear_add) with these weights, all of one
         shape, for these numbers of rows of x. It may do nothing."""
 
-    def rope_kv_write(
-        self,
-        qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-        # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
-        cos_sin: Tensor,
-        # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Cache,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
-        v_cache: Cache,
-        num_heads: int,
-        meta: AttentionMeta,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        """Split, norm and rotate; write keys and values to the cache.
+    def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
+        """Split queries, keys and values, norm and rotate them; write keys and values to the cache.
 
-        gated: qkv has a gate of head_dim behind each query, which is left alone.
         Returns q [num_tokens, num_heads, head_dim].
         """
+        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, _ = without_gates(inputs)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-        if gated:
-            qkv = without_gates(qkv, num_heads, head_dim)
         plan = plan_of(meta, k_cache)
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         both = heads[:, : num_heads + num_kv_heads]
@@ -293,20 +278,9 @@ class Kernels:
             write_cache(cache, plan.write_rows, new.reshape(-1, head_dim))
         return rotated[:, :num_heads].to(qkv.dtype)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Cache,
-        v_cache: Cache,
-        scale: float,
-        meta: AttentionMeta,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        """Causal attention of each entry's queries over its cached keys (this step's included), as
-        far as meta.window and meta.chunk let them see.
+    def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
+        """Compute causal attention of each entry's queries over its cached keys, this step's
+        included, as far as meta.window and meta.chunk let them see.
 
         q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
         token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
@@ -315,12 +289,13 @@ class Kernels:
         softmax and have no value (gpt-oss). slopes [num_heads] float32: slope * (s - t) is added
         (ALiBi).
         """
+        q, k_cache, v_cache = inputs[:3]
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k_cache.shape[1]
         group = num_heads // num_kv_heads
         plan = plan_of(meta, k_cache)
         grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
-        how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
+        how = Scores.of(inputs)
         if plan.whole is not None:
             attended = attend_decodes(grouped, k_cache, v_cache, how, plan.whole)
             return attended.reshape(num_tokens, num_heads * head_dim)
@@ -345,7 +320,7 @@ class Kernels:
         or with window > 0 those up to so many places away. Nothing is kept.
 
         qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
-        [num_tokens, num_heads * head_dim]. cos_sin: as of rope_kv_write; None = no rotation.
+        [num_tokens, num_heads * head_dim]. cos_sin: as of RopeInputs; None = no rotation.
         dtype: of the model, to which keys and values may be rounded.
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
@@ -488,23 +463,13 @@ class Kernels:
         """
         return mamba2(x, dt, heads, tail, state, meta)
 
-    def mamba1(
-        self,
-        x: Tensor,  # [num_tokens, channels] float32
-        dt: Tensor,  # [num_tokens, channels]: a step is its softplus
-        b: Tensor,  # [num_tokens, state_size], of all channels
-        c: Tensor,  # likewise
-        rates: Tensor,  # [channels, state_size] float32: -exp(A_log)
-        skip: Tensor,  # [channels] float32: D
-        gate: Tensor,  # [num_tokens, channels] of any type, which the result is of
-        state: Tensor,  # [rows, channels, state_size] float32, written at meta.rows
-        meta: AttentionMeta,
-    ) -> Tensor:
-        """Mamba-1 over each entry's tokens, from the state that its row has. For each token: state
-        = exp(rates step) state + step x B; the result is (state C + D x) silu(gate),
-        [num_tokens, channels]."""
-        scanned = mamba1(x, dt, b, c, rates, skip, state, meta)
-        return self.gated_norm(scanned, gate, None, 1, 0.0)
+    def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
+        """Compute Mamba-1 over each entry's tokens, from the state that its row has.
+
+        For each token: state = exp(rates step) state + step x B; the result is
+        (state C + D x) silu(gate), [num_tokens, channels].
+        """
+        return self.gated_norm(mamba1(inputs, meta), inputs.gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -13,6 +13,7 @@ from bench.kernels import lora as bench_lora
 from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from bench.kernels.mixers import mixer_cases
 from bench.kernels.sizes import LLAMA, Sizes, meta_of
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.prefill import attention_prefill
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
@@ -24,6 +25,7 @@ from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.mma4 import mma4
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
@@ -119,7 +121,7 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
     # Prepare q in between, as a model does: attention reads the plan before it waits
     # (kernels/launch/pdl.py).
     q = s.random(len(kv_len), s.heads, s.dim)
-    calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
+    calls = [partial(cuda.attention, AttentionInputs(q, k, v, s.dim**-0.5), meta) for k, v in kv]
     return KernelWork(calls, num_bytes, target=target)
 
 
@@ -140,7 +142,7 @@ def prefill(
     q = s.random(sum(query_len), s.heads, s.dim)
     kv = caches(s, 2, num_blocks, 16)
     cuda.prepare(meta, s.heads, kv[0][0])
-    calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
+    calls = [partial(cuda.attention, AttentionInputs(q, k, v, s.dim**-0.5), meta) for k, v in kv]
     others: dict[str, Calls] = {
         name: [make(q, k, v, meta) for k, v in kv] for name, make in (libraries or {}).items()
     }
@@ -174,7 +176,8 @@ def any_gpus_attention(
 ) -> Callable[[], object]:
     """Make a call of the kernel that is not Hopper's own."""
     out = torch.empty_like(q)
-    return partial(attention_prefill, q, k_cache, v_cache, out, q.shape[2] ** -0.5, meta)
+    inputs = AttentionInputs(q, k_cache, v_cache, q.shape[2] ** -0.5)
+    return partial(attention_prefill, inputs, meta, out)
 
 
 def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
@@ -366,8 +369,8 @@ def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWor
     calls = [
         partial(
             cuda.rope_kv_write,
-            *(qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta),
-            gated=gated,
+            RopeInputs(qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, gated),
+            meta,
         )
         for qkv in qkvs
     ]

@@ -25,6 +25,7 @@ from bench.report.result_file import RawLines, versions
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 Call = Callable[[], object]
@@ -214,7 +215,9 @@ def jamba() -> Layer:
         parts = selected.split((rank, size, size), dim=1)
         dt, b, c = (ours.rms_norm(part, norms[: part.shape[1]], 1e-6) for part in parts)
         dt = linear(dt, step, shift)
-        return ours.mamba1(x, dt, b, c, rates, skip, projected[:, channels:], kept[1], meta)
+        return ours.mamba1(
+            Mamba1Inputs(x, dt, b, c, rates, skip, projected[:, channels:], kept[1]), meta
+        )
 
     states = ((taps - 1, channels), (channels, size))
     return Layer(4096, (2 * channels, rank + 2 * size), make, states, run)

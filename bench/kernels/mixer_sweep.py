@@ -25,9 +25,12 @@ from bench.kernels.measure import KernelWork, copies_for, time_us
 from bench.kernels.mixers import DECODES, RANK, ROPE, cuda, delta, mixer_cases
 from bench.kernels.sizes import LLAMA, meta_of
 from bench.kernels.sweeping import Timed, differs, first_launches, launch_these, lines
+from kernels.attention.candidates import LATENT_DECODE
 from kernels.attention.decode_plan import DecodeLaunch
+from kernels.attention.inputs import AbsorbedInputs
 from kernels.attention.latent import decode, expanded
 from kernels.attention.latent.expanded import ExpandedLaunch
+from kernels.candidates import first_fit
 from kernels.recurrent import (
     delta_chunks_cuda,
     delta_rule_cuda,
@@ -188,7 +191,8 @@ def latents(lengths: list[int], heads: int) -> KernelWork:
 
     def call(cache: Tensor) -> Tensor:
         out = q.new_empty(count, heads, RANK)
-        decode.latent_decode(absorbed, q, cache, out, meta.block_table, 0.1, meta.plan)
+        inputs = AbsorbedInputs(absorbed, q, cache, 0.1)
+        first_fit(LATENT_DECODE, inputs, meta).run(inputs, meta, out)
         return out
 
     return KernelWork([partial(call, cache) for cache in caches], num_bytes)

@@ -16,6 +16,7 @@ from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import gated_delta
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 cuda = kernels_for("cuda")
@@ -120,9 +121,8 @@ def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     skip = torch.randn(MAMBA1_CHANNELS, device=s.device)
     state = torch.zeros(count, MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
     moved = 2.0 * state.nbytes + 6.0 * x.nbytes + b.nbytes + c.nbytes  # the gate is a second launch
-    return KernelWork(
-        [partial(cuda.mamba1, x, dt, b, c, rates, skip, x.clone(), state, meta)] * 4, moved
-    )
+    inputs = Mamba1Inputs(x, dt, b, c, rates, skip, x.clone(), state)
+    return KernelWork([partial(cuda.mamba1, inputs, meta)] * 4, moved)
 
 
 def gated_norm(s: Sizes, rows: int) -> KernelWork:

@@ -35,7 +35,9 @@ from bench.kernels.measure import Calls, copies_for, time_us
 from bench.kernels.mixers import DECODES, RANK, ROPE
 from bench.kernels.sizes import LLAMA, Sizes, meta_of
 from bench.report.result_file import RawLines, versions
-from kernels.attention.latent.decode import latent_decode
+from kernels.attention.candidates import LATENT_DECODE
+from kernels.attention.inputs import AbsorbedInputs
+from kernels.candidates import first_fit
 from kernels.dispatch import kernels_for
 
 FLASH_MLA_BLOCK = 64
@@ -73,7 +75,8 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
 
     def ours(cache: Tensor) -> Tensor:
         out = q.new_empty(count, heads, RANK)
-        latent_decode(absorbed, q, cache, out, meta.block_table, SCALE, meta.plan)
+        inputs = AbsorbedInputs(absorbed, q, cache, SCALE)
+        first_fit(LATENT_DECODE, inputs, meta).run(inputs, meta, out)
         return out
 
     def flash_mla() -> Calls:

@@ -114,7 +114,9 @@ def _line(
     return text
 
 
-def _kernels(table: Sequence[Candidate], form: Format, capability: tuple[int, int] | None) -> str:
+def _kernels(
+    table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int] | None
+) -> str:
     """Describe how a table's kernels multiply a format, and the GPU that its 8-bit GEMMs need."""
     able = [each for each in _CAPABILITIES if _rounding(table, form, each)]
     kernel = _rounding(table, form, capability) if capability else None
@@ -142,8 +144,8 @@ def _kernels(table: Sequence[Candidate], form: Format, capability: tuple[int, in
 
 
 def _rounding(
-    table: Sequence[Candidate], form: Format, capability: tuple[int, int]
-) -> Candidate | None:
+    table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int]
+) -> Candidate[Format] | None:
     """Return the first kernel of a table that quantises activations too."""
     kernels = taking(table, form, capability)
     return next((kernel for kernel in kernels if kernel.operands in _ROUNDED), None)

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.shapes import Heads, Scores
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.metadata import AttentionMeta
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -237,20 +239,15 @@ def _decode_kernel(
         entry, begin, end = next_item
 
 
-def attention_decode(
-    q: Tensor,  # [num_entries, num_heads, head_dim]
-    k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: Tensor,
-    out: Tensor,  # like q
-    block_table: Tensor,  # [num_entries, max_blocks] int32
-    scale: float,
-    plan: DecodePlan,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-) -> None:
-    """out = softmax(scale q k^T) v over the keys that the plan lists, for its entries' tokens; see
-    `kernels.reference.Kernels.attention`."""
+def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute attention of the entries that meta.plan lists, which have one query token each.
+
+    The result is softmax(scale q k^T) v, as `kernels.reference.Kernels.attention` has it.
+
+    out: like q; rows of other tokens are not written.
+    """
+    q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
+    plan: DecodePlan = meta.plan
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -263,7 +260,7 @@ def attention_decode(
         k_cache,
         v_cache,
         out,
-        block_table,
+        meta.block_table,
         plan.count,
         plan.items,
         plan.arrived,
@@ -273,7 +270,7 @@ def attention_decode(
         q if slopes is None else slopes,
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
-        block_table.stride(0),
+        meta.block_table.stride(0),
         HEADS=Heads(
             num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
         ),

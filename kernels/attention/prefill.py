@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.shapes import Heads, Scores
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
@@ -270,22 +271,15 @@ def prefill_launch(dims: int, element_size: int, deterministic: bool) -> Prefill
 
 
 def attention_prefill(
-    q: Tensor,  # [num_tokens, num_heads, head_dim]
-    k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: Tensor,
-    out: Tensor,  # like q
-    scale: float,
-    meta: AttentionMeta,
-    deterministic: bool = False,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
+    inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Attention of the entries counts[0] .. counts[1] - 1 of meta; tokens after the last get zeros.
+    """Compute attention of the entries counts[0] .. counts[1] - 1 of meta.
 
-    deterministic: of the entries 0 .. counts[1] - 1, and a query's result is the same bit by bit
-    whatever else is computed with it, chunks of its own request included.
+    out: like q; tokens after the last entry get zeros.
+    deterministic: compute the entries 0 .. counts[1] - 1. A query's result is then the same bit by
+        bit whatever else is computed with it, chunks of its own request included.
     """
+    q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = meta.kv_len.shape[0]
@@ -325,3 +319,8 @@ def attention_prefill(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+
+
+def attention_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute `attention_prefill` of decodes and chunks, deterministically."""
+    attention_prefill(inputs, meta, out, deterministic=True)

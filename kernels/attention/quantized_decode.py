@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.attention.decode import LOG2E, DecodeTile, capped, item_of, merge, merge_into
 from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.shapes import Heads, Scores
 from kernels.kv.codes import (
     code_pages,
@@ -33,6 +34,7 @@ from kernels.kv.codes import (
 )
 from kernels.kv.quantized import QuantizedKV
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.metadata import AttentionMeta
 
 
 # 20 parameters or more: 17 are tensors and numbers of the launch, and constants are in structs.
@@ -234,19 +236,11 @@ def _quantized_decode_kernel(
         entry, begin, end = next_item
 
 
-def quantized_decode(
-    q: Tensor,
-    k_cache: QuantizedKV,
-    v_cache: QuantizedKV,
-    out: Tensor,
-    block_table: Tensor,
-    scale: float,
-    plan: DecodePlan,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-) -> None:
-    """See `decode.attention_decode`."""
+def quantized_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute what `decode.attention_decode` does, over quantised keys and values."""
+    q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
+    assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)
+    plan: DecodePlan = meta.plan
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -259,7 +253,7 @@ def quantized_decode(
         pairs(v_cache),
         *words(k_cache, v_cache),
         out,
-        block_table,
+        meta.block_table,
         plan.count,
         plan.items,
         plan.arrived,
@@ -269,7 +263,7 @@ def quantized_decode(
         q if slopes is None else slopes,
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
-        block_table.stride(0),
+        meta.block_table.stride(0),
         HEADS=Heads(
             num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
         ),

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.prefill import PrefillLaunch, PrefillTile, borders
 from kernels.attention.shapes import Heads, Scores
 from kernels.kv.codes import (
@@ -309,18 +310,11 @@ def _launch(dims: int, element_size: int) -> PrefillLaunch:
 
 
 def quantized_prefill(
-    q: Tensor,
-    k_cache: QuantizedKV,
-    v_cache: QuantizedKV,
-    out: Tensor,
-    scale: float,
-    meta: AttentionMeta,
-    deterministic: bool = False,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
+    inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """See `prefill.attention_prefill`."""
+    """Compute what `prefill.attention_prefill` does, over quantised keys and values."""
+    q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
+    assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = meta.kv_len.shape[0]
@@ -363,3 +357,8 @@ def quantized_prefill(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+
+
+def quantized_prefill_fixed(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute `quantized_prefill` of decodes and chunks, deterministically."""
+    quantized_prefill(inputs, meta, out, deterministic=True)

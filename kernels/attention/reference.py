@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.attention.inputs import AttentionInputs
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
 
@@ -27,18 +29,14 @@ class Scores:
     slopes: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        num_kv_heads: int,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-    ) -> "Scores":
+    def of(cls, inputs: AttentionInputs) -> "Scores":
+        """Return the rule of a layer's inputs."""
+        heads = inputs.k_cache.shape[1]
         by_head = [
-            None if values is None else values.view(num_kv_heads, -1) for values in (sinks, slopes)
+            None if values is None else values.view(heads, -1)
+            for values in (inputs.sinks, inputs.slopes)
         ]
-        return cls(scale, softcap, by_head[0], by_head[1])
+        return cls(inputs.scale, inputs.softcap, by_head[0], by_head[1])
 
     def attend(
         self, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
@@ -175,10 +173,14 @@ def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
     return meta.plan
 
 
-def without_gates(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """Return qkv without the gate that stands behind each query."""
+def without_gates(inputs: RopeInputs) -> RopeInputs:
+    """Return the inputs without the gates that stand behind queries, if there are any."""
+    if not inputs.gated:
+        return inputs
+    qkv, num_heads, head_dim = inputs.qkv, inputs.num_heads, inputs.k_cache.shape[3]
     queries = qkv[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 0]
-    return torch.cat((queries.flatten(1), qkv[:, 2 * num_heads * head_dim :]), dim=1)
+    qkv = torch.cat((queries.flatten(1), qkv[:, 2 * num_heads * head_dim :]), dim=1)
+    return inputs._replace(qkv=qkv, gated=False)
 
 
 def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:

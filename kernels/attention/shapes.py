@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+MOST_HEADS = 64  # of a program over latents
+
 
 class Heads(NamedTuple):
     """The heads of a layer and the pages of its cache, as one `tl.constexpr`.
@@ -35,6 +37,14 @@ class LatentHeads(NamedTuple):
     rope: int
     head_dim: int
     block_size: int
+
+
+def head_parts(num_heads: int) -> int:
+    """Return into how many equal parts heads over latents are cut, each of at most MOST_HEADS."""
+    parts = -(-num_heads // MOST_HEADS)
+    while num_heads % parts:
+        parts += 1
+    return parts
 
 
 class LatentTile(NamedTuple):

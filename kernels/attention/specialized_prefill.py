@@ -35,9 +35,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.attention.candidates import PREFILL_KEYS, takes_specialized_prefill
 from kernels.attention.decode import LOG2E
+from kernels.attention.inputs import AttentionInputs, attention_form
 from kernels.attention.shapes import Heads, Scores
-from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.kv.quantized import QuantizedKV
 from kernels.launch.hopper import PIECE, SWIZZLED, barrier, clear_rows_from, load_box, reinterpret
 from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
@@ -67,7 +69,7 @@ class PrefillTile(NamedTuple):
 
 # Head size -> its tile. With heads of 64 a tile's exponentials take longer than its GEMMs:
 # prefill.py, with twice as many warps a multiprocessor, is as fast (0.84 to 1.04 of it).
-TILES = {128: PrefillTile(128, 2, 2), 256: PrefillTile(64, 2, 1)}
+TILES = {128: PrefillTile(PREFILL_KEYS[128], 2, 2), 256: PrefillTile(PREFILL_KEYS[256], 2, 1)}
 
 
 @gluon.jit
@@ -450,29 +452,14 @@ def _prefill_specialized_kernel(
     )  # fmt: skip
 
 
-def specialized_prefill_fits(
-    q: Tensor,
-    k_cache: Cache,
-    deterministic: bool = False,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-) -> bool:
-    """Whether `specialized_prefill` takes these tensors.
-
-    It takes 16-bit keys and values in heads of 128 or 256, groups of 1, 2, 4 or 8 query heads,
-    and blocks that tiles of keys consist of or that consist of them; on Hopper alone. Soft caps,
-    slopes and deterministic mode are prefill.py's.
-    """
-    if isinstance(k_cache, QuantizedKV) or deterministic or softcap or slopes is not None:
+def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bool:
+    """Whether `specialized_prefill` serves these inputs: see `takes_specialized_prefill`."""
+    q, k_cache = inputs.q, inputs.k_cache
+    if isinstance(k_cache, QuantizedKV) or not q.is_cuda:
         return False
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return False
-    _, heads, block_size, dim = k_cache.shape
-    if dim not in TILES or q.element_size() != 2 or q.dtype != k_cache.dtype:
-        return False
-    keys = TILES[dim].keys
-    pages = block_size % 16 == 0 and (keys % block_size == 0 or block_size % keys == 0)
-    return pages and q.shape[1] // heads in (1, 2, 4, 8) and k_cache.is_contiguous()
+    capability = torch.cuda.get_device_capability(q.device)
+    plain = q.dtype == k_cache.dtype and k_cache.is_contiguous()
+    return plain and takes_specialized_prefill(attention_form(inputs), capability)
 
 
 @lru_cache
@@ -481,16 +468,10 @@ def _queue(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def specialized_prefill(
-    q: Tensor,  # [num_tokens, num_heads, head_dim], contiguous
-    k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: Tensor,
-    out: Tensor,  # like q
-    scale: float,
-    meta: AttentionMeta,
-    sinks: Tensor | None = None,
-) -> None:
-    """Compute what `attention_prefill` does: the entries counts[0] .. counts[1] - 1 of meta."""
+def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute what `prefill.attention_prefill` does, where `specialized_prefill_fits`."""
+    q, k_cache, v_cache, scale, _, sinks, _ = inputs
+    assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
     num_tokens, num_heads, dim = q.shape
     _, heads, block_size, _ = k_cache.shape
     group = num_heads // heads

@@ -27,6 +27,7 @@ from kernels.cpu.codegen.compiler import (
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.scores import Numbers, Places, Scored
+from kernels.kv.inputs import RopeInputs
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
@@ -490,25 +491,16 @@ class CpuRotation:
         self._rotate = compile_ir(module([_rotate(shape, lanes())]))["rotate"]
         self._args = (ctypes.c_int64 * _WORDS)()
 
-    def rope_kv_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Compute `Kernels.rope_kv_write`. cos_sin: None if the shape has no rotary embeddings."""
+    def rope_kv_write(self, inputs: RopeInputs, positions: Tensor, slots: Tensor) -> Tensor:
+        """Compute `Kernels.rope_kv_write` over plain caches."""
+        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, _, _ = inputs
+        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
         shape, args = self._shape, self._args
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         args[_QKV], args[_Q] = qkv.data_ptr(), q.data_ptr()
         args[_POSITIONS], args[_SLOTS] = positions.data_ptr(), slots.data_ptr()
-        args[_TABLE] = 0 if cos_sin is None else cos_sin.data_ptr()
+        args[_TABLE] = cos_sin.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
         args[_TOKENS] = tokens
         if q_norm is not None and k_norm is not None:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.reference import (
     Gather,
     Scores,
@@ -33,6 +34,7 @@ from kernels.cpu.scores import Numbers
 from kernels.cpu.whole_texts import whole_texts
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
@@ -165,34 +167,16 @@ class Deterministic(PlannedByFirstLayer):
                 )[0]
         return y
 
-    def rope_kv_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Cache,
-        v_cache: Cache,
-        num_heads: int,
-        meta: AttentionMeta,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        if gated:
-            qkv = without_gates(qkv, num_heads, k_cache.shape[3])
+    def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
+        inputs = without_gates(inputs)
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
-        kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
+        kernels = meta.plan.choose(inputs.num_heads, inputs.k_cache, inputs.cos_sin, inputs.q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(
-                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta.positions, meta.slots
-            )
+            return kernels.rope_kv_write(inputs, meta.positions, meta.slots)
         write = super().rope_kv_write
-        queries = [
-            write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
-            for row, part in zip(qkv.split(1), meta.plan.writes(k_cache), strict=True)
-        ]
+        tokens = zip(inputs.qkv.split(1), meta.plan.writes(inputs.k_cache), strict=True)
+        queries = [write(inputs._replace(qkv=row.clone()), part) for row, part in tokens]
         return torch.cat(queries)
 
     def whole_texts(
@@ -220,18 +204,8 @@ class Deterministic(PlannedByFirstLayer):
             parts.append(plain(own, cos_sin, num_heads, scale, window, alone, dtype))
         return torch.cat(parts)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Cache,
-        v_cache: Cache,
-        scale: float,
-        meta: AttentionMeta,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
+        q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
         plan = meta.plan
         if plan.kernels is not None:
             num_tokens, num_heads, head_dim = q.shape
@@ -239,9 +213,8 @@ class Deterministic(PlannedByFirstLayer):
             numbers = Numbers(softcap, sinks, slopes)
             plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out, numbers)
             return out
-        how = Scores.of(k_cache.shape[1], scale, softcap, sinks, slopes)
         with _one_thread():
-            return _attend_by_token(q, k_cache, v_cache, how, meta)
+            return _attend_by_token(q, k_cache, v_cache, Scores.of(inputs), meta)
 
     def latent_write(
         self,

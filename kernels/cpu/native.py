@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.attention.reference import (
     PrefillChunk,
     Scores,
@@ -24,6 +25,7 @@ from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.cpu.scores import Numbers
 from kernels.cpu.whole_texts import whole_texts
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
 
@@ -143,54 +145,22 @@ class _NativePlan(LayerKernels):
 
 
 class Native(PlannedByFirstLayer):
-    def rope_kv_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Cache,
-        v_cache: Cache,
-        num_heads: int,
-        meta: AttentionMeta,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        if gated:
-            qkv = without_gates(qkv, num_heads, k_cache.shape[3])
+    def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
+        inputs = without_gates(inputs)
         if meta.plan is None:
             meta.plan = _NativePlan(meta)
-        kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
+        kernels = meta.plan.choose(inputs.num_heads, inputs.k_cache, inputs.cos_sin, inputs.q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(
-                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta.positions, meta.slots
-            )
-        reference = meta.plan.reference
-        return super().rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, reference
-        )
+            return kernels.rope_kv_write(inputs, meta.positions, meta.slots)
+        return super().rope_kv_write(inputs, meta.plan.reference)
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Cache,
-        v_cache: Cache,
-        scale: float,
-        meta: AttentionMeta,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:
         if meta.plan is None:
             meta.plan = _NativePlan(meta)
         plan, decodes = meta.plan, meta.num_decodes
         if plan.kernels is None:
-            return super().attention(
-                q, k_cache, v_cache, scale, plan.reference,
-                softcap=softcap, sinks=sinks, slopes=slopes,
-            )  # fmt: skip
+            return super().attention(inputs, plan.reference)
+        q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1:3]
         out = q.new_empty(num_tokens, num_heads * head_dim)
@@ -210,7 +180,7 @@ class Native(PlannedByFirstLayer):
         if plan.gathered is None:
             plan.gathered = plan_chunks(meta, k_cache)
         grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
+        how = Scores.of(inputs)
         out[plan.gathered[-1].end if plan.gathered else decodes :].zero_()  # padding
         for part in plan.gathered:
             attended = attend_chunk(grouped, k_cache, v_cache, how, part)

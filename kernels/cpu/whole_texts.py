@@ -9,6 +9,7 @@ from kernels.cpu.attention import rotation_for
 from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16
 from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
+from kernels.kv.inputs import RopeInputs
 from kernels.metadata import AttentionMeta
 
 _BLOCK = 16  # keys per page
@@ -82,9 +83,9 @@ def whole_texts(
     plan: WholeTexts = meta.plan
     assert len(qkv) == len(plan.positions), "tokens of no text"
     keys, values = plan.keys(num_heads, dim, key_dtype)
-    q = rotation.rope_kv_write(
-        qkv, cos_sin, None, None, 0.0, keys, values, plan.positions, plan.slots
-    )
+    table = torch.empty(0, 0) if cos_sin is None else cos_sin
+    inputs = RopeInputs(qkv, table, None, None, 0.0, keys, values, num_heads)
+    q = rotation.rope_kv_write(inputs, plan.positions, plan.slots)
     out = qkv.new_empty(len(qkv), num_heads * dim)
     attend(q, keys, values, scale, plan.entries(window), out, _PLAIN)
     return out

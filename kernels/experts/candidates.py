@@ -44,7 +44,7 @@ def _run(path: str) -> Lazy:
 
 
 # Of 16-bit and 32-bit weights.
-EXPERTS: tuple[Candidate, ...] = (
+EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "few", "weights", _takes_any, _tokens(4),
         _run("few:few_fits"), _run("few:few"),
@@ -56,7 +56,7 @@ EXPERTS: tuple[Candidate, ...] = (
 )  # fmt: skip
 
 # Of packed weights. Fragments are an order of codes that `order_experts` chooses when weights load.
-PACKED_EXPERTS: tuple[Candidate, ...] = (
+PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "few_fragments", "decoded codes", _takes_fragments, _tokens(1),
         _run("fragments.dispatch:few_fragments_fit"), _run("fragments.dispatch:few_fragments"),
@@ -80,13 +80,13 @@ PACKED_EXPERTS: tuple[Candidate, ...] = (
 )  # fmt: skip
 
 # Where a token's numbers may depend on its request alone: each sums in one order.
-FIXED_EXPERTS: tuple[Candidate, ...] = (
+FIXED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "grouped_fixed", "weights", _takes_any, _any_tokens,
         _always, _run("grouped:grouped_fixed"),
     ),
 )  # fmt: skip
-FIXED_PACKED_EXPERTS: tuple[Candidate, ...] = (
+FIXED_PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "fragments_fixed", "decoded codes", _takes_fragments, _any_tokens,
         _run("fragments.dispatch:in_fragments"), _run("fragments.dispatch:fixed_fragments"),

@@ -21,7 +21,8 @@ from kernels.kv.codes import (
     store_numbers,
     words,
 )
-from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.kv.inputs import RopeInputs
+from kernels.kv.quantized import QuantizedKV
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import AttentionMeta
 
@@ -290,20 +291,12 @@ def _rope_kv_write_kernel(
                 )
 
 
-def rope_kv_write(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Cache,
-    v_cache: Cache,
-    num_heads: int,
-    meta: AttentionMeta,
-    *,
-    gated: bool = False,
-) -> Tensor:
-    """See `kernels.reference.Kernels.rope_kv_write`. A slot of -1 writes no key or value."""
+def rope_kv_write(inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
+    """Compute `kernels.reference.Kernels.rope_kv_write`.
+
+    A slot of -1 writes no key or value.
+    """
+    qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, gated = inputs
     num_tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     rotary_dim = cos_sin.shape[-1]

@@ -5,6 +5,8 @@ A channel's state is a vector whose elements decay at different rates. So no mat
 tokens, and prompts are computed token by token, with states in the processor's cache.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -14,19 +16,33 @@ from kernels.recurrent.convolution import chunks_of, decoded
 CHUNK = 64  # tokens whose decays are computed at once
 
 
-def mamba1(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    rates: Tensor,
-    skip: Tensor,
-    state: Tensor,
-    meta: AttentionMeta,
-) -> Tensor:
+class Mamba1Inputs(NamedTuple):
+    """The inputs of a layer of Mamba-1 in one step; all are contiguous but the gate.
+
+    x [num_tokens, channels] float32: results of the convolution.
+    dt [num_tokens, channels]: a step is its softplus.
+    b, c [num_tokens, state_size]: B and C of all channels.
+    rates [channels, state_size] float32: -exp(A_log).
+    skip [channels] float32: D.
+    gate [num_tokens, channels]: gates of the results, which have its dtype.
+    state [rows, channels, state_size] float32: states, written at meta.rows.
+    """
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+    rates: Tensor
+    skip: Tensor
+    gate: Tensor
+    state: Tensor
+
+
+def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
     """Compute `Kernels.mamba1`, without the gate."""
-    x, b, c = x.float(), b.float(), c.float()
-    step = softplus(dt.float())
+    rates, skip, state = inputs.rates, inputs.skip, inputs.state
+    x, b, c = inputs.x.float(), inputs.b.float(), inputs.c.float()
+    step = softplus(inputs.dt.float())
     stepped = x * step
     out = x * skip
     count = meta.num_decodes

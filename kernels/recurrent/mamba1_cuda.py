@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.mamba1 import Mamba1Inputs
 
 BLOCK = 64  # channels per program
 
@@ -70,21 +71,12 @@ def _mamba1_kernel(
     tl.store(own + tile, matrix, mask=tile_mask)
 
 
-def mamba1(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    rates: Tensor,
-    skip: Tensor,
-    state: Tensor,
-    meta: AttentionMeta,
-) -> Tensor:
-    """Compute `kernels.reference.Kernels.mamba1`, without the gate. Tokens after the last entry get
-    zeros.
+def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
+    """Compute `kernels.reference.Kernels.mamba1`, without the gate.
 
-    All tensors are contiguous.
+    Tokens after the last entry get zeros.
     """
+    x, dt, b, c, rates, skip, _, state = inputs
     assert meta.rows is not None and meta.counts is not None
     channels, size = rates.shape
     out = state.new_empty(x.shape)

@@ -1,5 +1,6 @@
 """Paged attention against float64, in every way that entries, pages and heads can lie."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
+from kernels.attention.inputs import AttentionInputs
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import (
@@ -37,7 +39,7 @@ def check(
     )
     q = random(sum(query_len) + padding, num_heads, head_dim, dtype=dtype)
     scale = head_dim**-0.5
-    out = cuda.attention(q, k_cache, v_cache, scale, meta)
+    out = cuda.attention(AttentionInputs(q, k_cache, v_cache, scale), meta)
     assert out.isfinite().all()
     ref = attention(q, k_cache, v_cache, scale, meta)
     got = out.view(q.shape)[: len(ref)]
@@ -94,7 +96,7 @@ def test_decode_merges_splits(lengths: list[int]) -> None:
     cuda.prepare(meta, 8, k_cache)
     ref = attention(q, k_cache, v_cache, 0.125, meta)
     for _ in range(2):  # the second layer finds the arrival counters as the first did
-        out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
+        out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.125), meta)
         assert row_error(out.view(q.shape), ref) < BOUND[torch.float32]
     assert int(meta.plan.count[0]) > count
     assert meta.plan.last_merges == (len(lengths) > 1)
@@ -105,7 +107,7 @@ def test_decode_with_nothing_cached_is_finite() -> None:
     """0 / 0 in a padding row of a graph; NaN would spread through whatever is shared by rows."""
     k_cache, v_cache, meta = paged([5, 9], [1, 1], 2, 64, 16, 2, torch.float32)
     meta.kv_len[1] = 0
-    out = cuda.attention(random(2, 4, 64), k_cache, v_cache, 0.125, meta)
+    out = cuda.attention(AttentionInputs(random(2, 4, 64), k_cache, v_cache, 0.125), meta)
     assert out.isfinite().all()
 
 
@@ -145,7 +147,7 @@ def test_graph_with_fewer_entries_than_room() -> None:
     meta.num_decodes = 9
     cuda.prepare(meta, 8, k_cache)
     for _ in range(2):
-        out = cuda.attention(q, k_cache, v_cache, 0.125, meta).view(q.shape)
+        out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.125), meta).view(q.shape)
         assert row_error(out[:total], ref) < BOUND[torch.float32]
         assert not out[total:].any()
 
@@ -159,8 +161,9 @@ def test_batch_order_does_not_matter() -> None:
     outs = []
     for index in (torch.arange(6, device=DEVICE), order):
         split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, number(6))
+        ordered = replace(meta, block_table=meta.block_table[index], plan=split)
         out = torch.full_like(q, torch.nan)
-        attention_decode(q[index], k_cache, v_cache, out, meta.block_table[index], 0.125, split)
+        attention_decode(AttentionInputs(q[index], k_cache, v_cache, 0.125), ordered, out)
         outs.append(out)
     assert torch.equal(outs[0][order], outs[1])
 
@@ -201,7 +204,7 @@ def test_deterministic_rows_ignore_the_rest(
                tables: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:  # fmt: skip
         step = rows_of(kv_len, query_len, decodes, tables, queries)
         back_end.prepare(step, num_heads, k_cache)
-        return back_end.attention(queries, k_cache, v_cache, 0.125, step)
+        return back_end.attention(AttentionInputs(queries, k_cache, v_cache, 0.125), step)
 
     def cuts(back_end: Any) -> list[torch.Tensor]:
         """The last query's result, computed in different company."""
@@ -231,7 +234,7 @@ def test_outliers_do_not_overflow() -> None:
     """Scores in the thousands: a softmax without its maximum, or in half precision, gives NaN."""
     k_cache, v_cache, meta = paged([200, 90], [1, 40], 2, 64, 16, 1, torch.float16)
     q = random(41, 4, 64, dtype=torch.float16) * 100
-    out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
+    out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.125), meta)
     ref = attention(q, k_cache, v_cache, 0.125, meta)
     assert row_error(out.view(q.shape), ref) < 2e-3
 
@@ -271,7 +274,7 @@ def test_block_ids_beyond_int32_offsets() -> None:
     for cache in (k_cache, v_cache):
         cache[-12:] = random(12, *shape[1:], dtype=torch.bfloat16)
     q = random(91, 32, head_dim, dtype=torch.bfloat16)
-    out = cuda.attention(q, k_cache, v_cache, 0.09, meta)
+    out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.09), meta)
     ref = attention(q, k_cache, v_cache, 0.09, meta)
     assert row_error(out.view(q.shape), ref) < BOUND[torch.bfloat16]
 
@@ -290,10 +293,10 @@ def test_decode_at_size(case: str) -> None:
     k_cache, v_cache, meta = paged(lengths, [1] * count, 8, 128, 16, count, torch.bfloat16)
     q = random(count, 32, 128, dtype=torch.bfloat16)
     cuda.prepare(meta, 32, k_cache)
-    first = cuda.attention(q, k_cache, v_cache, 0.09, meta)
+    first = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.09), meta)
     assert row_error(first.view(q.shape), attention(q, k_cache, v_cache, 0.09, meta)) < 4e-3
     for _ in range(20):
-        assert torch.equal(cuda.attention(q, k_cache, v_cache, 0.09, meta), first)
+        assert torch.equal(cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.09), meta), first)
 
 
 @gpu
@@ -305,7 +308,7 @@ def test_prefill_after_a_long_prefix(prefix: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     k_cache, v_cache, meta = paged([prefix + 256], [256], 2, 128, 16, 0, dtype)
     q = random(256, 8, 128, dtype=dtype)
-    out = cuda.attention(q, k_cache, v_cache, 0.09, meta).view(q.shape)
+    out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.09), meta).view(q.shape)
     for head in range(2):  # a slice at a time: scores of all would be gigabytes
         mine, own = slice(4 * head, 4 * head + 4), slice(head, head + 1)
         ref = attention(q[:, mine], k_cache[:, own], v_cache[:, own], 0.09, meta)
@@ -324,7 +327,7 @@ def test_one_graph_serves_all_lengths() -> None:
         meta.plan = None
         cuda.prepare(meta, 32, k_cache)
         q.mul_(1)  # the plan is read before the wait on the last launch (kernels/launch/pdl.py)
-        return cuda.attention(q, k_cache, v_cache, 0.09, meta)
+        return cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.09), meta)
 
     step()
     graph = torch.cuda.CUDAGraph()

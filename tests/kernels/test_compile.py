@@ -31,8 +31,10 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
-from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
+from kernels.attention.inputs import AttentionInputs  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
+from kernels.attention.quantized_decode import quantized_decode  # noqa: E402
+from kernels.attention.quantized_prefill import quantized_prefill  # noqa: E402
 from kernels.experts import few_packed as few_packed_module  # noqa: E402
 from kernels.experts import packed as packed_experts_module  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
@@ -45,6 +47,7 @@ from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
 from kernels.gemm.packed.mma4 import MmaTile, mma4  # noqa: E402
 from kernels.gemm.packed.round_rows import round_rows  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
+from kernels.kv.inputs import RopeInputs  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
@@ -223,8 +226,8 @@ def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
         int32(300), int64(300), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
     )
     qkv, table = bf16(300, 48 * 128), torch.empty(1024, 128)
-    q = rope_kv_write(qkv, table, None, None, EPS, *caches, 32, meta)
-    attend_chunks(q, *caches, torch.empty_like(q), 128**-0.5, meta)
+    q = rope_kv_write(RopeInputs(qkv, table, None, None, EPS, *caches, 32), meta)
+    quantized_prefill(AttentionInputs(q, *caches, 128**-0.5), meta, torch.empty_like(q))
     actual = {kernel: compiled.asm["ptx"] for kernel, compiled in launches.seen}
     written, attended = actual["_rope_kv_write_kernel"], actual["_quantized_prefill_kernel"]
     assert attended.count("ld.global") < 64
@@ -451,19 +454,25 @@ def test_heads_of_512_fit(launches: Launches) -> None:
         int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
     )
     rope_kv_write(
-        bf16(20, 40 * 512), torch.empty(1024, 512), None, None, EPS, k_cache, v_cache, 32, meta
+        RopeInputs(
+            bf16(20, 40 * 512), torch.empty(1024, 512), None, None, EPS, k_cache, v_cache, 32
+        ),
+        meta,
     )
-    attention_prefill(q, k_cache, v_cache, torch.empty_like(q), 1.0, meta)
-    splits = plan(int32(20), 32, k_cache, 8192, int32(1))
-    attention_decode(q, k_cache, v_cache, torch.empty_like(q), int32(20, 512), 1.0, splits)
+    inputs = AttentionInputs(q, k_cache, v_cache, 1.0)
+    attention_prefill(inputs, meta, torch.empty_like(q))
+    decodes = replace(meta, block_table=int32(20, 512))
+    decodes.plan = plan(int32(20), 32, k_cache, 8192, int32(1))
+    attention_decode(inputs, decodes, torch.empty_like(q))
     for form in FORMATS.values():
         form = replace(form, hadamard=256) if form.name == "int4" else form
         codes = [QuantizedKV.empty(form, (NUM_BLOCKS, 4, 16, 512)) for _ in range(2)]
         qkv, table = bf16(20, 40 * 512), torch.empty(1024, 512)
-        rope_kv_write(qkv, table, None, None, EPS, *codes, 32, meta)
-        attend_chunks(q, *codes, torch.empty_like(q), 1.0, meta)
-        splits = plan(int32(20), 32, codes[0], 8192, int32(1))
-        attend_decodes(q, *codes, torch.empty_like(q), int32(20, 512), 1.0, splits)
+        rope_kv_write(RopeInputs(qkv, table, None, None, EPS, *codes, 32), meta)
+        inputs = AttentionInputs(q, *codes, 1.0)
+        quantized_prefill(inputs, meta, torch.empty_like(q))
+        decodes.plan = plan(int32(20), 32, codes[0], 8192, int32(1))
+        quantized_decode(inputs, decodes, torch.empty_like(q))
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.cpu import norm
 from kernels.cpu.deterministic import (
     Deterministic,
@@ -204,13 +205,17 @@ def test_keys_that_are_read_once_for_all_tokens(
     for numbers in scored:
         with _one_thread():
             want = [
-                Kernels().attention(row.clone(), k_cache, v_cache, dim**-0.5, alone, **numbers)
+                Kernels().attention(
+                    AttentionInputs(row.clone(), k_cache, v_cache, dim**-0.5, **numbers), alone
+                )
                 for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
             ]
         meta.plan, reads = _DeterministicPlan(meta), 0
         with monkeypatch.context() as patch:
             patch.setattr(QuantizedKV, "read", counted)
-            got = Deterministic().attention(q, k_cache, v_cache, dim**-0.5, meta, **numbers)
+            got = Deterministic().attention(
+                AttentionInputs(q, k_cache, v_cache, dim**-0.5, **numbers), meta
+            )
         assert got.isfinite().all()
         assert torch.equal(got, torch.cat(want))
         assert reads == (0 if form == "float32" else 2 * len(STEP))
@@ -227,11 +232,11 @@ def test_a_later_token_that_is_not_finite(window: int) -> None:
     q = torch.randn(len(meta.positions), 2 * HEADS, 16, generator=torch.Generator().manual_seed(5))
     with _one_thread():
         want = [
-            Kernels().attention(row.clone(), k_cache, v_cache, 0.25, alone)
+            Kernels().attention(AttentionInputs(row.clone(), k_cache, v_cache, 0.25), alone)
             for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
         ]
     meta.plan = _DeterministicPlan(meta)
-    got = Deterministic().attention(q, k_cache, v_cache, 0.25, meta)
+    got = Deterministic().attention(AttentionInputs(q, k_cache, v_cache, 0.25), meta)
     assert int((~got.isfinite()).any(1).sum()) == 3
     torch.testing.assert_close(got, torch.cat(want), rtol=0, atol=0, equal_nan=True)
 
@@ -260,7 +265,9 @@ def test_a_token_of_a_chunk_in_several_threads(threads: int) -> None:
     def attention(q: Tensor, positions: list[int]) -> Tensor:
         meta = step(positions)
         meta.plan = _DeterministicPlan(meta)
-        return Deterministic().attention(q[positions].clone(), k_cache, v_cache, 0.125, meta)
+        return Deterministic().attention(
+            AttentionInputs(q[positions].clone(), k_cache, v_cache, 0.125), meta
+        )
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.attention.reference import without_gates
 from kernels.kv.format import FORMATS
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import QuantizedKV
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta
@@ -58,7 +59,7 @@ def test_against_float64(shape: tuple[int, ...], norm: bool, dtype: torch.dtype)
     slots[[2, 7]] = -1
     positions = torch.randint(0, 64, (num_tokens,), device=DEVICE).int()
     meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
-    q = rope_kv_write(qkv, cos_sin, *weights, eps, *caches, num_heads, meta)
+    q = rope_kv_write(RopeInputs(qkv, cos_sin, *weights, eps, *caches, num_heads), meta)
 
     heads = qkv.view(num_tokens, -1, head_dim)
     ref_q = reference(heads[:, :num_heads], weights[0], eps, cos_sin, positions)
@@ -94,8 +95,8 @@ def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | No
         caches: list[Any] = [torch.zeros(sizes, dtype=dtype, device=DEVICE) for _ in range(2)]
         if code is not None:
             caches = [QuantizedKV.empty(FORMATS[code], sizes, DEVICE) for _ in range(2)]
-        rows = qkv if gated else without_gates(qkv, num_heads, head_dim)
-        q = rope_kv_write(rows, cos_sin, *weights, 1e-6, *caches, num_heads, meta, gated=gated)
+        inputs = RopeInputs(qkv, cos_sin, *weights, 1e-6, *caches, num_heads, gated=True)
+        q = rope_kv_write(inputs if gated else without_gates(inputs), meta)
         stored = [cache if code is None else cache.codes for cache in caches]
         writes.append((q, *(tensor.view(torch.uint8) for tensor in stored)))
     assert all(torch.equal(single, other) for single, other in zip(*writes, strict=True))
@@ -113,5 +114,5 @@ def test_slots_beyond_int32_offsets() -> None:
     slots[599] = num_blocks * 16 - 1
     positions = torch.arange(600, device="cuda").int()
     meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
-    rope_kv_write(qkv, random(600, 128), None, None, 1e-6, *caches, 32, meta)
+    rope_kv_write(RopeInputs(qkv, random(600, 128), None, None, 1e-6, *caches, 32), meta)
     assert torch.equal(caches[1][-1, :, -1], qkv.view(600, 48, 128)[-1, 40:])

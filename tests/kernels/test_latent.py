@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cuda
+from kernels.attention.candidates import LATENT_CHUNKS, LATENT_DECODE
+from kernels.attention.inputs import AbsorbedInputs, LatentInputs
 from kernels.attention.latent import decode, expanded, specialized_decode
-from kernels.attention.latent.decode import head_parts, plan_latent
+from kernels.attention.latent.decode import plan_latent
 from kernels.attention.latent.expanded import worth_expanding
+from kernels.attention.shapes import head_parts
+from kernels.candidates import first_fit
+from kernels.cuda import Cuda
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -72,21 +76,24 @@ def test_expanded(piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     meta.query_start_host = meta.query_start.tolist()
     monkeypatch.setattr(expanded, "LEAST_PIECE", piece)
     monkeypatch.setattr(expanded, "MOST_ABSORBED", 10)
-    monkeypatch.setattr(cuda, "latent_prefill", None)
+    expanded_only = [kernel for kernel in LATENT_CHUNKS if kernel.name == "latent_expanded"]
+    monkeypatch.setattr(Cuda, "LATENT_CHUNKS", expanded_only)
     check("cuda", 3, cache, meta, 32)
 
 
 def test_few_queries_are_absorbed() -> None:
     """Keys made of a long context for a few queries, which costs more than it spares."""
-    meta = latents([5000, 5000], [1, 1], 1, 16)[1]
+    cache, meta = latents([5000, 5000], [1, 1], 1, 16)
+    up = torch.empty(1, 256, 512, device=DEVICE)
     for tokens, keys, worth in (
         (1, 5000, False), (100, 5000, False), (400, 5000, True), (100, 100, True),
         (5000, 100_000, True),
     ):  # fmt: skip
         meta.query_start_host, meta.kv_len_host = [0, 1, 1 + tokens], [5000, keys]
-        assert worth_expanding(meta, 1 + tokens, 256, 512) is worth
+        q = torch.empty(1 + tokens, 1, 1, device=DEVICE)
+        assert worth_expanding(LatentInputs(q, cache, up, 1.0), meta) is worth
     meta.kv_len_host = None
-    assert not worth_expanding(meta, 5001, 256, 512)
+    assert not worth_expanding(LatentInputs(q, cache, up, 1.0), meta)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,9 +139,6 @@ def test_specialized_warps(heads: int, block_size: int, monkeypatch: pytest.Monk
 
     A program that merges fewer elements takes more splits at once, so its sums over splits have
     another order: float32's last bits differ, and with them at most one rounding to 16 bits."""
-    taken = []
-    real = decode.specialized_decode
-    monkeypatch.setattr(decode, "specialized_decode", lambda *args: taken.append(real(*args)))
     torch.manual_seed(6)
     rank, rope = specialized_decode.RANK, specialized_decode.ROPE
     for lengths in ([0, 1, 63, 64, 65, 200, 3000], [40_001], [*range(1, 300)]):
@@ -149,9 +153,14 @@ def test_specialized_warps(heads: int, block_size: int, monkeypatch: pytest.Monk
             BACK_ENDS["cuda"].prepare(meta, heads, cache, rank)
             actual = []
             for pieces in (1, 4):
-                monkeypatch.setattr(decode, "merge_pieces", lambda out, pieces=pieces: pieces)
+                monkeypatch.setattr(
+                    specialized_decode, "merge_pieces", lambda out, pieces=pieces: pieces
+                )
                 out = torch.full_like(absorbed, torch.nan).transpose(0, 1).contiguous()
-                decode.latent_decode(absorbed, q, cache, out, meta.block_table, 0.1, meta.plan)
+                inputs = AbsorbedInputs(absorbed, q, cache, 0.1)
+                kernel = first_fit(LATENT_DECODE, inputs, meta)
+                assert kernel.name == "specialized_decode"
+                kernel.run(inputs, meta, out)
                 actual.append(out[:count])
             whole, shared = (tensor.double() for tensor in actual)
             torch.testing.assert_close(whole, shared, rtol=torch.finfo(dtype).eps, atol=1e-6)
@@ -161,7 +170,6 @@ def test_specialized_warps(heads: int, block_size: int, monkeypatch: pytest.Monk
                 key = cache[blocks, 0].flatten(0, 1)[:length].double()
                 ref = (query[entry].double() @ key.T * 0.1).softmax(-1) @ key[:, :rank]
                 assert row_error(actual[0][entry], ref) < 2 * BOUND[dtype], (length, dtype)
-    assert len(taken) == 12
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.dispatch import kernels_for
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 from tests.kernels import rules
@@ -120,8 +121,8 @@ def test_mamba1(channels: int, size: int) -> None:
     want_state, other = state.clone(), step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     real = [tensor[:12] for tensor in (x, dt, b, c)]
     gate = random(14, 2 * channels)[:, channels:]
-    want = reference.mamba1(*real, rates, skip, gate[:12], want_state, other)
-    actual = cuda.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
+    want = reference.mamba1(Mamba1Inputs(*real, rates, skip, gate[:12], want_state), other)
+    actual = cuda.mamba1(Mamba1Inputs(x, dt, b, c, rates, skip, gate, state), meta)
     assert row_error(actual[:12], want) < 1e-4
     assert not actual[12:].any()
     assert row_error(state, want_state) < 1e-4
@@ -141,7 +142,7 @@ def test_mamba1_is_the_rule(cuts: list[int]) -> None:
         at += count
         own = [tensor[part] for tensor in (x, dt, b, c)]
         meta = step([at], [count], int(count == 1))
-        actual.append(reference.mamba1(*own, rates, skip, gate[part], state, meta))
+        actual.append(reference.mamba1(Mamba1Inputs(*own, rates, skip, gate[part], state), meta))
     assert row_error(torch.cat(actual), want) < 1e-4
     assert row_error(state[5], left) < 1e-4
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -66,7 +67,9 @@ def test_mixed_step(sees: str, how: str, back_end: str) -> None:
     kernels = BACK_ENDS[back_end]
     kernels.prepare(meta, 8, k_cache)
     for _ in range(2):  # the second layer
-        out = kernels.attention(q, k_cache, v_cache, 0.125, meta, **extra).view(q.shape)
+        out = kernels.attention(AttentionInputs(q, k_cache, v_cache, 0.125, **extra), meta).view(
+            q.shape
+        )
         assert out.isfinite().all()
         assert row_error(out[: len(want)], want) < BOUND[torch.float32]
 
@@ -87,7 +90,7 @@ def test_decodes_in_splits(entries: int, sees: str, how: str) -> None:
     want = attention(q, k_cache, v_cache, 0.125, meta, **extra)
     cuda = BACK_ENDS["cuda"]
     cuda.prepare(meta, 8, k_cache)
-    out = cuda.attention(q, k_cache, v_cache, 0.125, meta, **extra).view(q.shape)
+    out = cuda.attention(AttentionInputs(q, k_cache, v_cache, 0.125, **extra), meta).view(q.shape)
     assert row_error(out, want) < BOUND[torch.float32]
     assert int(meta.plan.count[0]) > entries, "nothing was split"
 
@@ -102,7 +105,7 @@ def test_blocks_and_heads(block_size: int, dim: int) -> None:
     for back_end in BACK_ENDS.values():
         meta.plan = meta.counts = None
         back_end.prepare(meta, 6, k_cache)
-        out = back_end.attention(q, k_cache, v_cache, 0.1, meta).view(q.shape)
+        out = back_end.attention(AttentionInputs(q, k_cache, v_cache, 0.1), meta).view(q.shape)
         assert row_error(out, want) < BOUND[torch.float32]
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.dispatch import kernels_for
 from kernels.kv.format import FORMATS, KVFormat
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import QuantizedKV, dequantize
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -90,7 +92,9 @@ def check(
         meta.plan = meta.counts = None
         back_end.prepare(meta, num_heads, k_cache)
         for _ in range(2 if back_end is cuda else 1):  # counters are as the first layer found them
-            out = back_end.attention(q, k_cache, v_cache, dim**-0.5, meta, **how).view(q.shape)
+            out = back_end.attention(
+                AttentionInputs(q, k_cache, v_cache, dim**-0.5, **how), meta
+            ).view(q.shape)
             assert out.isfinite().all()
             assert row_error(out[: len(want)], want) < BOUND[dtype]
     return meta
@@ -166,7 +170,7 @@ def test_numbers_that_are_far_apart(name: str) -> None:
     want = attention(q, plain(k_cache), plain(v_cache), 0.125, meta)
     for back_end in (cuda, cuda_deterministic):
         meta.plan = meta.counts = None
-        out = back_end.attention(q, k_cache, v_cache, 0.125, meta).view(q.shape)
+        out = back_end.attention(AttentionInputs(q, k_cache, v_cache, 0.125), meta).view(q.shape)
         if dtype == torch.float16:  # whose results end at 65504
             want = want.clamp(-65504, 65504)
             out = out.nan_to_num(nan=0.0)
@@ -216,7 +220,7 @@ def test_keys_and_values_are_written(
             for _ in range(2)
         ]
         meta = AttentionMeta(positions, slots, starts, positions + 1, tables, count, 64)
-        q = back_end.rope_kv_write(*inputs, 1e-6, *caches, num_heads, meta)
+        q = back_end.rope_kv_write(RopeInputs(*inputs, 1e-6, *caches, num_heads), meta)
         queries.append(q)
         quantised.append(caches)
     assert row_error(*queries) < BOUND[dtype]
@@ -256,6 +260,8 @@ def test_deterministic_rows_ignore_the_rest(name: str, monkeypatch: pytest.Monke
                 plan=None, counts=None,
             )  # fmt: skip
             chunk = q[begin:end].contiguous()
-            chunks.append(cuda_deterministic.attention(chunk, k_cache, v_cache, 0.125, step))
+            chunks.append(
+                cuda_deterministic.attention(AttentionInputs(chunk, k_cache, v_cache, 0.125), step)
+            )
         parts.append(torch.cat(chunks))
     assert all(torch.equal(part, parts[0]) for part in parts[1:])

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.kv.format import FORMATS, KVFormat
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import QuantizedKV, by_hadamard, dequantize, hadamard, quantize
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -90,9 +92,9 @@ def test_attention_reads_what_was_written(form: KVFormat, block_size: int) -> No
     written = []
     for meta in (before, step):
         qkv = torch.randn(len(meta.positions), (heads + 2 * kv_heads) * dim)
-        q = kernels.rope_kv_write(qkv, cos_sin, None, None, 0.0, *caches, heads, meta)
+        q = kernels.rope_kv_write(RopeInputs(qkv, cos_sin, None, None, 0.0, *caches, heads), meta)
         written.append(qkv.view(len(qkv), -1, dim)[:, heads + kv_heads :])
-    out = kernels.attention(q, *caches, scale, step)
+    out = kernels.attention(AttentionInputs(q, *caches, scale), step)
     dense = []
     for cache in caches:
         head = torch.arange(kv_heads)

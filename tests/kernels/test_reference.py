@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.gemm import dense
 from kernels.cpu.gemm.linear import pack
 from kernels.dispatch import kernels_for
+from kernels.kv.inputs import RopeInputs
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
@@ -154,7 +156,7 @@ def test_rope_kv_write(
     if norm:
         q, k = normed(q, q_norm, 1e-6), normed(k, k_norm, 1e-6)
     norms = (q_norm, k_norm) if norm else (None, None)
-    out = reference.rope_kv_write(qkv, cos_sin, *norms, 1e-6, *caches, num_heads, meta)
+    out = reference.rope_kv_write(RopeInputs(qkv, cos_sin, *norms, 1e-6, *caches, num_heads), meta)
     assert error(out, rotated(q, cos_sin, meta.positions)) < BOUND[activations]
     written = meta.slots[:-2]
     at = (written // BLOCK, slice(None), written % BLOCK)
@@ -202,13 +204,13 @@ def test_attention(step: str, heads: tuple[int, int]) -> None:
                 caches[0][at], caches[1][at] = torch.randn(2, num_kv_heads, head_dim)
     q = torch.randn(len(meta.slots), num_heads, head_dim)
     want = attended(q, caches, 0.3, meta)
-    out = reference.attention(q, *caches, 0.3, meta)
+    out = reference.attention(AttentionInputs(q, *caches, 0.3), meta)
     assert error(out[:-padding], want) < BOUND[torch.float32]
     assert out.isfinite().all()
     bare = lay_out(entries, BLOCK)
     caches = caches.bfloat16()
     reference.prepare(bare, num_heads, caches[0])
-    out = reference.attention(q[:-padding].bfloat16(), *caches, 0.3, bare)
+    out = reference.attention(AttentionInputs(q[:-padding].bfloat16(), *caches, 0.3), bare)
     assert out.dtype == torch.bfloat16
     assert error(out, want) < 2e-2
 
@@ -221,7 +223,7 @@ def test_a_plan_serves_every_layer() -> None:
     outs = []
     for _ in range(2):
         caches = torch.randn(2, 9, 2, BLOCK, 16)
-        outs.append(reference.attention(q, *caches, 0.25, meta))
+        outs.append(reference.attention(AttentionInputs(q, *caches, 0.25), meta))
         assert error(outs[-1], attended(q, caches, 0.25, meta)) < BOUND[torch.float32]
     assert error(*outs) > 0.1
 

@@ -1,18 +1,27 @@
 """Warp-specialised attention of chunks on Hopper, against float64."""
 
-from typing import Any
-
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.attention import paged as chooser
-from kernels.attention.specialized_prefill import specialized_prefill, specialized_prefill_fits
+from kernels.attention.candidates import CHUNK_ATTENTION
+from kernels.attention.inputs import AttentionForm, AttentionInputs
+from kernels.candidates import first_fit, taking
+from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, attention, paged, random, row_error
 from tests.kernels.test_masks import step
 
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.triton
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+def run(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Run the kernel that a step's chunks get, which must be the specialised one."""
+    kernel = first_fit(CHUNK_ATTENTION, inputs, meta)
+    assert kernel.name == "specialized_prefill"
+    kernel.run(inputs, meta, out)
+
 
 LENGTHS = ([130, 3, 1, 700, 65, 2000, 17], [1, 1, 1, 640, 3, 33, 17])
 
@@ -51,10 +60,10 @@ def test_mixed_step(
     q = random(num_tokens + 77, heads, dim, dtype=dtype)
     sink = torch.randn(heads, device=DEVICE) if sinks else None
     want = attention(q, k_cache, v_cache, dim**-0.5, meta, sinks=sink)
-    assert specialized_prefill_fits(q, k_cache)
+    inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5, sinks=sink)
     for _ in range(3):
         out = torch.full_like(q, 7.0)
-        specialized_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, sink)
+        run(inputs, meta, out)
         assert row_error(out[2:num_tokens], want[2:]) < BOUND[dtype]
         assert (out[:2] == 7.0).all(), "decodes are another kernel's"
         assert (out[num_tokens:] == 0.0).all()
@@ -73,7 +82,7 @@ def test_many_entries_and_long_ones() -> None:
         meta.counts = torch.tensor([0, len(kv_len)], dtype=torch.int32, device=DEVICE)
         q = random(sum(query_len), 8, 128, dtype=torch.bfloat16)
         out = torch.full_like(q, torch.nan)
-        specialized_prefill(q, k_cache, v_cache, out, 0.1, meta)
+        run(AttentionInputs(q, k_cache, v_cache, 0.1), meta, out)
         assert row_error(out, attention(q, k_cache, v_cache, 0.1, meta)) < BOUND[torch.bfloat16]
 
 
@@ -85,42 +94,35 @@ def test_rows_do_not_depend_on_the_chunk() -> None:
     meta.counts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     q = random(1500, 8, 128, dtype=torch.bfloat16)
     whole, parts = torch.empty_like(q), torch.empty_like(q)
-    specialized_prefill(q, k_cache, v_cache, whole, 0.1, meta)
+    run(AttentionInputs(q, k_cache, v_cache, 0.1), meta, whole)
     for begin, end in ((0, 333), (333, 1400), (1400, 1500)):
         meta.kv_len.fill_(end)
         meta.query_start[1] = end - begin
-        specialized_prefill(q[begin:end], k_cache, v_cache, parts[begin:end], 0.1, meta)
+        run(AttentionInputs(q[begin:end], k_cache, v_cache, 0.1), meta, parts[begin:end])
     assert torch.equal(whole, parts)
 
 
+PLAIN = AttentionForm("", 2, 128, 4, 16)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    "form",
     [
-        {"dim": 64},
-        {"dtype": torch.float32},
-        {"block_size": 4},
-        {"heads": 6},
-        {"softcap": 5.0},
-        {"deterministic": True},
+        PLAIN._replace(head_dim=64),
+        PLAIN._replace(element_size=4),
+        PLAIN._replace(block_size=4),
+        PLAIN._replace(block_size=48),
+        PLAIN._replace(group=3),
+        PLAIN._replace(softcap=True),
+        PLAIN._replace(slopes=True),
+        PLAIN._replace(kv="fp8"),
     ],
     ids=str,
 )
-def test_the_rest_is_not_taken(changes: dict[str, Any]) -> None:
-    """A head size, dtype, block size, group or score function that the kernel has not."""
-    dtype, block_size = changes.get("dtype", torch.float16), changes.get("block_size", 16)
-    dim, heads = changes.get("dim", 128), changes.get("heads", 8)
-    k_cache = torch.empty(4, 2, block_size, dim, device=DEVICE, dtype=dtype)
-    q = torch.empty(5, heads, dim, device=DEVICE, dtype=dtype)
-    how = {name: changes[name] for name in ("softcap", "deterministic") if name in changes}
-    assert not specialized_prefill_fits(q, k_cache, **how)
-
-
-@needs_hopper
-def test_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's chunks that the slower kernel computes."""
-    calls: list[object] = []
-    monkeypatch.setattr(chooser, "specialized_prefill", lambda *args: calls.append(args))
-    k_cache, v_cache, meta = paged([40], [40], 2, 128, 16, 0, torch.bfloat16)
-    q = random(40, 8, 128, dtype=torch.bfloat16)
-    chooser.attend_chunks(q, k_cache, v_cache, torch.empty_like(q), 0.1, meta)
-    assert len(calls) == 1
+def test_the_rest_is_not_taken(form: AttentionForm) -> None:
+    """A head size, dtype, block size, group, score function or cache that the kernel has not; any
+    other GPU than Hopper's."""
+    assert taking(CHUNK_ATTENTION, PLAIN, (9, 0))[0].name == "specialized_prefill"
+    for capability, asked in (((9, 0), form), ((8, 0), PLAIN), ((10, 0), PLAIN)):
+        kernels = taking(CHUNK_ATTENTION, asked, capability)
+        assert kernels and all(kernel.name != "specialized_prefill" for kernel in kernels)

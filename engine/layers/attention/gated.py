@@ -23,21 +23,8 @@ class GatedAttention(Attention):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Compute self(norm(x)) like `Attention.forward`."""
-        k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
-        q = self.kernels.rope_kv_write(
-            qkv,
-            self.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            meta,
-            gated=True,
-        )
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        attended = self.attend(self.write(qkv, kv, meta, gated=True), kv, meta)
         both = qkv[:, : 2 * self.num_heads * self.head_dim]
         gates = both.unflatten(1, (self.num_heads, 2, self.head_dim))[:, :, 1]
         attended = self.kernels.sigmoid_mul(attended, gates)
@@ -76,22 +63,11 @@ class SoftplusGatedAttention(Attention):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Compute self(norm(x)) like `Attention.forward`."""
-        k_cache, v_cache = kv
         if norm is not None:
             x = norm(x)
-        q = self.kernels.rope_kv_write(
-            self.qkv.forward(x, meta.lora),
-            self.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            meta,
-        )
+        q = self.write(self.qkv.forward(x, meta.lora), kv, meta)
         gate = self.kernels.activation(self.gate.forward(x, meta.lora).float(), "softplus")
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        attended = self.attend(q, kv, meta)
         by_head = attended.unflatten(1, (self.num_heads, self.head_dim))
         gates = gate.to(attended.dtype).unflatten(1, (self.num_heads, -1))
         return self.out.forward((by_head * gates).flatten(1), meta.lora, residual=residual)

@@ -10,6 +10,8 @@ from engine.layers.linear import Linear
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
+from kernels.attention.inputs import AttentionInputs
+from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
@@ -53,7 +55,7 @@ class Attention:
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names if normed)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]
-        # Further arguments of the attention kernel; most layers have none.
+        # Further fields of AttentionInputs; most layers have none.
         self.also: dict[str, Any] = {}
         self.others: tuple[Parameter, ...] = ()
         if layer.softcap:
@@ -81,17 +83,21 @@ class Attention:
 
         residual: if given, residual + self(norm(x)) is written over it.
         """
+        q = self.write(self.qkv.forward(x, meta.lora, norm=norm), kv, meta)
+        return self.out.forward(self.attend(q, kv, meta), meta.lora, residual=residual)
+
+    def write(self, qkv: Tensor, kv: KV, meta: AttentionMeta, gated: bool = False) -> Tensor:
+        """Rotate queries and keys, write keys and values, and return the queries.
+
+        The parameters and the result are those of `Kernels.rope_kv_write`.
+        """
         k_cache, v_cache = kv
-        q = self.kernels.rope_kv_write(
-            self.qkv.forward(x, meta.lora, norm=norm),
-            self.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            meta,
-        )
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
-        return self.out.forward(attended, meta.lora, residual=residual)
+        norms = (self.q_norm, self.k_norm, self.eps)
+        inputs = RopeInputs(qkv, self.cos_sin, *norms, k_cache, v_cache, self.num_heads, gated)
+        return self.kernels.rope_kv_write(inputs, meta)
+
+    def attend(self, q: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        """Compute attention of queries [n, heads, head_dim] -> [n, heads * head_dim]."""
+        k_cache, v_cache = kv
+        inputs = AttentionInputs(q, k_cache, v_cache, self.scale, **self.also)
+        return self.kernels.attention(inputs, meta)

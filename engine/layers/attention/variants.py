@@ -113,7 +113,6 @@ class VariantAttention(Attention):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Compute self(norm(x)) like `Attention.forward`."""
-        k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         if self.value_size < self.head_dim:
             values = qkv[:, -self.heads[1] * self.value_size :].unflatten(1, (self.heads[1], -1))
@@ -125,23 +124,13 @@ class VariantAttention(Attention):
             qkv = torch.cat((qkv, qkv[:, self.num_heads * self.head_dim :]), dim=1)
         self._norm_and_rotate(qkv, meta)
         if self.value_norm is not None:
-            size = v_cache.shape[1] * self.head_dim
+            size = kv[1].shape[1] * self.head_dim
             values = qkv[:, -size:].view(len(qkv), -1, self.head_dim)
             values.copy_(self.value_norm(values.contiguous()))
-        q = self.kernels.rope_kv_write(
-            qkv,
-            self.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            meta,
-        )
+        q = self.write(qkv, kv, meta)
         if self.temperatures is not None:
             q.mul_(self.temperatures.index_select(0, meta.positions)[:, None, None])
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        attended = self.attend(q, kv, meta)
         if self.value_size < self.head_dim:
             attended = attended.unflatten(1, (self.num_heads, self.head_dim))
             attended = attended[..., : self.value_size].flatten(1)
@@ -185,10 +174,9 @@ class BorrowingAttention(Attention):
 
         kv: keys and values of the other layer.
         """
-        k_cache, v_cache = kv
         q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
         if self.q_norm is not None:
             q = self.kernels.rms_norm(q, self.q_norm, self.eps)
         rotate(q, self.cos_sin.index_select(0, meta.positions)[:, None])
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        attended = self.attend(q, kv, meta)
         return self.out.forward(attended, meta.lora, residual=residual)

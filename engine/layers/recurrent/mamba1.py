@@ -11,6 +11,7 @@ from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.mamba1 import Mamba1Inputs
 
 
 class Mamba1Mixer:
@@ -76,7 +77,8 @@ class Mamba1Mixer:
         dt, b, c = (part.contiguous() for part in selected)
         for_dt, for_b, for_c = self.norms
         dt, b, c = self.step.forward(dt, meta.lora, norm=for_dt), for_b(b), for_c(c)
-        scanned = self.kernels.mamba1(own, dt, b, c, self.rates, self.skip, gate, state, meta)
+        inputs = Mamba1Inputs(own, dt, b, c, self.rates, self.skip, gate, state)
+        scanned = self.kernels.mamba1(inputs, meta)
         return self.out.forward(scanned, meta.lora, residual=residual)
 
 

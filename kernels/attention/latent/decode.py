@@ -14,19 +14,10 @@ from torch import Tensor
 
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
-from kernels.attention.latent.specialized_decode import specialized_decode, specialized_fits
-from kernels.attention.shapes import LatentHeads, LatentTile
+from kernels.attention.inputs import AbsorbedInputs
+from kernels.attention.shapes import LatentHeads, LatentTile, head_parts
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
-
-MOST_HEADS = 64  # of a program
-
-
-def head_parts(num_heads: int) -> int:
-    """The parts that heads are cut into, all equal, of at most MOST_HEADS."""
-    parts = -(-num_heads // MOST_HEADS)
-    while num_heads % parts:
-        parts += 1
-    return parts
+from kernels.metadata import AttentionMeta
 
 
 @triton.jit
@@ -268,39 +259,33 @@ def plan_latent(
     return cut(kv_len, (num_heads, parts, rank), shape, False, max_kv_len, decodes)
 
 
-def latent_decode(
-    absorbed: Tensor,  # [num_heads, tokens, rank], of any stride between heads
-    q: Tensor,  # [tokens, num_heads, head_dim], the last `rope` elements rotated
-    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
-    out: Tensor,  # [tokens, num_heads, rank]
-    block_table: Tensor,  # [num_entries, max_blocks] int32
-    scale: float,
-    plan: DecodePlan,
-) -> None:
-    """out = softmax(scale (absorbed c^T + q_rotated k^T)) c over the latents (c, k) that the plan
-    lists, for its entries' tokens."""
+def latent_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute attention over latents of the entries that meta.plan lists, of one token each.
+
+    The result is softmax(scale (absorbed c^T + q_rotated k^T)) c over an entry's latents (c, k).
+
+    out: [tokens, num_heads, rank]; rows of other tokens are not written.
+    """
+    absorbed, q, cache, scale = inputs
+    plan: DecodePlan = meta.plan
     num_heads, _, rank = absorbed.shape
     head_dim, block_size = q.shape[2], cache.shape[2]
     rope = cache.shape[3] - rank
     parts = head_parts(num_heads)
     shape = plan.shape
-    if specialized_fits(absorbed, q, cache, num_heads // parts):
-        specialized_decode(absorbed, q, cache, out, block_table, scale, plan, parts)
-        merge(out, plan, merge_pieces(out))
-        return
     ranks = max(16, triton.next_power_of_2(rank))
     _latent_decode_kernel[(num_sms(q.device) * shape.per_sm,)](
         absorbed,
         q,
         cache,
         out,
-        block_table,
+        meta.block_table,
         plan.count,
         plan.items,
         plan.partial,
         plan.partial_lse,
         scale * 1.4426950408889634,
-        block_table.stride(0),
+        meta.block_table.stride(0),
         absorbed.stride(0),
         HEADS=LatentHeads(
             parts=parts,

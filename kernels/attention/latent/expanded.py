@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.attention.inputs import LatentInputs
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -22,9 +23,14 @@ MOST_ABSORBED = 2048  # tokens of chunks, whose queries and results are as long 
 _GATHER = 16  # latents of a program
 
 
-def worth_expanding(meta: AttentionMeta, num_tokens: int, each: int, rank: int) -> bool:
-    """Whether fewer operations make the keys of a step's chunks than absorbed queries need more.
-    False where the host does not know the lengths. each: elements made of a latent for a head."""
+def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
+    """Whether making keys and values for a step's chunks takes fewer operations than they spare.
+
+    Absorbed queries need none of them, and are longer. False where the host does not know the
+    lengths.
+    """
+    num_tokens = len(inputs.q)
+    _, each, rank = inputs.up.shape  # elements made of a latent for a head
     starts, lengths = meta.query_start_host, meta.kv_len_host
     if starts is None or lengths is None:
         return False
@@ -265,16 +271,12 @@ def expanded_launch(widest: int, element_size: int) -> ExpandedLaunch:
     return ExpandedLaunch(128, 32, 8, 2) if widest > 128 else ExpandedLaunch(128, 64, 8, 3)
 
 
-def latent_expanded(
-    q: Tensor,  # [num_tokens, num_heads, nope + rope], the last `rope` elements rotated
-    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
-    up: Tensor,  # [num_heads, nope + value, rank]
-    out: Tensor,  # [num_tokens, num_heads, value]
-    scale: float,
-    meta: AttentionMeta,
-) -> None:
-    """Attention of the entries num_decodes .. of meta over their latents; tokens after the last get
-    zeros. The host knows how long they are."""
+def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute attention of the entries num_decodes .. of meta, whose lengths the host knows.
+
+    out: [num_tokens, num_heads, value]; tokens after the last entry get zeros.
+    """
+    q, cache, up, scale = inputs
     num_tokens, heads, head_dim = q.shape
     rank, width = up.shape[2], cache.shape[3]
     nope, rope = head_dim - (width - rank), width - rank

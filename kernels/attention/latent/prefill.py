@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.latent.decode import aligned, head_parts, latent_tile
-from kernels.attention.shapes import LatentHeads, LatentTile
+from kernels.attention.inputs import AbsorbedInputs
+from kernels.attention.latent.decode import aligned, latent_tile
+from kernels.attention.shapes import LatentHeads, LatentTile, head_parts
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -121,18 +122,12 @@ def _launch(element_size: int) -> _Launch:
     return _Launch(16, 16, 4, 2) if element_size > 2 else _Launch(64, 32, 8, 2)
 
 
-def latent_prefill(
-    absorbed: Tensor,  # [num_heads, num_tokens, rank], of any stride between heads
-    q: Tensor,  # [num_tokens, num_heads, head_dim], the last `rope` elements rotated
-    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
-    out: Tensor,  # [num_tokens, num_heads, rank]
-    scale: float,
-    meta: AttentionMeta,
-) -> None:
-    """Compute `latent_decode` for the entries counts[0] .. counts[1] - 1 of meta.
+def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute attention over latents of the entries counts[0] .. counts[1] - 1 of meta.
 
-    Tokens after the last entry get zeros.
+    out: as of `decode.latent_decode`; tokens after the last entry get zeros.
     """
+    absorbed, q, cache, scale = inputs
     num_heads, num_tokens, rank = absorbed.shape
     rope = cache.shape[3] - rank
     parts = head_parts(num_heads)

@@ -33,8 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.attention.candidates import (
+    LATENT_KEYS,
+    LATENT_ROWS,
+    LATENT_SIZES,
+    takes_specialized_decode,
+)
+from kernels.attention.decode import merge
 from kernels.attention.decode_plan import DecodePlan
-from kernels.attention.shapes import LatentHeads
+from kernels.attention.inputs import AbsorbedInputs, latent_form
+from kernels.attention.latent.decode import aligned, merge_pieces
+from kernels.attention.shapes import LatentHeads, head_parts
 from kernels.launch.hopper import (
     PIECE,
     SWIZZLED,
@@ -45,9 +54,10 @@ from kernels.launch.hopper import (
     reinterpret,
 )
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.metadata import AttentionMeta
 
-ROWS, KEYS = 64, 64  # heads of a program, latents of a tile
-RANK, ROPE = 512, 64
+ROWS, KEYS = LATENT_ROWS, LATENT_KEYS
+RANK, ROPE = LATENT_SIZES
 HALF = RANK // 2
 WIDE = PIECE  # elements that the accelerator copies of a row
 PLACES = 2  # of tiles
@@ -439,29 +449,21 @@ def _latent_specialized_kernel(
     )  # fmt: skip
 
 
-def specialized_fits(absorbed: Tensor, q: Tensor, cache: Tensor, group: int) -> bool:
-    """Whether `specialized_decode` takes these: 33 to 64 heads a part, latents of 512 + 64 in 16
-    bits, pages that tiles of 64 consist of or that consist of them; on Hopper alone."""
-    _, _, block_size, width = cache.shape
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool:
+    """Whether `specialized_decode` serves these inputs: see `takes_specialized_decode`."""
+    device = inputs.q.device
+    if device.type != "cuda" or not aligned(inputs.absorbed):
         return False
-    sizes = (absorbed.shape[2], width) == (RANK, RANK + ROPE) and ROWS // 2 < group <= ROWS
-    pages = block_size % 16 == 0 and (KEYS % block_size == 0 or block_size % KEYS == 0)
-    return sizes and pages and q.element_size() == 2 and absorbed.stride(0) % 16 == 0
+    capability = torch.cuda.get_device_capability(device)
+    return takes_specialized_decode(latent_form(inputs), capability)
 
 
-def specialized_decode(
-    absorbed: Tensor,
-    q: Tensor,
-    cache: Tensor,
-    out: Tensor,
-    block_table: Tensor,
-    scale: float,
-    plan: DecodePlan,
-    parts: int,
-) -> None:
-    """Compute what `latent_decode` does before the merge."""
+def specialized_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
+    """Compute what `latent_decode` does, where `specialized_decode_fits`."""
+    absorbed, q, cache, scale = inputs
+    plan: DecodePlan = meta.plan
     num_heads = absorbed.shape[0]
+    parts = head_parts(num_heads)
     block_size = cache.shape[2]
     box = min(KEYS, block_size)
     flat = cache.view(-1, RANK + ROPE)
@@ -470,13 +472,13 @@ def specialized_decode(
         q,
         TensorDescriptor.from_tensor(flat, [box, WIDE], SWIZZLED),
         out,
-        block_table,
+        meta.block_table,
         plan.count,
         plan.items,
         plan.partial,
         plan.partial_lse,
         scale * 1.4426950408889634,
-        block_table.stride(0),
+        meta.block_table.stride(0),
         absorbed.stride(0),
         HEADS=LatentHeads(
             parts=parts,
@@ -493,3 +495,4 @@ def specialized_decode(
         num_warps=4,
         maxnreg=168,
     )
+    merge(out, plan, merge_pieces(out))

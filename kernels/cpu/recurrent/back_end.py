@@ -11,6 +11,7 @@ from kernels.cpu.codegen import elements
 from kernels.cpu.recurrent import convolution, delta_rule, mamba1, mamba2
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaInputs
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
@@ -159,24 +160,14 @@ class Recurrent(Kernels):
             )
         return mixed
 
-    def mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        rates: Tensor,
-        skip: Tensor,
-        gate: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
-        mixed = mamba1.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
+    def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
+        mixed = mamba1.mamba1(inputs, meta)
         if mixed is None:
             plain = super().mamba1
+            x, dt, b, c, rates, skip, gate, state = inputs
             return self._without(
                 meta,
                 [x, dt, b, c, gate],
-                lambda own, part: plain(*own[:4], rates, skip, own[4], state, part),
+                lambda own, part: plain(Mamba1Inputs(*own[:4], rates, skip, own[4], state), part),
             )
         return mixed

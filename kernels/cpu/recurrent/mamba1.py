@@ -27,6 +27,7 @@ from kernels.cpu.recurrent.entries import (
     threads_for,
 )
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.mamba1 import Mamba1Inputs
 
 # Indices of the kernel's arguments in args: tensors, then their strides.
 _GIVEN = range(FIRST, FIRST + 5)  # x, dt, B, C, gate
@@ -149,18 +150,9 @@ def _function(channels: int, width: int) -> NativeFunction | None:
     return functions and functions["scan"]
 
 
-def mamba1(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    rates: Tensor,
-    skip: Tensor,
-    gate: Tensor,
-    state: Tensor,
-    meta: AttentionMeta,
-) -> Tensor | None:
+def mamba1(inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor | None:
     """Compute `Kernels.mamba1`, or return None where no kernel can be generated."""
+    x, dt, b, c, rates, skip, gate, state = inputs
     function = _function(*rates.shape)
     if function is None or not rows_of(x, dt, b, c, gate):
         return None

@@ -105,7 +105,7 @@ def _kernel(
     takes: Callable[[Format, Capability], bool],
     tokens: Callable[[Format], tuple[int, float]],
     fuses: frozenset[Fusion],
-) -> Candidate:
+) -> Candidate[Format]:
     """Return the candidate whose functions of `calls` are called after it."""
     run = Lazy(f"kernels.gemm.packed.calls:{name}")
     return Candidate(name, operands, takes, tokens, Lazy(f"{run.path}_fits"), run, fuses)
@@ -119,7 +119,7 @@ _GATE = frozenset[Fusion](("gate",))
 # Kernels that fuse an x_gate come first: for the others it is computed before they are asked. A
 # GEMV of one token that knows its codes comes before the one for all codes. The GEMM of decoded
 # codes ends where dequantised weights and cuBLAS take less time.
-PACKED_LINEAR: tuple[Candidate, ...] = (
+PACKED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("fp8", "8-bit floats", _rounds_floats, _from_rounded_rows, _IN),
     _kernel("fp8_blocks", "8-bit floats", _takes_blocks, _from_rounded_rows, _IN | _RESIDUAL),
     _kernel("int8", "8-bit integers", _takes_int8, _from_rounded_rows, _IN | _RESIDUAL),
@@ -134,7 +134,7 @@ PACKED_LINEAR: tuple[Candidate, ...] = (
 
 # Where a token's numbers may depend on its request alone: each sums in one order, whatever the
 # number of tokens. 8-bit integers have exact sums.
-FIXED_LINEAR: tuple[Candidate, ...] = (
+FIXED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("int8_fixed", "8-bit integers", _takes_int8, _any_tokens, _IN | _RESIDUAL),
     _kernel("dequantise_fixed", "dequantised weights", _takes_any, _any_tokens, _RESIDUAL),
 )

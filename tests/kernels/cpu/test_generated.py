@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.inputs import AttentionInputs
 from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
@@ -18,6 +19,7 @@ from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
 from kernels.cpu.gemm.panels import GATES
 from kernels.dispatch import kernels_for
+from kernels.kv.inputs import RopeInputs
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
 from tests.kernels.test_reference import dirty_caches, error, normed
@@ -286,14 +288,17 @@ def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], qk_norm
     )
     norms = (torch.rand(dim), torch.rand(dim)) if qk_norm else (None, None)
     assert attention_for(heads, kv_heads, dim, BLOCK, rotary, qk_norm, dtype) is not None
-    q = native.rope_kv_write(qkv, cos_sin, *norms, 1e-5, *caches, heads, meta)
-    want = reference.rope_kv_write(qkv, cos_sin, *norms, 1e-5, *expected, heads, theirs)
+    q = native.rope_kv_write(RopeInputs(qkv, cos_sin, *norms, 1e-5, *caches, heads), meta)
+    want = reference.rope_kv_write(RopeInputs(qkv, cos_sin, *norms, 1e-5, *expected, heads), theirs)
     assert error(q, want) < 1e-6
     assert torch.equal(caches.isnan(), expected.isnan())
     assert error(caches.nan_to_num(), expected.nan_to_num()) < 1e-4
-    out = native.attention(q, *caches, 0.1, meta)
+    out = native.attention(AttentionInputs(q, *caches, 0.1), meta)
     assert out.isfinite().all()
-    assert error(out[:-2], reference.attention(want, *expected, 0.1, theirs)[:-2]) < 3e-3
+    assert (
+        error(out[:-2], reference.attention(AttentionInputs(want, *expected, 0.1), theirs)[:-2])
+        < 3e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,8 +316,8 @@ def test_gates_behind_queries(kernels: Kernels, dim: int) -> None:
     for rows, gated in ((plain, False), (qkv, True)):
         meta = lay_out([((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)], BLOCK)
         caches = torch.zeros(2, 12, kv_heads, BLOCK, dim).bfloat16()
-        how = (cos_sin, None, None, 1e-5, *caches, heads, meta)
-        outputs.append((kernels.rope_kv_write(rows, *how, gated=gated), caches))
+        inputs = RopeInputs(rows, cos_sin, None, None, 1e-5, *caches, heads, gated)
+        outputs.append((kernels.rope_kv_write(inputs, meta), caches))
     assert outputs[0][1].count_nonzero()
     assert all(map(torch.equal, *outputs))
 
@@ -347,11 +352,18 @@ def test_what_layers_do_otherwise(
         expected, theirs = caches.clone(), copy.copy(meta)
         theirs.plan = None
         qkv, cos_sin = torch.randn(len(meta.slots), 8 * 64), torch.randn(80, rotary)
-        q = kernels.rope_kv_write(qkv, cos_sin, None, None, 1e-5, *caches, 4, meta)
-        want = reference.rope_kv_write(qkv, cos_sin, None, None, 1e-5, *expected, 4, theirs)
+        q = kernels.rope_kv_write(RopeInputs(qkv, cos_sin, None, None, 1e-5, *caches, 4), meta)
+        want = reference.rope_kv_write(
+            RopeInputs(qkv, cos_sin, None, None, 1e-5, *expected, 4), theirs
+        )
         assert error(q, want) < 1e-6
-        out = kernels.attention(q, *caches, 0.1, meta, **special)
-        assert error(out, reference.attention(want, *expected, 0.1, theirs, **special)) < 6e-3
+        out = kernels.attention(AttentionInputs(q, *caches, 0.1, **special), meta)
+        assert (
+            error(
+                out, reference.attention(AttentionInputs(want, *expected, 0.1, **special), theirs)
+            )
+            < 6e-3
+        )
 
 
 def test_a_gate_that_is_not_generated_is_named() -> None:

@@ -13,6 +13,7 @@ from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 from tests.kernels import rules
@@ -84,7 +85,7 @@ def mamba1(channels: int, size: int) -> Layer:
         (channels, channels, size, size, channels),
         ((channels, size),),
         lambda kernels, rows, kept, meta: kernels.mamba1(
-            *rows[:4], rates, skip, rows[4], *kept, meta
+            Mamba1Inputs(*rows[:4], rates, skip, rows[4], *kept), meta
         ),
         lambda rows, kept: rules.mamba1(*rows[:4], rates, skip, *kept) * silu(rows[4]),
     )

@@ -3,21 +3,31 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 from kernels.activation import sigmoid_mul
+from kernels.attention.candidates import takes_specialized_prefill
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
+from kernels.attention.inputs import (
+    AbsorbedInputs,
+    AttentionInputs,
+    LatentInputs,
+    attention_form,
+)
 from kernels.attention.latent.decode import latent_decode, plan_latent
 from kernels.attention.latent.expanded import latent_expanded
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.specialized_decode import specialized_decode
 from kernels.attention.latent.write import latent_write
-from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.attention.prefill import attention_prefill
-from kernels.attention.specialized_prefill import TILES, specialized_prefill
+from kernels.attention.quantized_decode import quantized_decode
+from kernels.attention.quantized_prefill import quantized_prefill
+from kernels.attention.specialized_prefill import specialized_prefill
 from kernels.kv.format import FORMATS
-from kernels.kv.quantized import QuantizedKV
+from kernels.kv.inputs import RopeInputs
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta
 from tests.kernels.launches.sizes import BLOCK_SIZE, EPS, MODELS, NUM_BLOCKS, bf16, int32, int64
@@ -41,30 +51,27 @@ def attention(model: str) -> None:
             counts=int32(2),
         )
         qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
-        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+        q = rope_kv_write(
+            RopeInputs(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads), meta
+        )
         gates = bf16(num_tokens, d.num_heads * dim)  # and a gate behind each query
         both = torch.cat((qkv, gates), 1)
-        rope_kv_write(both, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta, gated=True)
+        rope_kv_write(
+            RopeInputs(both, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, gated=True), meta
+        )
         behind = both[:, : 2 * d.num_heads * dim].unflatten(1, (d.num_heads, 2, dim))[:, :, 1]
         sigmoid_mul(gates, behind)
+    inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5)
     for deterministic in (False, True):
-        attention_prefill(
-            q,
-            k_cache,
-            v_cache,
-            torch.empty_like(q),
-            dim**-0.5,
-            meta,
-            deterministic,
-        )
-    specialized = dim in TILES and driver.active.get_current_target().arch == 90
-    if specialized:
-        specialized_prefill(q, k_cache, v_cache, torch.empty_like(q), dim**-0.5, meta)
+        attention_prefill(inputs, meta, torch.empty_like(q), deterministic)
+    hopper = driver.active.get_current_target().arch == 90
+    if hopper and takes_specialized_prefill(attention_form(inputs), (9, 0)):
+        specialized_prefill(inputs, meta, torch.empty_like(q))
     for entries in (1, 20, 64, 512):
-        splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
+        step = _decodes(entries, d.num_heads, k_cache)
         q = bf16(entries, d.num_heads, dim)
-        table = int32(entries, 512)
-        attention_decode(q, k_cache, v_cache, torch.empty_like(q), table, dim**-0.5, splits)
+        inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5)
+        attention_decode(inputs, step, torch.empty_like(q))
     # What some layers see and how their scores are changed (tests/kernels/test_masks.py).
     heads32 = torch.empty(d.num_heads)
     for window, chunk, how in (
@@ -73,15 +80,40 @@ def attention(model: str) -> None:
         (128, 0, (0.0, heads32, None)),
         (0, 0, (0.0, None, heads32)),
     ):
-        splits = plan(int32(20), d.num_heads, k_cache, 8192, int32(1), window, chunk)
+        step = _decodes(20, d.num_heads, k_cache, window, chunk)
         q = bf16(20, d.num_heads, dim)
         out = torch.empty_like(q)
-        attention_decode(q, k_cache, v_cache, out, int32(20, 512), dim**-0.5, splits, *how)
+        inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5, *how)
+        attention_decode(inputs, step, out)
         meta.window, meta.chunk = window, chunk
         for deterministic in (False, True):
-            attention_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic, *how)
-        if specialized:
-            specialized_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, how[1])
+            attention_prefill(inputs, meta, out, deterministic)
+        if hopper and takes_specialized_prefill(attention_form(inputs), (9, 0)):
+            specialized_prefill(inputs, meta, out)
+
+
+def _step(entries: int) -> AttentionMeta:
+    """A step of decodes alone."""
+    table = int32(entries, 512)
+    return AttentionMeta(
+        int32(entries), int64(entries), int32(entries + 1), int32(entries), table, entries, 8192
+    )
+
+
+def _decodes(
+    entries: int, heads: int, k_cache: Cache, window: int = 0, chunk: int = 0
+) -> AttentionMeta:
+    """A step of decodes alone, planned."""
+    meta = _step(entries)
+    meta.plan = plan(meta.kv_len, heads, k_cache, 8192, int32(1), window, chunk)
+    return meta
+
+
+def _latent_decodes(entries: int, heads: int, rank: int, cache: Tensor) -> AttentionMeta:
+    """A step of decodes alone over latents, planned."""
+    meta = _step(entries)
+    meta.plan = plan_latent(meta.kv_len, heads, rank, cache, 8192, int32(1))
+    return meta
 
 
 def quantized_attention(model: str) -> None:
@@ -100,19 +132,23 @@ def quantized_attention(model: str) -> None:
             int32(5), int64(5), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
         )
         qkv, cos_sin = bf16(5, heads * dim), torch.empty(1024, dim)
-        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+        q = rope_kv_write(
+            RopeInputs(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads), meta
+        )
         out = torch.empty_like(q)
+        inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5)
         for deterministic in (False, True):
-            attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic)
+            quantized_prefill(inputs, meta, out, deterministic)
         meta.window = 1024
-        attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, False, 50.0, heads32, None)
-        q, table = bf16(512, d.num_heads, dim), int32(512, 512)
+        quantized_prefill(inputs._replace(softcap=50.0, sinks=heads32), meta, out)
+        q = bf16(512, d.num_heads, dim)
         out = torch.empty_like(q)
         for entries in (1, 20, 64, 512):
-            splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
-            attend_decodes(q[:entries], k_cache, v_cache, out, table, dim**-0.5, splits)
+            step = _decodes(entries, d.num_heads, k_cache)
+            inputs = AttentionInputs(q[:entries], k_cache, v_cache, dim**-0.5)
+            quantized_decode(inputs, step, out)
         for how in ((50.0, heads32, None), (0.0, None, heads32)):
-            attend_decodes(q, k_cache, v_cache, out, table, dim**-0.5, splits, *how)
+            quantized_decode(AttentionInputs(q, k_cache, v_cache, dim**-0.5, *how), step, out)
 
 
 # Heads, and elements of a head that are not rotated: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
@@ -134,15 +170,15 @@ def latent(model: str) -> None:
         q = latent_write(q, down[:, -(rank + rope) :], norm, EPS, cos_sin, cache, meta)
         absorbed = torch.empty(heads, 20, rank, dtype=dtype)
         out = torch.empty(20, heads, rank, dtype=dtype)
-        latent_prefill(absorbed, q, cache, out, 0.1, meta)
+        queries = AbsorbedInputs(absorbed, q, cache, 0.1)
+        latent_prefill(queries, meta, out)
         meta = replace(meta, query_start_host=[0, 10, 20], kv_len_host=[40, 30])
         up = torch.empty(heads, nope + 128, rank, dtype=dtype)
-        latent_expanded(q, cache, up, out[:, :, :128].contiguous(), 0.1, meta)
+        latent_expanded(LatentInputs(q, cache, up, 0.1), meta, out[:, :, :128].contiguous())
         for entries in (20, 64):  # the launch of a few, and that of many
-            splits = plan_latent(int32(entries), heads, rank, cache, 8192, int32(1))
-            latent_decode(absorbed, q, cache, out, int32(entries, 512), 0.1, splits)
+            latent_decode(queries, _latent_decodes(entries, heads, rank, cache), out)
             if dtype == torch.bfloat16 and entries == 64:
                 q, tall = bf16(entries, 128, nope + rope), bf16(128, entries, rank)
-                result, table = bf16(entries, 128, rank), int32(entries, 512)
-                splits = plan_latent(int32(entries), 128, rank, cache, 8192, int32(1))
-                specialized_decode(tall, q, cache, result, table, 0.1, splits, 2)
+                step = _latent_decodes(entries, 128, rank, cache)
+                inputs = AbsorbedInputs(tall, q, cache, 0.1)
+                specialized_decode(inputs, step, bf16(entries, 128, rank))

@@ -10,6 +10,7 @@ from kernels.recurrent.chunks_cuda import ENTRIES
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
+from kernels.recurrent.mamba1 import Mamba1Inputs
 from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
@@ -98,7 +99,10 @@ def mamba_1(model: str) -> None:
     dt = torch.empty(20, channels, dtype=torch.bfloat16)
     b = torch.empty(20, 16, dtype=torch.bfloat16)
     rates, skip = torch.empty(channels, 16), torch.empty(channels)
-    mamba1(dt.float(), dt, b, b.clone(), rates, skip, torch.empty(5, channels, 16), _meta())
+    mamba1(
+        Mamba1Inputs(dt.float(), dt, b, b.clone(), rates, skip, dt, torch.empty(5, channels, 16)),
+        _meta(),
+    )
 
 
 def convolution(model: str) -> None:
