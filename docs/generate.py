@@ -1,16 +1,19 @@
-"""Writes docs/configuration.md from the configuration models and docs/models.md from the records
-of architectures: `python docs/generate.py`. With `--modules [FOLDER]` it prints each module with
-its first sentence, with `--fields` the fields of all request bodies."""
+"""Writes docs/configuration.md from the configuration models, docs/models.md from the records of
+architectures and docs/kernels.md from the tables of kernels: `python docs/generate.py`. With
+`--modules [FOLDER]` it prints each module with its first sentence, with `--fields` the fields of
+all request bodies."""
 
 import ast
 import inspect
 import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -22,10 +25,29 @@ from deployments.config.models import ModelLimitsConfig, ServedModelConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config.engine_config import EngineConfig
 from engine.config.quant_formats import QUANT_FORMATS
+from kernels.attention.candidates import (
+    CHUNK_ATTENTION,
+    DECODE_ATTENTION,
+    FIXED_ATTENTION,
+    LATENT_CHUNKS,
+    LATENT_DECODE,
+)
+from kernels.attention.inputs import AttentionForm, LatentForm
+from kernels.candidates import Candidate
+from kernels.experts.candidates import (
+    EXPERTS,
+    FIXED_EXPERTS,
+    FIXED_PACKED_EXPERTS,
+    PACKED_EXPERTS,
+)
+from kernels.gemm.packed.candidates import FIXED_LINEAR, PACKED_LINEAR
+from kernels.kv.format import FORMATS as KV_FORMATS
+from kernels.packed import E2M1, Format
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
+KERNELS = Path(__file__).with_name("kernels.md")
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
@@ -231,6 +253,102 @@ def render_models() -> str:
     )
 
 
+KERNELS_HEAD = """# Kernels on CUDA
+
+Several kernels do one operation. A step runs the first of a table that fits, in
+[deterministic mode](deterministic.md) the first of those that end in `_fixed`. The back end,
+`manta plan` and `manta doctor` read the same tuples (`kernels/candidates.py`), and
+`python docs/generate.py` writes this page from them.
+
+"GPU" has the compute capabilities, out of those of a T4, A100, L40, H100 and B200, on which a
+kernel serves what the row names. "Tokens" is how many it takes, of a step or of one request in it.
+"Fuses" is what else of the call it computes.
+"""
+# Compute capabilities: T4, A100, L40, H100, B200.
+CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
+WEIGHTS = {
+    "4-bit integers": Format(4, 128, zero=8),
+    "4-bit integers with offsets": Format(4, 128, offset="add"),
+    "MXFP4": Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
+    "8-bit integers": Format(8, 128, zero=128),
+    "W8A8": Format(8, 4096, torch.float32, zero=128, activations=8),
+    "FP8": Format(8, 4096, torch.float32, code="e4m3", activations=8),
+    "FP8 in blocks of 128 x 128": Format(
+        8, 128, torch.float32, code="e4m3", rows=128, activations=8
+    ),
+}
+PLAIN = {"16 and 32 bits": Format(8, 128)}  # tables of plain weights read no format
+HEADS_OF_128 = AttentionForm("", 2, 128, 4, 16)
+HEADS = {
+    **{f"heads of {dim}": HEADS_OF_128._replace(head_dim=dim) for dim in (64, 128, 256, 512)},
+    **{f"groups of {n}": HEADS_OF_128._replace(group=n) for n in (1, 3, 5, 7, 8, 16)},
+    "soft caps": HEADS_OF_128._replace(softcap=True),
+    "slopes": HEADS_OF_128._replace(slopes=True),
+    "pages of 1": HEADS_OF_128._replace(block_size=1),
+    "32 bits": HEADS_OF_128._replace(element_size=4),
+    **{f"`{kv}` keys": HEADS_OF_128._replace(kv=kv) for kv in KV_FORMATS},
+}
+LATENTS = {
+    f"{heads} heads": LatentForm(heads, 512, 64, 2, 16) for heads in (16, 20, 40, 64, 96, 128)
+}
+KERNEL_TABLES: tuple[tuple[str, str, Mapping[str, Any], tuple[Candidate[Any], ...]], ...] = (
+    ("Packed linear layers", "tokens (step)", WEIGHTS, PACKED_LINEAR + FIXED_LINEAR),
+    ("Experts in 16 and 32 bits", "tokens (step)", PLAIN, EXPERTS + FIXED_EXPERTS),
+    ("Packed experts", "tokens (step)", WEIGHTS, PACKED_EXPERTS + FIXED_PACKED_EXPERTS),
+    ("Attention of decodes", "tokens (request)", HEADS, DECODE_ATTENTION),
+    ("Attention of prompts", "tokens (request)", HEADS, CHUNK_ATTENTION + FIXED_ATTENTION),
+    ("Latents, decodes", "tokens (request)", LATENTS, LATENT_DECODE),
+    ("Latents, prompts", "tokens (request)", LATENTS, LATENT_CHUNKS),
+)
+
+
+def render_kernels() -> str:
+    """Return the page's text: a table for each tuple of candidates."""
+    parts = [KERNELS_HEAD]
+    for title, tokens, forms, candidates in KERNEL_TABLES:
+        head = ["kernel", "multiplies", "serves", "GPU", tokens, "fuses"]
+        rows = [_kernel_row(kernel, forms) for kernel in candidates]
+        if not any(kernel.fuses for kernel in candidates):
+            head, rows = head[:-1], [row[:-1] for row in rows]
+        lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _kernel_row(kernel: Candidate[Any], forms: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a candidate's row."""
+    served = {
+        name: tuple(capability for capability in CAPABILITIES if kernel.takes(form, capability))
+        for name, form in forms.items()
+    }
+    names = [name for name, capabilities in served.items() if capabilities]
+    others = [name for name in forms if name not in names]
+    serves = ", ".join(names)
+    if len(others) < len(names):
+        serves = f"all but {', '.join(others)}" if others else "all"
+    tokens = dict.fromkeys(kernel.tokens(forms[name]) for name in names)
+    return [
+        f"`{kernel.name}`",
+        kernel.operands,
+        serves,
+        " or ".join(map(_devices, dict.fromkeys(served[name] for name in names))),
+        " or ".join(_range(*span) for span in tokens),
+        ", ".join(sorted(kernel.fuses)),
+    ]
+
+
+def _devices(capabilities: tuple[tuple[int, int], ...]) -> str:
+    if capabilities == CAPABILITIES:
+        return "all"
+    return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+
+
+def _range(first: int, last: float) -> str:
+    if last == float("inf"):
+        return "any" if first == 1 else f"from {first}"
+    return str(first) if first == last else f"{first} to {last:.0f}"
+
+
 def modules(folder: str = "") -> list[tuple[str, str]]:
     """Return (path, first sentence) of each module of the repository, or of one folder."""
     if folder and not (ROOT / folder).is_dir():
@@ -305,3 +423,4 @@ if __name__ == "__main__":
     else:
         TARGET.write_text(render(), "utf-8")
         MODELS.write_text(render_models(), "utf-8")
+        KERNELS.write_text(render_kernels(), "utf-8")

@@ -93,6 +93,14 @@ def test_models_page_is_current() -> None:
     assert page == generate().render_models(), "run: python docs/generate.py"
 
 
+def test_kernels_page_is_current() -> None:
+    """A kernel in a table that the page leaves out, or a page that names one for other weights."""
+    module = generate()
+    assert (DOCS / "kernels.md").read_text("utf-8") == module.render_kernels(), (
+        "run: python docs/generate.py"
+    )
+
+
 @pytest.mark.nightly
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""

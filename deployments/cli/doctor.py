@@ -148,6 +148,8 @@ def model_checks(
             yield DoctorCheck("model", "ok", text)
             for product in result.products:
                 yield DoctorCheck("weights", "ok", product)
+            for line in result.attention:
+                yield DoctorCheck("KV cache", "ok", line)
     except ConfigError as error:
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:

@@ -82,6 +82,7 @@ class EnginePlan:
     dtype: dtype of the tensors that are not quantised.
     weights_kind: description of the weights' format.
     products: descriptions of the GEMM kernels for quantised weights, one per format.
+    attention: descriptions of attention's kernels on CUDA, one per kind of layer.
     active_parameters: parameters that one token uses; fewer than all in a mixture of experts.
     kv_per_token: (tokens that are kept, layers, bytes) for each kind of layer; on GPUs for the same
         rank as `memory`, on CPUs for all ranks. Tokens outside an attention window take nothing.
@@ -96,6 +97,7 @@ class EnginePlan:
     dtype: str
     weights_kind: str
     products: tuple[str, ...]
+    attention: tuple[str, ...]
     parameters: int
     active_parameters: int
     memory: "MemoryPlan"
@@ -177,6 +179,7 @@ def plan(
     """
     import torch
 
+    from engine.layers.attention.kernels_used import attention_kernels
     from engine.quantization.products import products
     from engine.resolve import decide
     from engine.runner.memory import check_weights, lora_host_bytes, parts_here, plan_memory
@@ -245,6 +248,19 @@ def plan(
                 experts,
                 config.deterministic,
             )
+        ),
+        attention=tuple(
+            attention_kernels(
+                resolved.model.attention,
+                part.head_group,
+                resolved.dtype,
+                resolved.kv,
+                config.block_size,
+                device.capability,
+                config.deterministic,
+            )
+            if cuda and device.capability
+            else ()
         ),
         parameters=whole.num_parameters,
         active_parameters=whole.num_active_parameters,

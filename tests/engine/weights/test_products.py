@@ -187,8 +187,9 @@ def test_plan_and_doctor_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert run_plan(str(tmp_path), "a100", 1, None) == 0
     assert "INT8: GEMMs of 8-bit integers from 32 tokens a step on" in capsys.readouterr().out
-    *_, check = doctor.model_checks(*read_planned(str(tmp_path)), Hardware.gpu("t4"))
-    assert check.name == "weights" and "INT8: decoded" in check.text
+    checks = list(doctor.model_checks(*read_planned(str(tmp_path)), Hardware.gpu("t4")))
+    assert any(check.name == "weights" and "INT8: decoded" in check.text for check in checks)
+    assert checks[-1].name == "KV cache" and "decodes by attention_decode" in checks[-1].text
 
 
 @pytest.mark.parametrize("tied", [True, False])
