@@ -76,13 +76,19 @@ _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
 
 def check_names(
-    body: Mapping[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
+    body: Mapping[str, Any],
+    known: frozenset[str],
+    *,
+    strict: bool,
+    generates: bool = False,
+    unused: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Return the fields that will be ignored, as header-safe names.
 
     Raises ApiError 400: field_not_allowed, not_supported; unknown_field if strict.
 
     generates: whether the body is that of a generation, whose LIMITS are refused
+    unused: the fields beside WITHOUT_EFFECT that are taken without effect
     """
     ignored: list[str] = []
     for name in body:
@@ -101,7 +107,7 @@ def check_names(
             ):
                 continue
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-        if name in WITHOUT_EFFECT:
+        if name in unused or name in WITHOUT_EFFECT:
             if body[name] is None:
                 continue
         elif strict:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
 from deployments.api.bounds import MAX_MESSAGE_PARTS
-from deployments.api.fields.body import StructBody, fields_of
+from deployments.api.fields.body import struct_body
 from deployments.api.fields.common import UINT31
 from deployments.api.fields.generation import (
     ARGUMENTS,
@@ -50,7 +49,14 @@ BLOCK_ROLES = ("user", "assistant", "system")
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 _Count = Annotated[int, Meta(ge=1, le=UINT31)]
-_NOT_ALLOWED: Mapping[str, Schema] = dict.fromkeys(sorted(NOT_ALLOWED), NEVER)
+
+
+def _not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
+    """Return the errors of fields that are refused. instead: what to do in the place of each."""
+    return {
+        name: (f"{name} is not supported; {advice}", "not_supported")
+        for name, advice in instead.items()
+    }
 
 
 def _other(*kinds: str | None) -> Schema:
@@ -183,14 +189,11 @@ RESPONSES_REFUSED = {
     "prompt": "send the prompt's text as instructions and input",
     "context_management": "leave items out of input",
 }
-_FIELDS, _REQUIRED = fields_of(Responses)
-RESPONSES = StructBody(
-    _FIELDS,
-    _REQUIRED,
-    (RESPONSES_REPEATED | RESPONSES_IGNORED | WITHOUT_EFFECT) - _FIELDS.keys() - {"user"},
-    frozenset({"user"}),
-    {**dict.fromkeys(RESPONSES_REFUSED, NULL), **_NOT_ALLOWED},
-    struct=Responses,
+RESPONSES = struct_body(
+    Responses,
+    ignored=RESPONSES_REPEATED | RESPONSES_IGNORED,
+    refused=dict.fromkeys(RESPONSES_REFUSED, NULL),
+    rejected=_not_supported(RESPONSES_REFUSED),
     generates=True,
 )
 
@@ -241,20 +244,19 @@ class Messages(ItemChat, kw_only=True):
     metadata: Any = None
 
 
-MESSAGES_IGNORED = frozenset({"service_tier", "cache_control", "context_management", "betas"})
+MESSAGES_IGNORED = frozenset({"service_tier", "context_management", "betas"})
 MESSAGES_REFUSED = {
     "container": "run tools beside the client",
     "mcp_servers": "give the servers' tools as tools",
 }
-_FIELDS, _REQUIRED = fields_of(Messages)
-MESSAGES = StructBody(
-    _FIELDS,
-    (*_REQUIRED, "max_tokens"),
-    (MESSAGES_IGNORED | WITHOUT_EFFECT) - _FIELDS.keys() - {"cache_control"},
-    frozenset({"cache_control"}),
-    {**dict.fromkeys(MESSAGES_REFUSED, NOTHING), **_NOT_ALLOWED},
-    struct=Messages,
+MESSAGES = struct_body(
+    Messages,
+    ignored=MESSAGES_IGNORED,
+    silent=frozenset({"cache_control"}),
+    refused=dict.fromkeys(MESSAGES_REFUSED, NOTHING),
+    rejected=_not_supported(MESSAGES_REFUSED),
     generates=True,
+    required=("max_tokens",),
 )
 # The body of /v1/messages/count_tokens, without fields about the answer's length.
 COUNTED = replace(MESSAGES, required=("messages",))

@@ -92,13 +92,12 @@ class StructBody(Body, Generic[T]):
 
         Raises ApiError 400.
         """
-        ignored += check_names(body, self.known, strict=strict, generates=self.generates)
-        return self.convert(body, ignored)
-
-    def convert(self, body: Mapping[str, Any], ignored: list[str]) -> T:
-        """Return the Struct of a body, whose own names are not looked at. Raises ApiError 400."""
+        ignored += check_names(
+            body, self.known, strict=strict, generates=self.generates, unused=self.ignored
+        )
         for name, (message, code) in self.rejected.items():
-            if (value := body.get(name)) and value not in self.refused[name]["enum"]:
+            value = body.get(name)
+            if value is not None and value not in self.refused[name].get("enum", ()):
                 raise invalid(message, name, code)
         try:
             read = msgspec.convert(body, self.struct, dec_hook=_parse)
@@ -120,6 +119,7 @@ def struct_body(
     *,
     rejected: Mapping[str, tuple[str, str]] | None = None,
     ignored: frozenset[str] = frozenset(),
+    silent: frozenset[str] = frozenset(),
     refused: Mapping[str, Schema] | None = None,
     generates: bool = False,
     narrower: Mapping[str, Schema] | None = None,
@@ -139,12 +139,13 @@ def struct_body(
     refused = {**(refused or {})}
     if openai:
         refused |= dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)
-        ignored |= WITHOUT_EFFECT - taken.keys() - refused.keys()
+        ignored |= WITHOUT_EFFECT - taken.keys() - refused.keys() - silent
     return StructBody(
         taken,
         required,
         ignored,
-        refused=refused,
+        silent,
+        refused,
         struct=struct,
         rejected=rejected or {},
         generates=generates,

@@ -32,7 +32,7 @@ class Body:
     ignored: the fields known to have no effect, which are named in x-ignored-fields
     silent: the fields without effect that are not named
     refused: the refused fields, each with the values that are accepted all the same
-    known: the names of the fields whose values are looked into
+    known: the names of the fields whose values are looked into, and of those not named
     """
 
     taken: Mapping[str, Schema]
@@ -44,7 +44,7 @@ class Body:
 
     def __post_init__(self) -> None:
         looked = {name for name, schema in self.refused.items() if schema is not NEVER}
-        object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
+        object.__setattr__(self, "known", frozenset(looked | self.taken.keys() | self.silent))
 
     def schema(self, *, strict: bool = False) -> Schema:
         """Return the JSON schema of the whole body, in which null is a field that is left out."""

@@ -149,8 +149,7 @@ def _with_params(
     request: ChatRequest | TextRequest, card: ModelCard, tokenizer: Tokenizer
 ) -> GenerationCall:
     """Return the call without its prompts. Raises ApiError 400, InvalidRequest."""
-    params = request.sampling.params(tokenizer)
-    params.check_vocabulary(card.vocab_size)
+    params = request.sampling.params(tokenizer, card.vocab_size)
     if params.max_tokens == 0 and isinstance(request, ChatRequest):
         raise invalid("max_tokens must be at least 1", "max_tokens")
     if request.stream and params.prompt_logprobs is not None:

@@ -45,21 +45,34 @@ class RequestedSampling:
         """The number of characters of text that cost as much to encode as the bad words."""
         return _WORD_CHARS * len(self.bad_words or ())
 
-    def params(self, tokenizer: Tokenizer) -> SamplingParams:
+    def params(self, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
         """Return the params for a model, whose own defaults go first. Raises InvalidRequest."""
         params = SamplingParams(**{**tokenizer.sampling_defaults, **self.values})
-        if self.bad_words is None and self.suppressed is None:
-            return params
-        sequences = [list(ids) for ids in params.bad_words_ids]
-        sequences += [[token] for token in self.suppressed or ()]
-        for word in self.bad_words or ():
-            sequences += _ways_to_write(word.lstrip(), tokenizer)
-        try:
-            return msgspec.structs.replace(params, bad_words_ids=sequences)
-        except InvalidRequest as error:
-            name = "bad_words" if self.bad_words else "suppress_tokens"
-            message = error.message.replace("bad_words_ids", name)
-            raise InvalidRequest(message, param=name, code=error.code) from None
+        params.check_vocabulary(vocab_size)
+        if self.suppressed:
+            single = [[token] for token in self.suppressed]
+            params = _without("suppress_tokens", single, params, vocab_size)
+        if self.bad_words:
+            ways = [ids for word in self.bad_words for ids in _ways_to_write(word, tokenizer)]
+            params = _without("bad_words", ways, params, vocab_size)
+        return params
+
+
+def _without(
+    name: str, sequences: list[list[int]], params: SamplingParams, vocab_size: int
+) -> SamplingParams:
+    """Return params that exclude more sequences of tokens. Raises InvalidRequest.
+
+    name: the client's name of the field that excludes them
+    """
+    try:
+        more = (*params.bad_words_ids, *sequences)
+        params = msgspec.structs.replace(params, bad_words_ids=more)
+        params.check_vocabulary(vocab_size)
+    except InvalidRequest as error:
+        message = error.message.replace("bad_words_ids", name)
+        raise InvalidRequest(message, param=name, code=error.code) from None
+    return params
 
 
 def take_sampling(
@@ -129,6 +142,7 @@ def _check_words(words: Any) -> None:
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of a word at the beginning of a text, behind a space and behind a line break."""
+    word = word.lstrip()
     line = tokenizer.encode("\n", add_special_tokens=False)
     behind = tokenizer.encode("\n" + word, add_special_tokens=False)
     ways = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word)]

@@ -190,6 +190,20 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
     assert tried > 300 or path.startswith("/detok")
 
 
+@pytest.mark.parametrize("path", BASES)
+def test_strict_takes_what_the_document_lists(path: str) -> None:
+    """Bug: a field without effect, such as `keep_alive` of /api/embed, that the document allows and
+    `http.strict` calls unknown."""
+    body, base = BASES[path]
+    client = Client(build_asgi(backend_for(path), ApiOptions(strict=True)))
+    sent = {**base, **dict.fromkeys(body.ignored | body.silent, "x")}
+    reply = asyncio.run(client.request("POST", path, json.dumps(sent).encode()))
+    assert "unknown_field" not in reply.body.decode()
+    if reply.status == 200:
+        names = (reply.header("x-ignored-fields") or "").split(", ")
+        assert body.silent.isdisjoint(names) and ("..." in names or body.ignored <= {*names})
+
+
 def test_every_route_is_in_the_document() -> None:
     """Bug: a route that no generated client can call; one that is told of, and gone."""
     backend = FakeBackend()

@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
+from deployments.api.body_fields import take_bool, take_int
 from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     BLOCK_ROLES,
     CHOICES,
     DATA,
     MESSAGES,
-    MESSAGES_IGNORED,
-    MESSAGES_REFUSED,
     Messages,
     OutputConfig,
 )
@@ -22,7 +20,7 @@ from deployments.api.generation.messages import ChatBuilder, no_media
 from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
+from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
     RequestedGrammar,
@@ -44,7 +42,6 @@ from deployments.api.output.request import (
 # A client's accounting puts a hash of each request at the very front of its system prompt, where
 # it would keep every prefix from being found again.
 _ACCOUNTING = "x-anthropic-billing-header"
-_KNOWN = MESSAGES.known
 _MOST_NAMED = 32
 
 Block = Mapping[str, Any]
@@ -59,17 +56,8 @@ def messages_request(
 
     counts: whether the request only counts tokens; max_tokens is optional then
     """
-    for name, instead in MESSAGES_REFUSED.items():
-        if body.get(name):
-            raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    for name in body.keys() - _KNOWN - MESSAGES_IGNORED if options.strict else ():
-        raise invalid(
-            f"unknown field {shown(name)}{did_you_mean(name, _KNOWN)}", name[:128], "unknown_field"
-        )
-    named = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
-    ignored = name_fields(sorted(n for n in MESSAGES_IGNORED & body.keys() if n != "cache_control"))
-    ignored += check_names(named, _KNOWN, strict=False, generates=True)
-    fields = MESSAGES.convert(body, ignored)
+    ignored: list[str] = []
+    fields = MESSAGES.read(body, ignored, strict=options.strict)
     if fields.max_tokens is None and not counts:
         raise invalid("max_tokens is required", "max_tokens", "missing_field")
     sampling = take_sampling(fields, max_tokens=fields.max_tokens)

@@ -5,12 +5,10 @@ from typing import Any
 
 from deployments.api.body_fields import name_fields
 from deployments.api.bounds import MAX_MESSAGE_CALLS
-from deployments.api.fields.body import StructBody, T
 from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.ollama import (
     CHAT,
     GENERATE,
-    IGNORED,
     ROLES,
     THINK,
     OllamaGeneration,
@@ -47,7 +45,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 
     ignored: the list that names of fields without effect are added to
     """
-    fields = _convert(body, CHAT, ignored, strict)
+    fields = CHAT.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
     if fields.messages in (None, []):
         return None
@@ -84,7 +82,7 @@ def ollama_generate(
     template: whether the model has one, so that the prompt is a user's message unless the request
         says `raw`
     """
-    fields = _convert(body, GENERATE, ignored, strict)
+    fields = GENERATE.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
     prompt, suffix, system = fields.prompt or "", fields.suffix or "", fields.system or ""
     if not prompt and not suffix:
@@ -114,12 +112,6 @@ def ollama_generate(
         gaps=(Gap(prompt, suffix),) if suffix else (),
         ignored=tuple(ignored),
     )
-
-
-def _convert(body: Mapping[str, Any], struct: StructBody[T], ignored: list[str], strict: bool) -> T:
-    named = {name: value for name, value in body.items() if name not in IGNORED}
-    ignored += name_fields(sorted(n for n in IGNORED & body.keys() if body[n] is not None))
-    return struct.read(named, ignored, strict=strict)
 
 
 def _common(fields: OllamaGeneration, user: str | None) -> dict[str, Any]:

@@ -6,15 +6,12 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import check_names, name_fields
+from deployments.api.body_fields import name_fields
 from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     ITEM_ROLES,
     MAX_ITEMS,
     RESPONSES,
-    RESPONSES_IGNORED,
-    RESPONSES_REFUSED,
-    RESPONSES_REPEATED,
     TEXT_PARTS,
     Responses,
 )
@@ -23,7 +20,7 @@ from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue, take_user
-from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
+from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
     only_constraint,
@@ -44,7 +41,6 @@ from deployments.api.output.request import (
 
 Item = dict[str, Any]  # of a conversation, as the client wrote it
 
-_KNOWN = RESPONSES.known
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
 _NAMES: Mapping[str, str] = {
@@ -89,10 +85,8 @@ def responses_request(
     past: the items of `previous_response_id` and those before
     stores: whether the service keeps answers
     """
-    ignored = _check_names(body, options.strict)
-    fields = RESPONSES.convert(body, ignored)
-    if body.get("user") is not None:
-        ignored.append("user")  # requests may take turns by it, and that is all
+    ignored: list[str] = []
+    fields = RESPONSES.read(body, ignored, strict=options.strict)
     store = fields.store is not False and stores
     background = bool(fields.background)
     _check_switches(fields, ignored, stores)
@@ -136,21 +130,6 @@ def responses_request(
         background,
         bool(fields.stream) and background,
     )
-
-
-def _check_names(body: Mapping[str, Any], strict: bool) -> list[str]:
-    """Return the names of fields without effect. Raises ApiError 400."""
-    for name, instead in RESPONSES_REFUSED.items():
-        if body.get(name) is not None:
-            raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    silent = RESPONSES_REPEATED | RESPONSES_IGNORED
-    unused = [name for name in silent & body.keys() if body[name] is not None and name != "user"]
-    rest = {name: value for name, value in body.items() if name not in silent}
-    for name in rest.keys() - _KNOWN if strict else ():
-        raise invalid(
-            f"unknown field {shown(name)}{did_you_mean(name, _KNOWN)}", name[:128], "unknown_field"
-        )
-    return name_fields(sorted(unused)) + check_names(rest, _KNOWN, strict=strict, generates=True)
 
 
 def _check_switches(fields: Responses, ignored: list[str], stores: bool) -> None:

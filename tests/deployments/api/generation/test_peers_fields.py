@@ -40,7 +40,7 @@ def test_bad_words_are_banned_as_they_are_written(
         ({"bad_words": [5]}, "bad_words"),
         ({"bad_words": "a"}, "bad_words"),
         ({"bad_words": ["a"] * 1025}, "bad_words"),
-        ({"suppress_tokens": [10**6]}, "bad_words_ids"),
+        ({"suppress_tokens": [10**6]}, "suppress_tokens"),
         ({"suppress_tokens": ["5"]}, "suppress_tokens"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
