@@ -28,14 +28,13 @@ from deployments.api.page.routes import FILES
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, find, versioned
-from deployments.api.services import adapters
-from deployments.api.services.models import VERSION_HEADER, changes_models
+from deployments.api.services import adapters, models
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-_ADAPTERS = f"{adapters.PATH}/"
+_ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -85,7 +84,7 @@ class Api:
             try:
                 exchange.check_envelope()
                 path = exchange.path = versioned(exchange.path)
-                if path.startswith(anthropic.PATH) or VERSION_HEADER in exchange.headers:
+                if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
                     exchange.error_body = anthropic.error_body
                 elif path.startswith(ollama.PREFIX):
                     exchange.error_body = ollama_error
@@ -97,7 +96,9 @@ class Api:
                     return
                 if path not in OPEN and not path.startswith(FILES):
                     admin = path in adapters.PATHS or path.startswith(_ADAPTERS)
-                    admin |= path == LIVE or changes_models(exchange.method, path)
+                    admin |= path == LIVE
+                    if path == models.PATH or path.startswith(_MODELS):
+                        admin |= exchange.method not in ("GET", "HEAD")  # changes what is served
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, options, admin=admin
                     )

@@ -8,12 +8,7 @@ from typing import Any, Protocol
 from deployments.api.context import ApiContext
 from deployments.api.generation.call import GenerationCall, check_context, prepare
 from deployments.api.generation.request import ChatRequest, TextRequest
-from deployments.api.generation.tenancy import (
-    allowed_priority,
-    deadline_after,
-    key_of,
-    salt_of,
-)
+from deployments.api.generation.tenancy import queue_place
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
@@ -87,17 +82,15 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         await dialect.settle(exchange)
         return
     exchange.ignored += request.ignored
-    backend, options, queue = context.backend, context.options, request.queue
-    key = key_of(exchange, queue.user, options)
-    deadline = deadline_after(exchange, queue.deadline, options)
-    priority = allowed_priority(exchange, queue.priority)
+    backend, options = context.backend, context.options
+    place = queue_place(exchange, request.queue, options)
     context.counter.in_flight += 1
     try:
-        card = await context.admit(key, request.model, exchange.caller)
+        card = await context.admit(place.key, request.model, exchange.caller)
         call = await prepare(request, exchange.body_size, card, backend, options)
         exchange.ignored += call.ignored
         if call.card.parent is not None:
-            call.common.adapter = await context.pin(call.card.id, deadline)
+            call.common.adapter = await context.pin(call.card.id, place.deadline)
             call.card = backend.models().get(call.card.id, call.card)
         check_context(call)
         if call.output is not None and call.output.needs_grammar(call.constraint):
@@ -111,9 +104,9 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         context.charge(exchange, call.prompts)
         common = call.common
         common.request_id, common.owner = exchange.request_id, exchange.caller.id
-        common.key, common.deadline, common.trace = key, deadline, exchange.trace
-        common.cache_salt = salt_of(exchange, queue.cache_salt, options)
-        common.priority = priority
+        common.key, common.deadline = place.key, place.deadline
+        common.priority, common.cache_salt = place.priority, place.cache_salt
+        common.trace = exchange.trace
         call.timing = exchange.headers.get(b"x-return-timing") == [b"1"]
         await _answer(context, exchange, call, ids if call.stream else None, dialect)
     except (ApiError, MantaError) as error:

@@ -84,8 +84,9 @@ _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.p
 _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 
-def _route(path: str) -> Route | None:
-    return EXACT.get(path) or next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
+def _with_name(path: str) -> Route | None:
+    """Return the route of a path that names a model, an adapter or an id; None if there is none."""
+    return next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
 
 
 def versioned(path: str) -> str:
@@ -96,9 +97,11 @@ def versioned(path: str) -> str:
     """
     if path.startswith("/v1/v1/"):
         path = path[3:]
-    if path.startswith("/v1/") or _route(path) is not None or _route(f"/v1{path}") is None:
+    if path.startswith("/v1/") or path in EXACT or _with_name(path) is not None:
         return path
-    return f"/v1{path}"
+    versioned_path = f"/v1{path}"
+    known = versioned_path in EXACT or _with_name(versioned_path) is not None
+    return versioned_path if known else path
 
 
 def find(exchange: HttpExchange) -> Route:
@@ -107,7 +110,7 @@ def find(exchange: HttpExchange) -> Route:
     Raises ApiError 404, 405.
     """
     path = exchange.path
-    route = _route(path)
+    route = EXACT.get(path) or _with_name(path)
     if route is None or path in _ELSEWHERE:
         raise ApiError(
             404,

@@ -7,7 +7,7 @@ request queue instead (admission/request_queue.py).
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from deployments.observe.metrics import RouterMetrics
@@ -91,16 +91,11 @@ class Assignment:
         wait_seconds: float,
     ) -> None:
         self.displaced = DisplacedChoices(wait_seconds, waking)
-        self._next = 1
+        self.numbers: Iterator[int] = itertools.count(1)
         self._replicas = replicas
         self._cards = cards
         self._metrics = metrics
         self._random = random
-
-    def numbers(self, count: int) -> int:
-        """Reserve `count` consecutive choice numbers, and return the first."""
-        first, self._next = self._next, self._next + count
-        return first
 
     def begin(self, inflight: InflightRequest, roomy: Sequence[ReplicaState]) -> None:
         """Send a new request to one of the replicas that have room."""
@@ -117,9 +112,21 @@ class Assignment:
         """
         first = choices[0]
         inflight = first.inflight
-        wanted = self._routing_request(choices)
+        request, emitted = inflight.request, first.emitted
+        limit, adapter = request.params.max_tokens, request.adapter
+        tokens = request.token_ids + emitted
+        # A text that becomes an embedding leaves nothing in the prefix cache.
+        caches = not request.params.pooled
+        wanted = RoutingRequest(
+            len(tokens),
+            self._cards.base.max_model_len if limit is None else limit,
+            len(choices),
+            hash_prefix(tokens, request.adapter_key, request.cache_salt) if caches else [],
+            "" if adapter is None else adapter.name,  # the adapter's name at replicas
+        )
         now = time.monotonic()
-        names = self._allowed(choices, among)
+        sent_before = inflight.replicas or request.emitted
+        names = self._allowed(choices, among) if sent_before else among
         fleet = self._replicas.fleet
         decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
         if decision is None:
@@ -157,29 +164,13 @@ class Assignment:
         They get new numbers, because the replica may not have ended the old ones yet.
         """
         for choice in choices:
-            choice.id = self.numbers(1)
+            choice.id = next(self.numbers)
         self.assign(choices)
 
     def assign_again(self, choices: list[InflightChoice]) -> None:
         """Abort choices and send them again, because their adapter has changed."""
         self.take_off(choices)
         self.bring_back(choices)
-
-    def _routing_request(self, choices: list[InflightChoice]) -> RoutingRequest:
-        request, emitted = choices[0].inflight.request, choices[0].emitted
-        limit = request.params.max_tokens
-        adapter = request.adapter
-        tokens = request.token_ids + emitted
-        return RoutingRequest(
-            len(tokens),
-            self._cards.base.max_model_len if limit is None else limit,
-            len(choices),
-            # A text that becomes an embedding leaves nothing in the prefix cache.
-            []
-            if request.params.pooled
-            else hash_prefix(tokens, request.adapter_key, request.cache_salt),
-            "" if adapter is None else adapter.name,  # the adapter's name at replicas
-        )
 
     def _allowed(
         self, choices: list[InflightChoice], among: Sequence[str] | None

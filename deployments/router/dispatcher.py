@@ -130,8 +130,7 @@ class Dispatcher:
         except MantaError as refusal:
             self.metrics.failed.inc(1, refusal.code)
             raise
-        numbers = self.assignment.numbers(request.params.n)
-        inflight = InflightRequest(request, numbers, self.metrics, self.assignment, self.requests)
+        inflight = InflightRequest(request, self.metrics, self.assignment, self.requests)
         self.requests.add(inflight)
         self.queue.enter(inflight, roomy)
         return inflight

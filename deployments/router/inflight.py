@@ -9,6 +9,7 @@ is the same as without the loss.
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
@@ -112,7 +113,12 @@ class InflightChoice:
 
 
 class ChoiceAssignment(Protocol):
-    """The methods of `assignment.Assignment` that a request uses."""
+    """The parts of `assignment.Assignment` that a request uses.
+
+    numbers: numbers of choices, none of them twice
+    """
+
+    numbers: Iterator[int]
 
     def take_off(self, choices: list[InflightChoice]) -> None:
         """Abort unfinished choices at their replicas."""
@@ -134,16 +140,14 @@ class InflightRequest:
     def __init__(
         self,
         request: GenerationRequest,
-        first_id: int,
         metrics: RouterMetrics,
         assignment: ChoiceAssignment,
         requests: EndedRequests,
     ) -> None:
         self.request = request
         self.arrived = time.monotonic()
-        self.choices = [
-            InflightChoice(self, index, first_id + index) for index in range(request.params.n)
-        ]
+        numbers, n = assignment.numbers, request.params.n
+        self.choices = [InflightChoice(self, index, next(numbers)) for index in range(n)]
         self._open = len(self.choices)
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
             # A resumed stream, whose first tokens another router has sent.

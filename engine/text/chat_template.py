@@ -24,7 +24,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ConfigError, InvalidRequest
-from engine.text.template_contents import Form, Opening, check_shown, find_forms, shaped
+from engine.text.template_contents import Form, Opening, find_forms, shaped
 
 # CPU time of this thread, so that no request is refused on a busy machine; a thousand messages take
 # some 10 ms.
@@ -277,10 +277,6 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything on odd messages
             raise self._refusal(error, template, context) from error
         return text if opening is None else opening.cut(text)
-
-    def check_shown(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a rendered chat that lacks the user's last message. Raises InvalidRequest."""
-        check_shown(text, messages, self.forms("default")["user"].silent)
 
     def _refusal(
         self, error: Exception, template: jinja2.Template, context: dict[str, Any]

@@ -150,7 +150,7 @@ class _ByteStream:
             if len(tail) >= _CHARACTER:  # the unfinished character begins in these bytes
                 break
         self._utf8.decode(tail)
-        return _unfinished(self._utf8)
+        return _unfinished(self._utf8) if self._utf8.getstate()[0] else ""
 
     def state(self) -> Any:
         return self._utf8.getstate()

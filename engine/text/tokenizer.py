@@ -20,6 +20,7 @@ from engine.structured.marks import is_mark
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.control_tokens import ControlTokens
 from engine.text.declared_tokens import DeclaredTokens
+from engine.text.template_contents import check_shown
 from engine.text.text_stream import Tables, TextStream
 
 # In characters. The library's `encode` holds the GIL for its whole run, about a microsecond per
@@ -328,7 +329,7 @@ class Tokenizer:
             **options,
         )
         assert self.chat_template is not None
-        self.chat_template.check_shown(text, messages)
+        check_shown(text, messages, self.chat_template.forms("default")["user"].silent)
         if not typed:
             if max_tokens is not None:
                 self.check_length(text, max_tokens)

@@ -15,7 +15,7 @@ from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.messages import ChatBuilder, read_message, read_role
 from deployments.api.generation.request import ChatRequest
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import take_queue, take_user
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
@@ -65,7 +65,7 @@ class LiteqwenRequest(DialectRequest):
             sampling=take_sampling(
                 kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
             ),
-            queue=take_queue(fields, take_user(body)),
+            queue=take_queue(fields, body.get("user")),
             stream=self._stream,
             prompt_name="query",
             names={

@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
+_WORD_CHARS = 64  # a bad word is encoded three times, each with the overhead of a call
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
 
@@ -129,26 +131,20 @@ async def prepare(
 
     Raises ApiError 400; InvalidRequest. These name fields by our names.
     """
-    tokenizer = backend.tokenizer(card.id)
-    fill = _fill_chat if isinstance(request, ChatRequest) else _fill_texts
-
-    def work() -> GenerationCall:
-        call = _with_params(request, card, tokenizer)
-        fill(call, options)
-        return call
-
+    work = partial(_prepared, request, card, backend.tokenizer(card.id), options)
+    size += _WORD_CHARS * len(request.sampling.bad_words or ())
     try:
-        return await in_thread(work, size + request.sampling.size)
+        return await in_thread(work, size)
     except TooManyTokens as error:
         raise too_many_tokens(error, request.prompt_name) from None
     except InvalidRequest as error:
         raise invalid(error.message, error.param, error.code) from None
 
 
-def _with_params(
-    request: ChatRequest | TextRequest, card: ModelCard, tokenizer: Tokenizer
+def _prepared(
+    request: ChatRequest | TextRequest, card: ModelCard, tokenizer: Tokenizer, options: ApiOptions
 ) -> GenerationCall:
-    """Return the call without its prompts. Raises ApiError 400, InvalidRequest."""
+    """Return the call with its prompts. Raises ApiError 400, InvalidRequest."""
     params = request.sampling.params(tokenizer, card.vocab_size)
     if params.max_tokens == 0 and isinstance(request, ChatRequest):
         raise invalid("max_tokens must be at least 1", "max_tokens")
@@ -156,7 +152,7 @@ def _with_params(
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
     if request.best_of is not None and request.best_of != params.n:
         raise invalid("best_of must equal n; choices are not ranked", "best_of")
-    return GenerationCall(
+    call = GenerationCall(
         request=request,
         card=card,
         tokenizer=tokenizer,
@@ -170,6 +166,8 @@ def _with_params(
         prompt_logprobs=params.prompt_logprobs is not None,
         constraint=request.constraint,
     )
+    (_fill_chat if isinstance(request, ChatRequest) else _fill_texts)(call, options)
+    return call
 
 
 def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
@@ -189,7 +187,7 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     call.prompts = [ids]
     check_choices(call, options)
     plan = plan_output(tokenizer, tools, ids, generation=request.template.opens)
-    budget = request.thinking_budget
+    budget = None if request.thinking_budget == -1 else request.thinking_budget
     if budget is not None and (plan is None or plan.thinking == "no"):
         unread.append("thinking_token_budget")
     elif plan is not None:

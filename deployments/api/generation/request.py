@@ -177,7 +177,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """A chat that a client asks for.
 
     effort: how much the model should think; None: as its template has it
-    thinking_budget: the most tokens of thinking; None: any number
+    thinking_budget: the most tokens of thinking; None, -1: any number
     """
 
     messages: tuple[ChatMessage, ...]

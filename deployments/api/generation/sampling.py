@@ -18,7 +18,6 @@ from engine.sampling_params import (
 )
 from engine.text.tokenizer import Tokenizer
 
-_WORD_CHARS = 64  # a word is encoded three times, each with the overhead of a call
 # The fields of bodies with our names, beside those that are looked into.
 _SAME = {
     name: name
@@ -39,11 +38,6 @@ class RequestedSampling:
     values: Mapping[str, Any]
     bad_words: list[str] | None = None
     suppressed: list[int] | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of characters of text that cost as much to encode as the bad words."""
-        return _WORD_CHARS * len(self.bad_words or ())
 
     def params(self, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
         """Return the params for a model, whose own defaults go first. Raises InvalidRequest."""

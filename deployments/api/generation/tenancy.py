@@ -1,7 +1,6 @@
 """QueueFields: a request's fields beside its content: its owner, its priority and its deadline."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,84 +30,73 @@ class QueueFields:
     cache_salt: str = ""
 
 
-def take_queue(fields: Queued, user: str | None, cache_salt: str | None = None) -> QueueFields:
-    """Return how a request is queued."""
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """The place of a request among others.
+
+    key: the tenant, by `options.share_by`; "" for requests that name none
+    deadline: the end of its time in monotonic seconds; None: it has none
+    cache_salt: the root of its prefix-cache blocks. It is the key's own unless
+        `options.share_prefixes`, with the request's `cache_salt` under it. What is cached tells by
+        its time, and by usage, what others have asked
+    """
+
+    key: str
+    deadline: float | None
+    priority: int
+    cache_salt: str
+
+
+def take_queue(fields: Queued, user: Any, cache_salt: str | None = None) -> QueueFields:
+    """Return how a request is queued.
+
+    user: the name of the caller's user; a value of another type names none
+    """
+    user = user if isinstance(user, str) else None
     return QueueFields(user, fields.deadline_seconds, fields.priority, cache_salt or "")
 
 
-def take_user(body: Mapping[str, Any]) -> str | None:
-    """Return the name of the caller's user; a value of another type names none."""
-    user = body.get("user")
-    return user if isinstance(user, str) else None
+def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions) -> QueuePlace:
+    """Return where a request is queued.
 
-
-def key_of(exchange: HttpExchange, user: str | None, options: ApiOptions) -> str:
-    """Return the tenant of a request, by `options.share_by`; "" for requests that name none."""
-    if exchange.caller.tenant:
-        return exchange.caller.tenant
-    if options.share_by == "api_key":
-        return exchange.caller.id
-    if options.share_by == "user":
-        names = [] if user is None else [user.encode()[:_MAX_KEY]]
+    Raises ApiError 400 invalid_type, invalid_value, of the header `x-deadline-seconds`; 403
+    permission_denied.
+    """
+    caller = exchange.caller
+    if caller.tenant or options.share_by == "api_key":
+        key = caller.tenant or caller.id
     else:
-        names = exchange.headers.get(options.share_by.encode(), [])
-    return hashlib.sha256(names[0].strip()).hexdigest()[:32] if names else ""
-
-
-def salt_of(exchange: HttpExchange, salt: str, options: ApiOptions) -> str:
-    """Return the root of a request's prefix-cache blocks.
-
-    The root is the key's own unless `options.share_prefixes`, with `cache_salt` under it. What is
-    cached tells by its time, and by usage, what others have asked.
-    """
-    own = "" if options.share_prefixes else exchange.caller.id
-    # The key's part comes first and has one length: no salt reaches another key's blocks.
-    return f"{own}/{salt}" if own else salt
-
-
-def allowed_priority(exchange: HttpExchange, priority: int | None) -> int:
-    """Return the priority of a request that names this one.
-
-    Raises ApiError 403 permission_denied.
-    """
-    priority = priority or 0
-    least = exchange.caller.least_priority
-    if priority < least:
+        if options.share_by == "user":
+            names = [] if queue.user is None else [queue.user.encode()[:_MAX_KEY]]
+        else:
+            names = exchange.headers.get(options.share_by.encode(), [])
+        key = hashlib.sha256(names[0].strip()).hexdigest()[:32] if names else ""
+    seconds = options.deadline_s if queue.deadline is None else queue.deadline
+    if headers := exchange.headers.get(DEADLINE_HEADER.encode()):
+        seconds = _header_seconds(headers[0], None if queue.deadline is None else seconds)
+    priority = queue.priority or 0
+    if priority < caller.least_priority:
         raise ApiError(
             403,
             "permission_denied",
-            f"this key may set priority to {least} or more; the operator grants less by "
-            "`priority=` behind the key in http.api_keys_file",
+            f"this key may set priority to {caller.least_priority} or more; the operator grants "
+            "less by `priority=` behind the key in http.api_keys_file",
             param="priority",
             kind=PERMISSION,
         )
-    return priority
+    own = "" if options.share_prefixes else caller.id
+    # The key's part comes first and has one length: no salt reaches another key's blocks.
+    salt = f"{own}/{queue.cache_salt}" if own else queue.cache_salt
+    return QueuePlace(key, None if seconds is None else exchange.began + seconds, priority, salt)
 
 
-def deadline_after(
-    exchange: HttpExchange, asked: float | None, options: ApiOptions
-) -> float | None:
-    """Return the deadline of a request in monotonic seconds; None: it has none.
-
-    asked: the seconds that the body names; the header `x-deadline-seconds` may name less
-
-    Raises ApiError 400 invalid_type, invalid_value.
-    """
-    seconds = options.deadline_s if asked is None else asked
-    headers = exchange.headers.get(DEADLINE_HEADER.encode(), [])
-    if headers:
-        name = DEADLINE_HEADER
-        try:
-            header_seconds = _checked(float(headers[0][:32]), name)
-        except ValueError:
-            raise wrong_type(name, "a number") from None
-        seconds = (
-            header_seconds if asked is None or seconds is None else min(header_seconds, seconds)
-        )
-    return None if seconds is None else exchange.began + seconds
-
-
-def _checked(seconds: float, name: str) -> float:
-    if not 0 < seconds <= MAX_DEADLINE:  # an integer may be too large for a float
+def _header_seconds(header: bytes, most: float | None) -> float:
+    """Return the seconds of `x-deadline-seconds`, at most the body's. Raises ApiError 400."""
+    name = DEADLINE_HEADER
+    try:
+        seconds = float(header[:32])
+    except ValueError:
+        raise wrong_type(name, "a number") from None
+    if not 0 < seconds <= MAX_DEADLINE:
         raise invalid(f"{name} must be above 0 and at most {MAX_DEADLINE:g}", name)
-    return seconds
+    return seconds if most is None else min(seconds, most)

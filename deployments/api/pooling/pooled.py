@@ -30,11 +30,8 @@ from deployments.api.generation.call import (
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.tenancy import (
     QueueFields,
-    allowed_priority,
-    deadline_after,
-    key_of,
+    queue_place,
     take_queue,
-    take_user,
 )
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
@@ -219,7 +216,7 @@ async def pooled_call(
     body = await context.read_as(exchange, fields)
     context.counter.in_flight += 1
     try:
-        queue = take_queue(body, take_user(await context.read(exchange)))
+        queue = take_queue(body, (await context.read(exchange)).get("user"))
         model = name_model(body.model, context.backend)
         yield await _admitted(context, exchange, body, queue, model)
     finally:
@@ -230,15 +227,13 @@ async def _admitted(
     context: ApiContext, exchange: HttpExchange, body: T, queue: QueueFields, model: str | None
 ) -> PooledCall[T]:
     """Return the call of a body, after the checks that all routes have."""
-    key = key_of(exchange, queue.user, context.options)
-    deadline = deadline_after(exchange, queue.deadline, context.options)
-    priority = allowed_priority(exchange, queue.priority)
-    card = await context.admit(key, model, exchange.caller)
+    place = queue_place(exchange, queue, context.options)
+    card = await context.admit(place.key, model, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None
     if card.parent is not None:
-        adapter = await context.pin(card.id, deadline)
+        adapter = await context.pin(card.id, place.deadline)
         card = context.backend.models().get(card.id, card)
     assert card.pooling is not None
     limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
@@ -254,9 +249,9 @@ async def _admitted(
         limit if cut is None else cut,
         wanted.truncate or cut is not None,
         wanted.special,
-        key,
-        priority,
-        deadline,
+        place.key,
+        place.priority,
+        place.deadline,
         adapter,
         partial(context.charge, exchange),
         context.options,

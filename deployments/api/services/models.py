@@ -25,12 +25,6 @@ VERSION_HEADER = b"anthropic-version"
 _MOST_LISTED = 1000
 
 
-def changes_models(method: str, path: str) -> bool:
-    """Whether a request needs a key that may change what is served."""
-    at = path == PATH or path.startswith(f"{PATH}/")
-    return at and method not in ("GET", "HEAD")
-
-
 async def models(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer GET with all models; for POST add a model, or change it."""
     if exchange.method == "POST":

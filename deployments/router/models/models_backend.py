@@ -28,6 +28,16 @@ from engine.text.tokenizer import Tokenizer
 _POLL = 0.2  # seconds between polls of whether a removed model is idle
 
 
+class _Owners(dict[str, Dispatcher]):
+    """The dispatcher of each name that requests may use.
+
+    Raises MantaError for a model that was removed since its name was read.
+    """
+
+    def __missing__(self, model: str) -> Dispatcher:
+        raise InvalidRequest("the model was taken away", param="model", code="model_not_found")
+
+
 class ModelsBackend:
     """The models that one router serves. All methods belong to the event loop that created it.
 
@@ -46,7 +56,7 @@ class ModelsBackend:
         self.dispatchers: dict[str, Dispatcher] = {}
         self._leaving: dict[Dispatcher, asyncio.Task[None]] = {}
         self._cards: dict[str, ModelCard] = {}
-        self._owners: dict[str, Dispatcher] = {}
+        self._owners = _Owners()
         self._draining = False
 
     def set_dispatcher(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
@@ -94,7 +104,7 @@ class ModelsBackend:
         If two models have adapters of the same name, the first model's gets the bare name.
         """
         cards: dict[str, ModelCard] = {}
-        owners: dict[str, Dispatcher] = {}
+        owners = _Owners()
         for dispatcher in self.dispatchers.values():
             for name, card in dispatcher.models().items():
                 if card.parent is None or name not in cards:
@@ -122,7 +132,7 @@ class ModelsBackend:
         return self._cards
 
     def tokenizer(self, model: str) -> Tokenizer:
-        return self._owner(model).tokenizer(model)
+        return self._owners[model].tokenizer(model)
 
     def admit(self, key: str, model: str) -> None:
         owner = self._owners.get(model)
@@ -132,8 +142,7 @@ class ModelsBackend:
             raise draining()
 
     def generate(self, request: GenerationRequest) -> InflightRequest:
-        owner = self._owners.get(request.model) or self._owner(request.model)
-        return owner.generate(request)
+        return self._owners[request.model].generate(request)
 
     async def recall(
         self,
@@ -141,7 +150,7 @@ class ModelsBackend:
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        return await self._owner(model).recall(model, streams, enough)
+        return await self._owners[model].recall(model, streams, enough)
 
     def state(self) -> BackendState:
         total = BackendState(draining=self._draining)
@@ -156,14 +165,6 @@ class ModelsBackend:
 
     def ready(self) -> bool:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
-
-    def _owner(self, model: str) -> Dispatcher:
-        """Return the model's dispatcher. Raises MantaError if the model was removed since its name
-        was read."""
-        owner = self._owners.get(model)
-        if owner is None:
-            raise InvalidRequest("the model was taken away", param="model", code="model_not_found")
-        return owner
 
     # -- for the router
 

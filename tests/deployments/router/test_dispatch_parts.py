@@ -106,10 +106,7 @@ class Parts:
     def inflight(self, n: int = 1, id: str = "q", **more: Any) -> InflightRequest:
         params = SamplingParams(n=n, max_tokens=9)
         request = GenerationRequest(id, "m", [5] * 10, params, seed=1, **more)
-        numbers = self.assignment.numbers(n)
-        inflight = InflightRequest(
-            request, numbers, self.metrics, self.assignment, self.all_inflight
-        )
+        inflight = InflightRequest(request, self.metrics, self.assignment, self.all_inflight)
         self.all_inflight.add(inflight)
         return inflight
 
@@ -135,7 +132,7 @@ async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_ta
     inflight.abort()
     assert parts.replicas[name].sent[-1] == Abort([1, 3])
     assert (state.booked, state.held, state.booked_tokens, len(parts.displaced)) == (0, 0, 0, 0)
-    assert parts.assignment.numbers(1) == 4, "a number that was used is not used again"
+    assert next(parts.assignment.numbers) == 4, "a number that was used is not used again"
 
 
 async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
@@ -315,7 +312,7 @@ async def test_load_counts_everything_that_waits():
     params = SamplingParams(n=2, max_tokens=9)
     waiting = dispatcher.generate(GenerationRequest("q", "m", [5] * 10, params, seed=1))
     displaced = InflightRequest(
-        waiting.request, 7, dispatcher.metrics, dispatcher.assignment, dispatcher.requests
+        waiting.request, dispatcher.metrics, dispatcher.assignment, dispatcher.requests
     )
     dispatcher.assignment.assign(displaced.choices)
     dispatcher._adapter_calls.waiting = 3

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from dataclasses import fields
+from itertools import count
 
 import msgspec
 import pytest
@@ -31,6 +32,9 @@ WHOLE = {0: text(len(PROMPT), 50)}
 
 class Anybody:
     """An assignment and a list of requests that note nothing."""
+
+    def __init__(self):
+        self.numbers = count(40)
 
     def take_off(self, _):
         pass
@@ -189,7 +193,7 @@ def test_a_request_that_moves_is_the_same_request():
             kind = type(getattr(request, name))
             setattr(request, name, kind(7))
         request.adapter = AdapterRecord(name="legal", path="/legal", revision="abc")
-        inflight = InflightRequest(request, 40, RouterMetrics(), Anybody(), Anybody())
+        inflight = InflightRequest(request, RouterMetrics(), Anybody(), Anybody())
         choice = inflight.choices[1]
         inflight.take_delta(choice, Delta(41, [8, 9]), 1.0)
         moved = choice.as_request()

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from deployments.api.body_fields import take_bool, take_int
-from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     BLOCK_ROLES,
     CHOICES,
@@ -94,7 +93,7 @@ def messages_request(
         template=template_options(options, fields.chat_template_kwargs, continues=continues),
         tools=tools,
         effort=effort,
-        thinking_budget=thinking_budget(budget),
+        thinking_budget=budget,
         ignored=tuple(ignored),
     )
 

@@ -22,7 +22,7 @@ from deployments.api.generation.request import (
     TextRequest,
 )
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import take_queue, take_user
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.output.constraints import RequestedGrammar, schema_constraint
 from deployments.api.output.request import read_choice, read_tools, requested_tools
@@ -60,7 +60,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
             messages = messages[:-1]
     tools = read_tools(fields.tools)
     return ChatRequest(
-        **_common(fields, take_user(body)),
+        **_common(fields, body.get("user")),
         names=names,
         messages=messages,
         template=template,
@@ -93,7 +93,7 @@ def ollama_generate(
             builder.add_message("system", "system", system)
         builder.add_message("user", "prompt", prompt)
         return ChatRequest(
-            **_common(fields, take_user(body)),
+            **_common(fields, body.get("user")),
             prompt_name="prompt",
             names={**_NAMES, "messages": "prompt"},
             messages=builder.finish(),
@@ -106,7 +106,7 @@ def ollama_generate(
     if effort is not None:
         ignored.append("think")
     return TextRequest(
-        **_common(fields, take_user(body)),
+        **_common(fields, body.get("user")),
         names=_NAMES,
         prompts=() if suffix else (prompt,),
         gaps=(Gap(prompt, suffix),) if suffix else (),
@@ -114,7 +114,7 @@ def ollama_generate(
     )
 
 
-def _common(fields: OllamaGeneration, user: str | None) -> dict[str, Any]:
+def _common(fields: OllamaGeneration, user: Any) -> dict[str, Any]:
     """Return what chats and completions have in common, by the names of GenerationFields."""
     options = Options() if fields.options is None else fields.options
     most, logprobs = options.num_predict, fields.top_logprobs or 0

@@ -15,7 +15,7 @@ from deployments.api.fields import ollama as fields
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest, TextRequest
-from deployments.api.generation.tenancy import QueueFields, deadline_after, key_of, take_user
+from deployments.api.generation.tenancy import QueueFields, queue_place
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
@@ -59,8 +59,9 @@ class OllamaDialect(DialectRequest):
         exchange.ignored += self._ignored
         context = self._context
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
-        # The values are checked.
-        queue = QueueFields(take_user(self._body), self._body.get("deadline_seconds"))
+        user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
+        # The values are checked, that of the user apart.
+        queue = QueueFields(user if isinstance(user, str) else None, seconds)
         await _wake(context, exchange, queue, card)
         await exchange.answer(200, loaded(card.id, chat=self.is_chat))
 
@@ -154,14 +155,15 @@ async def _wake(
         return
     pooled = not card.facts.generates
     params = SamplingParams(max_tokens=0 if pooled else 1, temperature=0.0, pooled=pooled)
+    place = queue_place(exchange, queue, context.options)
     request = GenerationRequest(
         request_id=exchange.request_id,
         model=card.id,
         token_ids=[card.eos_token_ids[0] if card.eos_token_ids else 0],
         params=params,
         seed=0,
-        deadline=deadline_after(exchange, queue.deadline, context.options),
-        key=key_of(exchange, queue.user, context.options),
+        deadline=place.deadline,
+        key=place.key,
         owner=exchange.caller.id,
         trace=exchange.trace,
     )

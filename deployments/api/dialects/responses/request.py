@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
-from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     ITEM_ROLES,
     MAX_ITEMS,
@@ -19,7 +18,7 @@ from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import take_queue, take_user
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
@@ -102,7 +101,7 @@ def responses_request(
     chat = ChatRequest(
         model=fields.model,
         sampling=take_sampling(fields, max_tokens=fields.max_output_tokens, logprobs=logprobs),
-        queue=take_queue(fields, take_user(body), fields.cache_salt),
+        queue=take_queue(fields, body.get("user"), fields.cache_salt),
         stream=bool(fields.stream) and not background,
         constraint=only_constraint(
             take_response_format(text, "text.format", "text.format"),
@@ -117,7 +116,7 @@ def responses_request(
             tools.tools, tools.choice, parallel=fields.parallel_tool_calls is not False
         ),
         effort=None if fields.reasoning is None else fields.reasoning.effort,
-        thinking_budget=thinking_budget(fields.thinking_token_budget),
+        thinking_budget=fields.thinking_token_budget,
         ignored=tuple(ignored),
     )
     return ResponsesRequest(
