@@ -8,11 +8,13 @@ import msgspec
 from deployments.api.body_fields import (
     take_token_ids,
 )
+from deployments.api.bounds import ROLES
 from deployments.api.context import ApiContext
+from deployments.api.fields.chat import MESSAGE, unknown_role
 from deployments.api.fields.liteqwen import CHAT, MAX_HISTORY, STOP, GenKwargs, LiteqwenChat
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
-from deployments.api.generation.messages import ChatBuilder, read_message, read_role
+from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
@@ -55,8 +57,10 @@ class LiteqwenRequest(DialectRequest):
         self._body, self._kwargs = fields, kwargs
         builder = ChatBuilder(ignored)
         _add_history(builder, fields.history)
-        role = read_role("user" if fields.role is None else fields.role, "role")
-        builder.add_message(role, "query", fields.query)
+        role = "user" if fields.role is None else fields.role
+        if not isinstance(role, str) or role not in ROLES:
+            raise unknown_role(role, "role")
+        builder.add_message(ROLES[role], "query", fields.query)
         if role == "tool":
             builder.check_answered(None, "query.tool_call_id")
         own_names = [name for name in _SAME if getattr(kwargs, name) is not None]
@@ -248,7 +252,7 @@ def _add_history(builder: ChatBuilder, value: Any) -> None:
             builder.add_message("user", place, item[0])
             builder.add_message("assistant", place, item[1])
         else:
-            builder.messages.append(read_message(item, place, builder))
+            builder.add_openai_message(MESSAGE.read(item, place), item, place)
 
 
 ROUTES = (

@@ -9,6 +9,8 @@ type says, `Meta(extra=...)` may hold
     items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
     whole      that errors inside of the value are told of the whole value
     needed     that an empty text is a field that is not there
+    unknown    a function of an object without a known tag, and its path: the error
+    up         how many steps above the value an error is told
     code       the error's code, where it is not invalid_type or invalid_value
     fault      a function that returns the InvalidRequest of the whole value, or None
 """
@@ -27,6 +29,7 @@ from deployments.api.fields.schema import NEVER, Body, Schema, record
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
 
 _PLACE = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
@@ -65,6 +68,34 @@ class Shape:
     def parse(cls, value: Any) -> Self:
         """Read a value. Raises Fault."""
         raise NotImplementedError
+
+
+class Typed(Generic[V]):
+    """A type of values in bodies.
+
+    schema: its JSON schema
+    """
+
+    def __init__(self, kind: Any, default: str = "") -> None:
+        """Take a type. default: the tag of objects that have none."""
+        self._box = msgspec.defstruct("Box", [("value", kind)])
+        self._default = default
+        self.schema: Schema = fields_of(self._box)[0]["value"]
+        for form in self.schema.get("anyOf", ()) if default else ():
+            if form["properties"]["type"] == {"enum": [default]}:
+                form["required"].remove("type")
+
+    def read(self, value: Any, path: str) -> V:
+        """Return the value as this type. path: the client's name of it. Raises ApiError 400."""
+        if self._default and isinstance(value, dict) and "type" not in value:
+            value = {**value, "type": self._default}
+        boxed = {"value": value}
+        try:
+            box: Any = msgspec.convert(boxed, self._box, dec_hook=_parse)
+        except msgspec.ValidationError as error:
+            raise _explained(error, self._box, boxed, path) from None
+        read: V = box.value
+        return read
 
 
 def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -> Meta:
@@ -187,7 +218,8 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
         return record(needed, **fields)
     if "enum" in schema and "examples" in schema:
         return {"enum": schema["examples"]}  # in their own order
-    return {key: _inlined(part, components) for key, part in schema.items()}
+    parts = {key: part for key, part in schema.items() if key != "discriminator"}
+    return {key: _inlined(part, components) for key, part in parts.items()}
 
 
 def _without_null(schema: Schema) -> Schema:
@@ -202,8 +234,13 @@ def _parse(shape: type[Any], value: Any) -> Any:
     return shape.parse(value)
 
 
-def _explained(error: msgspec.ValidationError, struct: type[msgspec.Struct], body: Any) -> ApiError:
-    """Return the answer to an error of msgspec, in the words of this API."""
+def _explained(
+    error: msgspec.ValidationError, struct: type[msgspec.Struct], body: Any, root: str = ""
+) -> ApiError:
+    """Return the answer to an error of msgspec, in the words of this API.
+
+    root: the client's name of the one field of the struct; "": its fields have names of their own
+    """
     text = str(error)
     match = _PLACE.search(text)
     place = match[1] if match else ""
@@ -211,11 +248,11 @@ def _explained(error: msgspec.ValidationError, struct: type[msgspec.Struct], bod
     value, path = body, ""
     for name, index in _STEP.findall(place):
         shape, extra = _plain(shape, value)
-        if "fault" in extra or "whole" in extra:
+        if "fault" in extra or "whole" in extra or isinstance(shape, inspect.UnionType):
             break
         if name:
             value = value.get(name) if isinstance(value, dict) else None
-            path = f"{path}.{name}" if path else name
+            path = root if not path and root else f"{path}.{name}" if path else name
             shape = _inside(shape, name)
         else:
             value = value[int(index)] if isinstance(value, list) else None
@@ -223,9 +260,15 @@ def _explained(error: msgspec.ValidationError, struct: type[msgspec.Struct], bod
             shape = shape.item_type if isinstance(shape, inspect.ListType) else inspect.AnyType()
     else:
         shape, extra = _plain(shape, value)
-        if "whole" not in extra and (missing := _MISSING.match(text)):
+        missing = None if isinstance(shape, inspect.UnionType) else _MISSING.match(text)
+        if "whole" not in extra and missing:
             shape, extra = _plain(_inside(shape, missing[1]), None)
             value, path = None, f"{path}.{missing[1]}" if path else missing[1]
+    if "unknown" in extra and isinstance(value, dict):
+        unknown: ApiError = extra["unknown"](value, path)
+        return unknown
+    for _ in range(extra.get("up", 0)):
+        path = path.rpartition(".")[0]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
         if "expected" in extra and "code" in extra:
             return _refusal(shape, value, path, extra)
@@ -254,7 +297,7 @@ def _plain(shape: inspect.Type, value: Any) -> tuple[inspect.Type, dict[str, Any
             fitting = [form for form in forms if _has_form(form, value)]
             if len(forms) > 1 and not fitting:
                 names = [_NAMES.get(type(_plain(form, value)[0]), "") for form in forms]
-                return shape, {"expected": " or ".join(names), **extra}
+                return shape, {"expected": " or ".join(dict.fromkeys(names)), **extra}
             shape = (fitting or forms)[0]
         else:
             return shape, extra
@@ -269,6 +312,10 @@ def _has_form(shape: inspect.Type, value: Any) -> bool:
         return type(value) is int
     if isinstance(shape, inspect.FloatType):
         return type(value) in (int, float)
+    if isinstance(shape, inspect.UnionType):
+        return any(_has_form(form, value) for form in shape.types)
+    if isinstance(shape, inspect.StructType) and shape.tag_field is not None:
+        return isinstance(value, dict) and value.get(shape.tag_field) == shape.tag
     kinds: Mapping[type[inspect.Type], type] = {
         inspect.BoolType: bool,
         inspect.StrType: str,

@@ -8,18 +8,15 @@ from msgspec import Meta
 
 from deployments.api.body_fields import name_fields
 from deployments.api.bounds import (
-    MAX_MESSAGE_CALLS,
-    MAX_MESSAGE_PARTS,
-    MAX_MESSAGES,
     MAX_SALT_BYTES,
     MAX_TAGS,
     MAX_TOOLS,
-    ROLES,
     SCHEMA_NAME,
     TOOL_NAME,
     Effort,
 )
 from deployments.api.fields.body import Fault, Shape, struct_body, words
+from deployments.api.fields.chat import MESSAGES
 from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -225,53 +222,6 @@ _TOOL_CHOICE = either(
     record({"type": one_of("allowed_tools"), "allowed_tools": _ALLOWED}),
 )
 
-_PART = either(
-    record({"type": one_of("text"), "text": TEXT}),
-    record({"type": one_of("refusal"), "refusal": TEXT}),
-)
-_CONTENT = either(TEXT, list_of(_PART, 1, MAX_MESSAGE_PARTS))
-_CALL = either(
-    {
-        "type": "object",
-        "properties": {
-            "id": TEXT,
-            "type": one_of("function"),
-            "function": record({"name": TEXT}, arguments={}),
-        },
-        "required": ["id", "function"],
-    },
-    record({"id": TEXT, "type": one_of("custom"), "custom": record({"name": TEXT})}),
-)
-_SAID = {"name": TEXT, "reasoning_content": TEXT, "reasoning": TEXT}
-_CALLING: Schema = record(
-    {
-        "role": one_of("assistant"),
-        "tool_calls": list_of(_CALL, 1, MAX_MESSAGE_CALLS),
-    },
-    content=_CONTENT,
-    **_SAID,
-)
-CHAT_MESSAGES = list_of(
-    either(
-        record(
-            {
-                "role": one_of(*(role for role in ROLES if role not in ("assistant", "tool"))),
-                "content": _CONTENT,
-            },
-            **_SAID,
-        ),
-        record(
-            {"role": one_of("assistant"), "content": _CONTENT},
-            tool_calls=list_of(_CALL, 0, MAX_MESSAGE_CALLS),
-            **_SAID,
-        ),
-        _CALLING,
-        record({"role": one_of("tool"), "content": _CONTENT, "tool_call_id": TEXT}, **_SAID),
-    ),
-    1,
-    MAX_MESSAGES,
-)
-
 
 class StreamOptions(Shape):
     """The options of a stream.
@@ -336,7 +286,7 @@ class Generation(Sampling, kw_only=True):
 class Chat(Generation, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[Any, of_schema(CHAT_MESSAGES)]
+    messages: Annotated[Any, of_schema(MESSAGES.schema)]
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     logprobs: bool | None = None

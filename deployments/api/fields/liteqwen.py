@@ -6,8 +6,9 @@ from msgspec import Meta, Struct
 
 from deployments.api.bounds import ROLES
 from deployments.api.fields.body import struct_body
+from deployments.api.fields.chat import MESSAGE
 from deployments.api.fields.common import UINT31, Queued
-from deployments.api.fields.generation import CHAT_MESSAGES, of_schema, sampled
+from deployments.api.fields.generation import of_schema, sampled
 from deployments.api.fields.schema import TEXT, TOKEN, either, list_of, one_of
 from deployments.api.http.exchange import MAX_REQUEST_ID
 
@@ -50,7 +51,7 @@ class LiteqwenChat(Queued, kw_only=True):
         Any,
         of_schema(
             either(
-                list_of(CHAT_MESSAGES["items"], 0, MAX_HISTORY),
+                list_of(MESSAGE.schema, 0, MAX_HISTORY),
                 list_of(list_of(TEXT, 2, 2), 0, MAX_HISTORY),
             )
         ),

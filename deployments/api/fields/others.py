@@ -6,8 +6,8 @@ from msgspec import Meta, Struct
 
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.fields.body import struct_body
+from deployments.api.fields.chat import MESSAGES
 from deployments.api.fields.generation import (
-    CHAT_MESSAGES,
     TOOLS,
     ReasoningEffort,
     of_schema,
@@ -36,7 +36,7 @@ class Tokenize(Struct, kw_only=True, gc=False):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Any, of_schema(CHAT_MESSAGES)] = None
+    messages: Annotated[Any, of_schema(MESSAGES.schema)] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Annotated[Any, of_schema(TOOLS)] = None

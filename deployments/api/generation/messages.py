@@ -2,10 +2,11 @@
 check_messages: the messages of OpenAI's dialect."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from deployments.api.body_fields import name_fields
 from deployments.api.bounds import (
     MAX_CALLS,
     MAX_MESSAGE_CALLS,
@@ -14,26 +15,23 @@ from deployments.api.bounds import (
     MAX_PARTS,
     ROLES,
 )
-from deployments.api.generation.request import (
-    ChatMessage,
-    ContentPart,
+from deployments.api.fields.chat import (
+    CALL,
+    MESSAGES,
+    AssistantMessage,
+    CustomCall,
     MediaPart,
+    Message,
+    Part,
+    RefusalPart,
     TextPart,
-    ToolCall,
+    ToolMessage,
 )
-from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.generation.request import ChatMessage, ToolCall
+from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
 
 _MOST_IGNORED = 16
-# The types of parts that are no text.
-_MEDIA: Mapping[str, Literal["image", "audio", "video", "file"]] = {
-    "image_url": "image",
-    "input_image": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "video",
-    "file": "file",
-}
 # Fields of answers that callers send back, and that templates do not use.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
 _KNOWN = frozenset(
@@ -72,14 +70,19 @@ class ChatBuilder:
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 
-    def content(self, parts: Any, path: str) -> tuple[TextPart, ...]:
-        """Return the checked parts of a list. Raises ApiError 400."""
+    def content(self, parts: Sequence[Part], path: str) -> tuple[TextPart | RefusalPart, ...]:
+        """Return the texts of a list of parts. Raises ApiError 400."""
         if not 1 <= len(parts) <= MAX_MESSAGE_PARTS:
             raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
         self._parts += len(parts)
         if self._parts > MAX_PARTS:
             raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
-        return tuple([_read_text(part, f"{path}[{i}]") for i, part in enumerate(parts)])
+        texts: list[TextPart | RefusalPart] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, MediaPart):
+                raise no_media(f"{path}[{i}].type")
+            texts.append(part)
+        return tuple(texts)
 
     def count_calls(self, new: int, whole: int, path: str) -> None:
         """Count tool calls of a message. Raises ApiError 400.
@@ -111,6 +114,60 @@ class ChatBuilder:
                 "invalid_tool_call_id",
             )
         return id
+
+    def add_openai_message(self, message: Message, item: Mapping[str, Any], path: str) -> None:
+        """Add a message in OpenAI's form. Raises ApiError 400.
+
+        item: the message as the client wrote it
+        path: the client's name of it
+        """
+        content: Any = message.content
+        calls = answered = None
+        if isinstance(message, AssistantMessage):
+            calls = message.tool_calls
+            if content == [] or (content is None and not calls):
+                content = message.refusal or ""
+                if not isinstance(content, str):
+                    raise wrong_type(f"{path}.refusal", "a string")
+        elif isinstance(message, ToolMessage):
+            answered = self.check_answered(message.tool_call_id, f"{path}.tool_call_id")
+        parts: tuple[TextPart | RefusalPart, ...] | None = None
+        if isinstance(content, str):
+            parts = (TextPart(content),)
+        elif content is not None:
+            parts = self.content(content, f"{path}.content")
+        read = ChatMessage(
+            ROLES[item["role"]],
+            path,
+            parts,
+            message.name,
+            message.reasoning_content,
+            message.reasoning,
+            self._tool_calls(calls, f"{path}.tool_calls") if calls else (),
+            answered,
+        )
+        for name in item if not item.keys() <= _KNOWN else ():
+            if name in _KNOWN or (name in _ECHOED and not item[name]):
+                continue
+            if name == "refusal" and parts is not None and read.text == item[name]:
+                continue
+            self.ignore(name_fields([name], f"{path}.")[0])
+        self.messages.append(read)
+
+    def _tool_calls(self, calls: Any, path: str) -> tuple[ToolCall, ...]:
+        if not isinstance(calls, list):
+            raise wrong_type(path, "a list")
+        self.count_calls(len(calls), len(calls), path)
+        read = []
+        for i, item in enumerate(calls):
+            call = CALL.read(item, f"{path}[{i}]")
+            if isinstance(call, CustomCall):
+                name, arguments = call.custom.name, {"input": call.custom.input or ""}
+            else:
+                name, arguments = call.function.name, call.function.arguments
+            where = f"{path}[{i}].function.arguments"
+            read.append(self.call(call.id, name, arguments, where))
+        return tuple(read)
 
     def finish(self, name: str = "messages") -> tuple[ChatMessage, ...]:
         """Return the messages. name: the client's name of the list. Raises ApiError 400."""
@@ -151,28 +208,6 @@ class ChatBuilder:
         return {"_raw": value}
 
 
-def read_part(part: Any, path: str) -> ContentPart:
-    """Return a content part. Raises ApiError 400."""
-    if not isinstance(part, dict):
-        raise wrong_type(path, "an object with a type")
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _MEDIA:
-        return MediaPart(_MEDIA[kind], part)
-    if kind not in ("text", "refusal"):
-        raise invalid(f'{path}.type must be "text"', f"{path}.type")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise wrong_type(f"{path}.{kind}", "a string")
-    return TextPart(text)
-
-
-def _read_text(value: Any, path: str) -> TextPart:
-    part = read_part(value, path)
-    if isinstance(part, TextPart):
-        return part
-    raise no_media(f"{path}.type")
-
-
 def no_media(path: str, message: str = "the models served here take text only") -> ApiError:
     """Return the error for content that is no text."""
     return invalid(message, path, "modality_not_supported")
@@ -185,8 +220,9 @@ def check_messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
     builder = ChatBuilder(ignored)
-    for i, item in enumerate(take_messages(value)):
-        builder.messages.append(read_message(item, f"messages[{i}]", builder))
+    items = take_messages(value)
+    for i, message in enumerate(MESSAGES.read(items, "messages")):
+        builder.add_openai_message(message, items[i], f"messages[{i}]")
     return tuple(builder.messages)
 
 
@@ -204,95 +240,3 @@ def check_count(messages: Sequence[object], name: str) -> None:
     """Check the number of messages. Raises ApiError 400."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise invalid(f"{name} must have 1 to {MAX_MESSAGES} items", name)
-
-
-def read_message(item: Any, path: str, builder: ChatBuilder) -> ChatMessage:
-    """Return a message in OpenAI's form. path: the client's name of it. Raises ApiError 400."""
-    if not isinstance(item, dict):
-        raise wrong_type(path, "an object")
-    role = read_role(item.get("role"), f"{path}.role")
-    calls = item.get("tool_calls") if role == "assistant" else None
-    content = item.get("content")
-    if role == "assistant" and (content == [] or (content is None and not calls)):
-        content = _unsaid(item.get("refusal"), path)
-    parts: tuple[TextPart, ...] | None = None
-    if isinstance(content, str):
-        parts = (TextPart(content),)
-    elif content is not None:
-        if not isinstance(content, list):
-            raise wrong_type(f"{path}.content", "a string or a list of parts")
-        parts = builder.content(content, f"{path}.content")
-    elif not calls:
-        raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
-    for name in ("name", "reasoning_content", "reasoning"):
-        if not isinstance(item.get(name), str | None):
-            raise wrong_type(f"{path}.{name}", "a string")
-    tool_calls = _tool_calls(calls, f"{path}.tool_calls", builder) if calls else ()
-    answered = None
-    if role == "tool":
-        answered = builder.check_answered(item.get("tool_call_id"), f"{path}.tool_call_id")
-    message = ChatMessage(
-        role,
-        path,
-        parts,
-        item.get("name"),
-        item.get("reasoning_content"),
-        item.get("reasoning"),
-        tool_calls,
-        answered,
-    )
-    for name in item:
-        known = name in _KNOWN
-        if not known and (name not in _ECHOED or item[name]):
-            if name == "refusal" and parts is not None and message.text == item[name]:
-                continue
-            safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "?" for c in name)
-            builder.ignore(f"{path}.{safe[:64]}")
-    return message
-
-
-def read_role(role: Any, path: str) -> str:
-    """Return the role as templates know it. Raises ApiError 400."""
-    if role is None:
-        raise invalid(f"{path} is required", path, "missing_field")
-    if not isinstance(role, str):
-        raise wrong_type(path, "a string")
-    known = ROLES.get(role)
-    if known is None:
-        raise invalid(f"{path} {shown(role)} is unknown; use one of {', '.join(ROLES)}", path)
-    return known
-
-
-def _unsaid(refusal: Any, path: str) -> str:
-    """Return the content of an assistant's message that has none: its refusal, or nothing.
-
-    Clients send back answers of reasoning alone and empty ones like this. Some clients leave out
-    what is null or empty.
-    """
-    if refusal is not None and not isinstance(refusal, str):
-        raise wrong_type(f"{path}.refusal", "a string")
-    return refusal or ""
-
-
-def _tool_calls(calls: Any, path: str, builder: ChatBuilder) -> tuple[ToolCall, ...]:
-    if not isinstance(calls, list):
-        raise wrong_type(path, "a list")
-    builder.count_calls(len(calls), len(calls), path)
-    read = []
-    for i, call in enumerate(calls):
-        here = f"{path}[{i}]"
-        kind = call.get("type", "function") if isinstance(call, dict) else None
-        function = call.get(kind) if kind in ("function", "custom") else None
-        if not isinstance(function, dict):
-            raise invalid(f"{here} must be a function call", here, "invalid_type")
-        if not isinstance(call.get("id"), str):
-            raise wrong_type(f"{here}.id", "a string")
-        if not isinstance(function.get("name"), str):
-            raise wrong_type(f"{here}.{kind}.name", "a string")
-        if kind == "custom":
-            arguments: Any = {"input": function.get("input") or ""}
-        else:
-            arguments = function.get("arguments")
-        where = f"{here}.function.arguments"
-        read.append(builder.call(call["id"], function["name"], arguments, where))
-    return tuple(read)

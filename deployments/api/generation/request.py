@@ -3,10 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from deployments.api.fields.chat import RefusalPart, TextPart
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -19,29 +20,7 @@ from engine.text.infill import Gap
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """A part of a message's content that is a text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """A part of a message's content that is no text.
-
-    source: the part as the client wrote it
-    """
-
-    kind: Literal["image", "audio", "video", "file"]
-    source: Mapping[str, Any]
-
-
-ContentPart = TextPart | MediaPart
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """A call in the message of an assistant. arguments: an object, which templates print."""
 
     id: str
@@ -59,7 +38,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     role: str
     place: str
-    content: tuple[TextPart, ...] | None = None
+    content: tuple[TextPart | RefusalPart, ...] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

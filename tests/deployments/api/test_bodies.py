@@ -6,6 +6,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from deployments.api.fields.body import Fault, Shape, fields_of, struct_body, words
+from deployments.api.fields.chat import CALL, MESSAGE
 from deployments.api.fields.generation import sampled
 from deployments.api.fields.schema import Schema
 from deployments.api.http.errors import ApiError
@@ -80,6 +81,35 @@ def test_a_fault_names_its_field(fields: dict[str, Any], message: str, code: str
         BODY.read({"name": "a", **fields}, [], strict=False)
     assert (caught.value.message, caught.value.code) == (message, code)
     assert caught.value.param == message.split()[0]
+
+
+MESSAGE_FAULTS = [
+    ({}, "m.role is required", "missing_field"),
+    ({"role": "user"}, "m.content is required", "missing_field"),
+    ({"role": "user", "content": 5}, "m.content must be a string or a list of parts", ""),
+    ({"role": "user", "content": ["a"]}, "m.content[0] must be an object with a type", ""),
+    ({"role": "user", "content": [{"type": 5}]}, 'm.content[0].type must be "text"', "value"),
+    ({"role": "tool", "content": [{"type": "text"}]}, "m.content[0].text must be a string", ""),
+    ({"role": "user", "content": "a", "name": 5}, "m.name must be a string", ""),
+]
+
+
+@pytest.mark.parametrize(("message", "text", "code"), MESSAGE_FAULTS)
+def test_a_fault_of_a_message_names_its_part(message: Any, text: str, code: str) -> None:
+    """Bug: an unknown tag of a union told in msgspec's words, or of another form than was sent."""
+    with pytest.raises(ApiError) as caught:
+        MESSAGE.read(message, "m")
+    code = {"": "invalid_type", "value": "invalid_value"}.get(code, code)
+    assert (caught.value.message, caught.value.code) == (text, code)
+    assert caught.value.param == text.split()[0]
+
+
+@pytest.mark.parametrize("call", [5, {"type": "x"}, {"id": "a"}, {"id": "a", "function": []}])
+def test_what_is_no_call_is_told_of_the_call(call: Any) -> None:
+    """Bug: an error of `function`, where the list has something that is no call at all."""
+    with pytest.raises(ApiError) as caught:
+        CALL.read(call, "calls[0]")
+    assert caught.value.message == "calls[0] must be a function call"
 
 
 def test_unknown_fields_are_named() -> None:

@@ -13,10 +13,11 @@ from deployments.api.fields.agents import (
     Messages,
     OutputConfig,
 )
+from deployments.api.fields.chat import TextPart
 from deployments.api.fields.common import UINT31
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder, no_media
-from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
+from deployments.api.generation.request import ChatMessage, ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, wrong_type

@@ -14,9 +14,10 @@ from deployments.api.fields.agents import (
     TEXT_PARTS,
     Responses,
 )
+from deployments.api.fields.chat import PARTS, RefusalPart, TextPart
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
-from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
+from deployments.api.generation.request import ChatMessage, ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, shown, wrong_type
@@ -321,12 +322,13 @@ class _Messages:
         self._builder.change(content=content)
         self._said = False
 
-    def _content(self, content: str | list[Any], path: str) -> tuple[TextPart, ...]:
+    def _content(self, content: str | list[Any], path: str) -> tuple[TextPart | RefusalPart, ...]:
         if not content:
             return (TextPart(""),)
         if isinstance(content, str):
             return (TextPart(content),)
-        return self._builder.content([_as_part(part) for part in content], path)
+        parts = PARTS.read([_as_part(part) for part in content], path)
+        return self._builder.content(parts, path)
 
     def _call(self, item: Item, kind: str) -> None:
         name, id = item.get("name"), item.get("call_id")

@@ -1,0 +1,173 @@
+"""MESSAGE, PARTS, CALL: the messages of a chat in OpenAI's form, their content and their calls."""
+
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from msgspec import Meta, Struct, defstruct
+
+from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
+from deployments.api.fields.body import Typed
+from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+
+_NO_TEXT = Meta(extra={"expected": "a string", "code": "invalid_type"})  # also where it is missing
+_NO_CALL = Meta(extra={"expected": "a function call", "code": "invalid_type", "up": 1})
+_NO_ID = Meta(
+    extra={
+        "expected": "the id of a tool call in an earlier message",
+        "code": "invalid_tool_call_id",
+    }
+)
+Text = Annotated[str, _NO_TEXT]
+
+
+class TextPart(Struct, tag="text", tag_field="type", gc=False):
+    """A part that is a text."""
+
+    text: Text
+
+
+class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
+    """The text of a model that has refused."""
+
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class MediaPart(Struct, tag_field="type"):
+    """A part that is no text. It has one field, of the part's type."""
+
+    kind: ClassVar[Literal["image", "audio", "video", "file"]]
+
+
+_MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "file": "file",
+}
+# Known and refused: the models served here take text only. Image parts get their fields here.
+_MEDIA_PARTS = [
+    defstruct(name, [(name, Any, None)], bases=(MediaPart,), tag=name, namespace={"kind": kind})
+    for name, kind in _MEDIA.items()
+]
+Part = TextPart | RefusalPart | MediaPart
+
+
+def _no_part(part: Any, path: str) -> ApiError:
+    return invalid(f'{path}.type must be "text"', f"{path}.type")
+
+
+_Part: Any = Annotated[
+    Union[(TextPart, RefusalPart, *_MEDIA_PARTS)],
+    Meta(
+        extra_json_schema={"anyOf": [{"$ref": "TextPart"}, {"$ref": "RefusalPart"}]},
+        extra={"expected": "an object with a type", "unknown": _no_part},
+    ),
+]
+PARTS: Typed[list[Part]] = Typed(list[_Part])
+
+
+def _parts(least: int) -> Meta:
+    """Return the bounds of a list of parts, which ChatBuilder counts."""
+    return Meta(extra_json_schema={"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
+
+
+_EITHER = Meta(extra={"expected": "a string or a list of parts"})
+_Content = Annotated[str | Annotated[list[_Part], _parts(1)], _EITHER]
+
+
+class CalledFunction(Struct, gc=False):
+    """The function of a call. arguments: JSON in a string, or an object."""
+
+    name: Text
+    arguments: Any = None
+
+
+class CalledCustom(Struct, gc=False):
+    """The custom tool of a call."""
+
+    name: Text
+    input: Any = None
+
+
+class FunctionCall(Struct, tag="function", tag_field="type", gc=False):
+    """A call of a function."""
+
+    function: Annotated[CalledFunction, _NO_CALL]
+    id: Text
+
+
+class CustomCall(Struct, tag="custom", tag_field="type", gc=False):
+    """A call of a custom tool."""
+
+    custom: Annotated[CalledCustom, _NO_CALL]
+    id: Text
+
+
+def _no_call(call: Any, path: str) -> ApiError:
+    return invalid(f"{path} must be a function call", path, "invalid_type")
+
+
+CALL: Typed[FunctionCall | CustomCall] = Typed(
+    Annotated[
+        FunctionCall | CustomCall,
+        Meta(extra={"expected": "a function call", "code": "invalid_type", "unknown": _no_call}),
+    ],
+    default="function",
+)
+
+
+class Message(Struct, tag_field="role", kw_only=True, gc=False):
+    """The fields of messages of all roles."""
+
+    content: _Content
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ToolMessage(Message, tag="tool", kw_only=True):
+    """The result of a call in an earlier message."""
+
+    tool_call_id: Annotated[str, _NO_ID]
+
+
+class AssistantMessage(Message, tag="assistant", kw_only=True):
+    """An answer of the model. Without content and calls it is empty, or a refusal."""
+
+    content: Annotated[str | Annotated[list[_Part], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
+    tool_calls: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": "array", "items": CALL.schema, "maxItems": MAX_MESSAGE_CALLS}
+        ),
+    ] = None
+    refusal: Annotated[Any, Meta(extra_json_schema={"type": "string"})] = None
+
+
+def unknown_role(role: Any, path: str) -> ApiError:
+    """Return the error for what is no role."""
+    if role is None:
+        return invalid(f"{path} is required", path, "missing_field")
+    if not isinstance(role, str):
+        return wrong_type(path, "a string")
+    return invalid(f"{path} {shown(role)} is unknown; use one of {', '.join(ROLES)}", path)
+
+
+_PLAIN = [
+    defstruct(role, [], bases=(Message,), tag=role, kw_only=True)
+    for role in ROLES
+    if role not in ("assistant", "tool")
+]
+_OfRole: Any = Annotated[
+    Union[(*_PLAIN, AssistantMessage, ToolMessage)],
+    Meta(extra={"unknown": lambda item, path: unknown_role(item.get("role"), f"{path}.role")}),
+]
+MESSAGE: Typed[Message] = Typed(_OfRole)
+MESSAGES: Typed[list[Message]] = Typed(
+    Annotated[list[_OfRole], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
+)
