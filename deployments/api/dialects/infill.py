@@ -21,6 +21,7 @@ from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
+from deployments.api.stream.logprobs import ScoredToken
 from deployments.backend import RecalledChoice
 from engine.text.infill import Gap
 
@@ -82,7 +83,7 @@ class _Writer:
     def open(self, usage: Usage) -> None:
         return
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         self._first = self._first or time.monotonic()
         self._text.append(event.text)
         self.wire.push("", {"index": 0, "content": event.text, "stop": False})

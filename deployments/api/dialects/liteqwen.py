@@ -25,6 +25,7 @@ from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
 from deployments.api.stream.event_ids import LAST, EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
+from deployments.api.stream.logprobs import ScoredToken
 from deployments.backend import Generation, RecalledChoice
 from engine.errors import context_too_long
 from engine.messages import Delta
@@ -156,7 +157,7 @@ class LiteqwenWriter:
             tops = [{"tid": token, "lgt": logprob + scored.total} for token, logprob in pairs]
             self._logits.append({"pos": len(self._logits), "tops": tops})
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         if event.kind == "content" and event.text:
             self._say(event.text)
 

@@ -27,7 +27,7 @@ from deployments.api.stream.keepalive import (
     STREAM_HEADERS,
     first_items,
 )
-from deployments.api.stream.logprobs import chat_logprobs
+from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
 from deployments.api.stream.merge import ChoiceOutput
 from deployments.api.stream.replay import StreamReplay
 from deployments.backend import Generation, RecalledChoice
@@ -76,7 +76,7 @@ class ItemWriter(Protocol):
         """Begin the answer. usage: the counts before the first token, without the engines' own."""
         ...
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None: ...
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None: ...
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None: ...
 

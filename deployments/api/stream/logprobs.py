@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from deployments.api.http.json_body import JsonObject
+from msgspec import UNSET, Struct, UnsetType
+
 from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
@@ -10,32 +11,65 @@ _NUMBERED = "token_id:{}"
 _FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
 
 
+class ScoredToken(Struct, gc=False):
+    """A token of a chat's answer, and its alternatives, best first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: "list[ScoredToken] | UnsetType" = UNSET
+
+
+class ScoredTexts(Struct, gc=False):
+    """The tokens of a completion, each with the log-probabilities of its alternatives by name."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def __add__(self, after: "ScoredTexts") -> "ScoredTexts":
+        return ScoredTexts(
+            self.tokens + after.tokens,
+            self.token_logprobs + after.token_logprobs,
+            self.top_logprobs + after.top_logprobs,
+            self.text_offset + after.text_offset,
+        )
+
+
+class RankedToken(Struct, gc=False):
+    """A token at a place of the prompt, as vLLM tells it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedToken] | None]
+
+
 def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs], *, by_id: bool = False
-) -> list[JsonObject]:
+) -> list[ScoredToken]:
     """choices[].logprobs.content: each token with its alternatives, best first, and their bytes.
 
     by_id: a token's name is ``token_id:N``, as vLLM's `return_tokens_as_token_ids` has it.
     """
-    return [
-        {
-            **_entry(tokenizer, item.token_id, item.logprob, by_id),
-            "top_logprobs": [
-                _entry(tokenizer, token, logprob, by_id)
-                for token, logprob in zip(item.top_ids, item.top_logprobs, strict=True)
-            ],
-        }
-        for item in items
-    ]
+    scored = []
+    for item in items:
+        token = _scored(tokenizer, item.token_id, item.logprob, by_id)
+        token.top_logprobs = [
+            _scored(tokenizer, id, logprob, by_id)
+            for id, logprob in zip(item.top_ids, item.top_logprobs, strict=True)
+        ]
+        scored.append(token)
+    return scored
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> JsonObject:
+def _scored(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> ScoredToken:
     raw = tokenizer.token_bytes(token)
-    return {
-        "token": _NUMBERED.format(token) if by_id else raw.decode("utf-8", "replace"),
-        "logprob": max(logprob, _FLOOR),
-        "bytes": list(raw),
-    }
+    name = _NUMBERED.format(token) if by_id else raw.decode("utf-8", "replace")
+    return ScoredToken(name, max(logprob, _FLOOR), list(raw))
 
 
 def completion_logprobs(
@@ -45,19 +79,19 @@ def completion_logprobs(
     offsets: Sequence[int],
     *,
     by_id: bool = False,
-) -> JsonObject:
+) -> ScoredTexts:
     """choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
     that are no whole characters are written ``bytes:\\xNN``, so that two of them stay apart.
     by_id: as of `chat_logprobs`.
     """
-    return {
-        "tokens": [_name(tokenizer, token, by_id) for token in token_ids],
-        "token_logprobs": [None if i is None else max(i.logprob, _FLOOR) for i in items],
-        "top_logprobs": [None if i is None else _top(tokenizer, i, by_id) for i in items],
-        "text_offset": list(offsets),
-    }
+    return ScoredTexts(
+        [_name(tokenizer, token, by_id) for token in token_ids],
+        [None if i is None else max(i.logprob, _FLOOR) for i in items],
+        [None if i is None else _top(tokenizer, i, by_id) for i in items],
+        list(offsets),
+    )
 
 
 def _top(tokenizer: Tokenizer, item: TokenLogprobs, by_id: bool) -> dict[str, float]:
@@ -78,34 +112,23 @@ def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]
-) -> list[JsonObject | None]:
-    """One item a prompt token: token id -> {logprob, rank, decoded_token}; null for the first."""
-    listed: list[JsonObject | None] = []
+def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+    """One item a prompt token: token id -> its rank; null for the first."""
+    listed: PromptLogprobs = []
     for item in items:
         if item is None:
             listed.append(None)
             continue
-        entries = {
-            str(token): {
-                "logprob": max(logprob, _FLOOR),
-                "rank": rank,
-                "decoded_token": tokenizer.token_text(token),
-            }
-            for rank, (token, logprob) in enumerate(
-                zip(item.top_ids, item.top_logprobs, strict=True), 1
-            )
-        }
-        entries.setdefault(
-            str(item.token_id),
+        best = zip(item.top_ids, item.top_logprobs, strict=True)
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(best, 1)]
+        if item.token_id not in item.top_ids:
+            ranked.append((item.token_id, item.logprob, item.rank))
+        listed.append(
             {
-                "logprob": max(item.logprob, _FLOOR),
-                "rank": item.rank,
-                "decoded_token": tokenizer.token_text(item.token_id),
-            },
+                str(token): RankedToken(max(logprob, _FLOOR), rank, tokenizer.token_text(token))
+                for token, logprob, rank in ranked
+            }
         )
-        listed.append(entries)
     return listed
 
 

@@ -10,6 +10,7 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
+from deployments.api.stream.logprobs import ScoredToken
 
 # Anthropic's `type` of an error, by status; api_error of any other.
 _KINDS = {
@@ -71,7 +72,7 @@ class MessagesWriter:
         message = {**self._message, "content": [], "usage": counts}
         self._push("message_start", message=message)
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         kind, text = event
         if kind == "end":
             self._close()

@@ -11,6 +11,7 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
+from deployments.api.stream.logprobs import ScoredToken
 
 
 def error_object(error: ApiError) -> JsonObject:
@@ -31,7 +32,7 @@ class OllamaWriter:
         self._began = time.monotonic_ns()
         self._first = 0  # when the first token came
         self._message: JsonObject = {"role": "assistant", "content": ""}
-        self._logprobs: list[JsonObject] = []
+        self._logprobs: list[ScoredToken] = []
         self._name = ""  # of the open call
         self._arguments: list[str] = []
         self._calls = 0
@@ -40,7 +41,7 @@ class OllamaWriter:
     def open(self, usage: Usage) -> None:
         return
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         self._first = self._first or time.monotonic_ns()
         kind, text = event
         if kind == "call":
@@ -83,10 +84,10 @@ class OllamaWriter:
     def whole(self) -> JsonObject:
         return self._line(self._message, self._logprobs)
 
-    def _push(self, said: JsonObject, logprobs: list[JsonObject] | None = None) -> None:
+    def _push(self, said: JsonObject, logprobs: list[ScoredToken] | None = None) -> None:
         self.wire.push("", self._line({"role": "assistant", **said}, logprobs))
 
-    def _line(self, message: JsonObject, logprobs: list[JsonObject] | None) -> JsonObject:
+    def _line(self, message: JsonObject, logprobs: list[ScoredToken] | None) -> JsonObject:
         line = {**_head(self._model), **self._said(message)}
         if logprobs:
             line["logprobs"] = logprobs

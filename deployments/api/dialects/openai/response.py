@@ -26,6 +26,8 @@ from deployments.api.stream.keepalive import (
     first_items,
 )
 from deployments.api.stream.logprobs import (
+    PromptLogprobs,
+    ScoredTexts,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
@@ -167,12 +169,12 @@ class OpenAIResponse:
     def _prompt_of(self, index: int) -> int:
         return index // self.call.common.params.n
 
-    def _prompt_logprobs(self, index: int) -> list[JsonObject | None]:
+    def _prompt_logprobs(self, index: int) -> PromptLogprobs:
         length = len(self.call.prompts[self._prompt_of(index)])
         items = with_first(self.choices[index].prompt_logprobs, length)
         return prompt_logprobs(self.call.tokenizer, items)
 
-    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> JsonObject | None:
+    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> ScoredTexts | None:
         if not self.wants_logprobs:
             return None
         call = self.call
@@ -187,9 +189,9 @@ class OpenAIResponse:
             [o + shift for o in choice.offsets],
             by_id=call.token_names,
         )
-        return own if echoed is None else {key: echoed[key] + own[key] for key in own}
+        return own if echoed is None else echoed + own
 
-    def _echo_logprobs(self, index: int) -> JsonObject:
+    def _echo_logprobs(self, index: int) -> ScoredTexts:
         """Return the prompt's own logprobs, for echo."""
         call = self.call
         place = self._prompt_of(index)
@@ -402,7 +404,7 @@ class OpenAIResponse:
                 return b""
         elif call.score_only or not (num_tokens or decoded.text):
             return b""
-        logprobs: JsonObject | None = None
+        logprobs: JsonObject | ScoredTexts | None = None
         if self.wants_logprobs:
             items = self._scored(choice, delta, num_tokens)
             if self.chat:

@@ -9,6 +9,7 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
+from deployments.api.stream.logprobs import ScoredToken
 
 _STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
 
@@ -26,7 +27,7 @@ class ResponsesWriter:
         self._open = ""  # kind of the last item while it is open: of an Event
         self._calls = 0
         self._text: list[str] = []  # of the open item
-        self._logprobs: list[JsonObject] = []
+        self._logprobs: list[ScoredToken] = []
         self._custom = False  # the open call
         self._response: JsonObject = {
             "id": naming.item("resp", 0),
@@ -65,7 +66,7 @@ class ResponsesWriter:
         self._response["status"] = "in_progress"
         self._push("response.in_progress", response={**self._response, "output": []})
 
-    def take_event(self, event: Event, logprobs: list[JsonObject]) -> None:
+    def take_event(self, event: Event, logprobs: list[ScoredToken]) -> None:
         if self._response["status"] == "queued":
             self._progress()
         kind, text = event
