@@ -62,17 +62,13 @@ def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
     call_in_parts = {**call, "content": [{"type": "text", "text": "x"}]}
     forms["system"] = form([], "system", [user])
     forms["assistant"] = form([user], "assistant", [user])
-    asked = call_in_parts if _wants_parts(forms["assistant"]) else call
+    asked = call_in_parts if forms["assistant"].parts and not forms["assistant"].text else call
     forms["tool"] = form([user, asked], "tool", [])
     return forms
 
 
 def _named(role: str) -> Message:
     return {"role": role, **({"tool_call_id": _CALL["id"], "name": "f"} if role == "tool" else {})}
-
-
-def _wants_parts(form: Form) -> bool:
-    return bool(form.parts) and not form.text
 
 
 def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
@@ -90,7 +86,7 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
     content = out.get("content")
     form = forms.get(str(out.get("role"))) or forms.get("user", Form())
     if isinstance(content, str):
-        if _wants_parts(form):
+        if form.parts and not form.text:
             out["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, (list, tuple)) and not form.parts:
         for part in content:

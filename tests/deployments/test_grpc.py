@@ -13,10 +13,16 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import (
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from deployments.api.app import build_asgi
+from deployments.api.fields.chat import MESSAGE
+from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.options import ApiOptions
 from deployments.router.rpc.proto_file import HEALTH, INFERENCE, PROTO, message, methods, read_proto
 from deployments.router.rpc.server import GrpcServer
@@ -67,6 +73,28 @@ def chat(text: str = "hello", **sampling: Any) -> Any:
 def http_chat(**fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "hello"}]
     return {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+
+
+def test_fields_have_the_types_of_the_bodies() -> None:
+    """Bug: a field of manta.proto that no body has any more, or with a type that cannot hold what
+    the body takes, such as an unsigned top_k, where -1 is all."""
+    bodies = {**CHAT.taken, **COMPLETION.taken}
+    kinds = {"double": "number", "bool": "boolean", "string": "string"}
+    for field in Sampling.DESCRIPTOR.fields:
+        forms = bodies[field.name].get("anyOf", [bodies[field.name]])
+        if field.is_repeated:
+            forms = [form["items"] for form in forms if form.get("type") == "array"]
+        kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+        (form,) = [form for form in forms if form.get("type") == kinds.get(kind, "integer")]
+        low, high = form.get("minimum", 0), form.get("maximum", 0)
+        if kind == "uint32":
+            assert low >= 0 and high < 2**32, field.name
+        elif kind in ("int32", "int64"):
+            assert low >= -(2 ** (int(kind[3:]) - 1)) and high < 2 ** (int(kind[3:]) - 1), (
+                field.name
+            )
+    own = {name for form in MESSAGE.schema["anyOf"] for name in form["properties"]}
+    assert {field.name for field in message("Message").DESCRIPTOR.fields} <= own
 
 
 async def test_the_same_as_over_http() -> None:

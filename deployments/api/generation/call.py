@@ -214,7 +214,7 @@ def chat_ids(
     ignored: list[str],
     max_tokens: int,
 ) -> list[int]:
-    written = [message.for_template() for message in messages]
+    written = list(map(ChatMessage.for_template, messages))
     variables = template.variables
     added = render_options(tokenizer, written, tools, effort, variables.keys(), ignored)
     return tokenizer.encode_chat(

@@ -220,9 +220,10 @@ def check_messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
     builder = ChatBuilder(ignored)
-    items = take_messages(value)
-    for i, message in enumerate(MESSAGES.read(items, "messages")):
-        builder.add_openai_message(message, items[i], f"messages[{i}]")
+    messages = MESSAGES.read(value, "messages")
+    check_count(messages, "messages")
+    for i, message in enumerate(messages):
+        builder.add_openai_message(message, value[i], f"messages[{i}]")
     return tuple(builder.messages)
 
 
