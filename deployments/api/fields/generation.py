@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from deployments.api.body_fields import name_fields
 from deployments.api.bounds import (
     MAX_SALT_BYTES,
     MAX_TAGS,
@@ -15,7 +14,7 @@ from deployments.api.bounds import (
     TOOL_NAME,
     Effort,
 )
-from deployments.api.fields.body import Fault, Shape, struct_body, words
+from deployments.api.fields.body import struct_body, words
 from deployments.api.fields.chat import MESSAGES
 from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
@@ -223,29 +222,11 @@ _TOOL_CHOICE = either(
 )
 
 
-class StreamOptions(Shape):
-    """The options of a stream.
+class StreamOptions(Struct, kw_only=True, gc=False):
+    """The field `stream_options`."""
 
-    asks: whether any option is set
-    others: the names of the options without effect
-    """
-
-    SCHEMA = record({}, include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN)
-
-    def __init__(self, value: Mapping[str, Any]) -> None:
-        names = ("include_usage", "continuous_usage_stats")
-        for name in names:
-            if value.get(name) is not None and not isinstance(value[name], bool):
-                raise Fault("must be true or false", f".{name}")
-        self.include_usage, self.continuous_usage_stats = (bool(value.get(name)) for name in names)
-        self.asks = any(option not in (None, False) for option in value.values())
-        self.others = name_fields((name for name in value if name not in names), "stream_options.")
-
-    @classmethod
-    def parse(cls, value: Any) -> "StreamOptions":
-        if not isinstance(value, dict):
-            raise Fault("must be an object")
-        return cls(value)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_BYTES)]

@@ -30,7 +30,7 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     return ChatRequest(
-        **_common(fields, body.get("user"), ignored, None, logprobs),
+        **_common(fields, body, None, logprobs),
         messages=check_messages(fields.messages, ignored),
         template=template_options(
             options,
@@ -56,7 +56,7 @@ def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
     logprobs = None
     if fields.logprobs is not False:
         logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
-    common = _common(fields, body.get("user"), ignored, DEFAULT_TOKENS, logprobs)
+    common = _common(fields, body, DEFAULT_TOKENS, logprobs)
     prompt, suffix = fields.prompt, fields.suffix
     prompts: tuple[str, ...] | tuple[list[int], ...] = ()
     gaps: tuple[Gap, ...] = ()
@@ -81,7 +81,7 @@ def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
 
 
 def _common(
-    fields: Generation, user: Any, ignored: list[str], default: int | None, logprobs: int | None
+    fields: Generation, body: Mapping[str, Any], default: int | None, logprobs: int | None
 ) -> dict[str, Any]:
     """Return what chats and completions have in common, by the names of GenerationFields.
 
@@ -97,20 +97,20 @@ def _common(
         limit = agreed("max_tokens", limit, limit_name, same)
     elif limit is None:
         limit = default
-    usage = continuous = False
+    usage = continuous = None
     if (stream := fields.stream_options) is not None:
-        if stream.asks and not fields.stream:
+        asked = body["stream_options"].values()
+        if not fields.stream and any(option not in (None, False) for option in asked):
             raise invalid("stream_options needs stream: true", "stream_options")
-        ignored += stream.others
         usage, continuous = stream.include_usage, stream.continuous_usage_stats
     cut = fields.truncate_prompt_tokens
     return {
         "model": fields.model,
         "sampling": take_sampling(fields, max_tokens=limit, logprobs=logprobs),
-        "queue": take_queue(fields, user, fields.cache_salt),
+        "queue": take_queue(fields, body.get("user"), fields.cache_salt),
         "stream": bool(fields.stream),
-        "usage": usage,
-        "continuous_usage": continuous,
+        "usage": bool(usage),
+        "continuous_usage": bool(continuous),
         "constraint": take_constraint(fields),
         "cut": None if cut is None else PromptCut(cut, fields.truncation_side != "right"),
         "return_token_ids": bool(fields.return_token_ids),
