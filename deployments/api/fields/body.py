@@ -139,9 +139,9 @@ class StructBody(Body, Generic[T]):
             if isinstance(text, str) and len(text.encode()) > most:
                 raise _too_long(name, most)
         for name, known in _inner_names(self.struct):
-            inner = body.get(name) or {}
-            others = (own for own in inner if own not in known and inner[own] is not None)
-            ignored += name_fields(others, f"{name}.")
+            if inner := body.get(name):
+                others = (own for own in inner if own not in known and inner[own] is not None)
+                ignored += name_fields(others, f"{name}.")
         return read
 
 
