@@ -1,5 +1,4 @@
-"""Activations: act(gate) * up, the halves of one matrix product's output; act(x) alone; and what a
-layer gives, times the sigmoid of a gate."""
+"""Activations: act(x), act(gate) * up of a matmul's halves, and values times a gate's sigmoid."""
 
 import torch
 import triton
@@ -219,12 +218,12 @@ def xielu(x: Tensor, parameters: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
+    """Return silu(first half) * second half: [num_tokens, 2 * size] -> [num_tokens, size]."""
     return _gated(gate_up, "silu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]: gelu(first half), tanh form, * second half."""
+    """Return gelu(first half), in its tanh form, * second half: [n, 2 * size] -> [n, size]."""
     return _gated(gate_up, "gelu_pytorch_tanh")
 
 
@@ -237,5 +236,5 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def relu_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]: relu(first half) * second half."""
+    """Return relu(first half) * second half: [num_tokens, 2 * size] -> [num_tokens, size]."""
     return _gated(gate_up, "relu")

@@ -45,7 +45,7 @@ class CudaDeterministic(Cuda):
         return linear_fixed(x, weight, bias, residual)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-        """Nothing that time may decide."""
+        """Do nothing: a choice by timing would change results from start to start."""
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0

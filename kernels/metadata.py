@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """Layout of one step's tokens: entries back to back, decodes (one token each) first.
+    """The layout of one step's tokens: entries one after the other, decodes (one token each) first.
 
     Layers that keep different things of a request (engine/config/kv_groups.py) have one each. KV
     caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a
@@ -64,11 +64,11 @@ class AttentionMeta:
 class OwnTokens:
     """The tokens of a step whose keys this rank has.
 
-    tokens: [num_own] int64, ascending, their indices in the step's. meta: their layout, as a step
-    of their own, with their adapters; None = there are none.
-
-    others: [num_tokens, 1] bool, in the place of tokens. meta is then of all tokens of the step,
-    and those of other ranks, which are true here, are padding in it.
+    tokens: int64 [num_own], their indices in the step, ascending; None: `others` is given instead.
+    meta: the layout of these tokens as a step of their own, with their adapters; None: there are
+        none.
+        With `others` it has all tokens of the step.
+    others: bool [num_tokens, 1], true for tokens of other ranks, which are padding in meta.
     """
 
     tokens: Tensor | None

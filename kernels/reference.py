@@ -91,7 +91,7 @@ class Kernels:
         meta.plan = make_plan(meta, k_cache)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight, computed in float32, returned in x's dtype."""
+        """Return x / rms(x) * weight, computed in float32, in x's dtype."""
         if x.dtype != torch.float32:
             if weight.dtype != x.dtype:
                 return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
@@ -103,11 +103,11 @@ class Kernels:
         return torch.mul(x, mean.rsqrt_()).mul_(weight)
 
     def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-        """rms_norm(x) added to residual, which has x's shape and dtype, and is written over."""
+        """Add rms_norm(x) to residual, which has x's shape and dtype, in place."""
         return residual.add_(self.rms_norm(x, weight, eps))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
+        """Return silu(first half) * second half: [num_tokens, 2 * size] -> [num_tokens, size]."""
         size = gate_up.shape[-1] // 2
         return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
@@ -127,8 +127,13 @@ class Kernels:
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [..., size],
-        computed in float32, returned in x's dtype. weight, bias [size]; None = one, zero."""
+        """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [...,
+        size].
+
+        It is computed in float32 and has x's dtype.
+
+        weight, bias: [size]; None = one, zero.
+        """
         weight = None if weight is None else weight.float()
         bias = None if bias is None else bias.float()
         return layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
@@ -142,8 +147,9 @@ class Kernels:
         eps: float,
         gate_last: bool = False,
     ) -> Tensor:
-        """rms_norm(x * silu(gate)) of each of `groups` equal parts of a row, or without the norm
-        where there is no weight [size] float32. gate_last: rms_norm(x) * silu(gate).
+        """Return rms_norm(x * silu(gate)) of each of `groups` equal parts of a row.
+
+        gate_last: rms_norm(x) * silu(gate) instead. weight: [size] float32; None: no norm.
 
         x [n, size] float32 may be written over; gate [n, size] of any dtype, whose the result is.
         """
@@ -163,22 +169,26 @@ class Kernels:
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        """x [n, size] times factors [size], both float32 or x of fewer bits; written over x."""
+        """Multiply x [n, size] by factors [size] in place; both float32, or x of fewer bits."""
         return x.mul_(factors)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [n, m * size] times the sigmoid of gate [n, m, size], which may have rows of any
-        stride; written over x."""
+        """Multiply x [n, m * size] by the sigmoid of gate [n, m, size] in place; gate may have any
+        row stride.
+        """
         return x.mul_(torch.sigmoid(gate.flatten(1)))
 
     def add_opened(self, given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
-        """given [n, size] times the sigmoid of x [n, hidden] @ gate [1, hidden], a number a token;
-        added to residual and written over it if there is one, else over given."""
+        """Multiply `given` [n, size] by the sigmoid of x [n, hidden] @ gate [1, hidden], one number
+        a token.
+
+        The result is added to residual in place if there is one, else written over `given`.
+        """
         opened = self.activation(self.linear(x, gate, None), "sigmoid")
         return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
 
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """xIELU (Huang and Schlag 2024), in float32; a new tensor of x's dtype.
+        """Compute xIELU (Huang and Schlag 2024) in float32; return a new tensor of x's dtype.
 
         parameters [4] float32: alpha_p and alpha_n before their softplus, beta, eps.
         x > 0: a_p x^2 + beta x; else a_n (expm1(min(x, eps)) - x) + beta x, with a_p =
@@ -191,13 +201,13 @@ class Kernels:
         return (torch.where(x32 > 0, positive * x32 * x32, below) + beta * x32).to(x.dtype)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ weight.T + bias; weight is [out, in]."""
+        """Return x @ weight.T + bias; weight is [out, in]."""
         return linear(x, weight, bias)
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """linear(rms_norm(x)): what stands before attention."""
+        """Return linear(rms_norm(x)), which comes before attention."""
         return self.linear(self.rms_norm(x, norm, eps), weight, bias)
 
     def norm_gated_linear(
@@ -209,13 +219,13 @@ class Kernels:
         bias: Tensor | None,
         gate: str,  # a key of GATES
     ) -> Tensor:
-        """gate(linear(rms_norm(x))) -> [num_tokens, out]: the first half of an MLP."""
+        """Return gate(linear(rms_norm(x))), the first half of an MLP: [num_tokens, out]."""
         return self.GATES[gate](self.norm_linear(x, norm, eps, weight, bias))
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
-        """residual + linear(x), written over residual."""
+        """Add linear(x) to residual in place."""
         return residual.add_(self.linear(x, weight, bias))
 
     def packed_linear(
@@ -229,10 +239,15 @@ class Kernels:
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """gate(rms_norm(x) @ weight.T + bias), or residual + x @ weight.T + bias, written over
-        residual. norm [in]; without it x is taken as it is. gate: a key of GATES, whose rows come
-        before the up's; the result is then [num_tokens, out / 2]. x_gate: a key of GATES; x is
-        [num_tokens, 2 * in] and x_gate(x) is multiplied; not with a norm."""
+        """Return gate(rms_norm(x) @ weight.T + bias), or add x @ weight.T + bias to residual in
+        place.
+
+        norm: [in]; None: x is taken as it is.
+        gate: a key of GATES, whose rows come before the up's; the result is then [num_tokens, out /
+            2].
+        x_gate: a key of GATES; x is [num_tokens, 2 * in] and x_gate(x) is multiplied; not with a
+            norm.
+        """
         if x_gate is not None:
             x = self.GATES[x_gate](x)
         if norm is not None:
@@ -248,8 +263,11 @@ class Kernels:
         return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-        """Look for a faster way to do linear (add: linear_add) with these weights, all of one
-        shape, for these numbers of rows of x. It may do nothing."""
+        """Search a faster way for linear (with `add`: linear_add) with these weights, all of one
+        shape.
+
+        It is for these numbers of rows of x, and may do nothing.
+        """
 
     def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
         """Split queries, keys and values, norm and rotate them; write keys and values to the cache.
@@ -316,8 +334,9 @@ class Kernels:
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Attention of texts that are whole in this step: each token sees all tokens of its text,
-        or with window > 0 those up to so many places away. Nothing is kept.
+        """Attend in both directions in texts that are whole in this step; nothing is kept.
+
+        A token sees all tokens of its text, or with window > 0 those up to so many places away.
 
         qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
         [num_tokens, num_heads * head_dim]. cos_sin: as of RopeInputs; None = no rotation.
@@ -428,8 +447,10 @@ class Kernels:
         meta: AttentionMeta,
         silu: bool = False,  # of the results
     ) -> Tensor:
-        """Each channel of each entry's tokens convolved with its last ones, those before the entry
-        from the tail of its row: [num_tokens, channels] float32. Tokens of no entry get anything.
+        """Convolve each channel of an entry's tokens with the inputs before them: [num_tokens,
+        channels] float32.
+
+        Inputs before the entry are in its row's tail. The result of padding tokens is undefined.
         """
         convolved = causal_conv(x, conv, bias, tail, meta)
         return _ACTIVATIONS["silu"](convolved) if silu else convolved
@@ -444,7 +465,7 @@ class Kernels:
         tail: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        """causal_conv(before * x) * behind."""
+        """Return causal_conv(before * x) * behind."""
         return self.causal_conv(before * x, conv, bias, tail, meta).mul_(behind)
 
     def mamba2(
@@ -456,7 +477,7 @@ class Kernels:
         state: Tensor,  # [rows, heads, head_size, state_size] float32, likewise
         meta: AttentionMeta,
     ) -> Tensor:
-        """Mamba-2 over each entry's tokens, from the state that its row has.
+        """Compute Mamba-2 over each entry's tokens, from the state in the entry's row.
 
         silu(convolution) are x, B and C. For each token: state = exp(-exp(A_log) step) state +
         step x B^T; the result is state C + D x, [num_tokens, heads, head_size] float32.
@@ -464,7 +485,7 @@ class Kernels:
         return mamba2(x, dt, heads, tail, state, meta)
 
     def mamba1(self, inputs: Mamba1Inputs, meta: AttentionMeta) -> Tensor:
-        """Compute Mamba-1 over each entry's tokens, from the state that its row has.
+        """Compute Mamba-1 over each entry's tokens, from the state in the entry's row.
 
         For each token: state = exp(rates step) state + step x B; the result is
         (state C + D x) silu(gate), [num_tokens, channels].
@@ -474,16 +495,19 @@ class Kernels:
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """logits [num_tokens, experts] of a router -> the weights of the chosen experts
-        [num_tokens, chosen] float32, and their numbers, int32.
+        """Choose experts by a router's logits [num_tokens, experts].
+
+        Returns weights [num_tokens, chosen] float32, and the experts' numbers, int32.
 
         correction [experts] float32: is added to scores for the choice alone.
         """
         return mixture.route(logits, routing, correction)
 
     def router_logits(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
-        """x [num_tokens, hidden], router [experts, hidden], bias [experts] -> [num_tokens,
-        experts], float32 where that costs nothing: small differences choose experts."""
+        """Return x [num_tokens, hidden] @ router.T + bias: [num_tokens, experts].
+
+        The result is float32 where that costs nothing, as small differences choose experts.
+        """
         return self.linear(x, router, bias)
 
     def norm_route(
@@ -496,7 +520,7 @@ class Kernels:
         routing: Routing,
         correction: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """rms_norm(x), and what `route` makes of a router's logits for that."""
+        """Return rms_norm(x), and the result of `route` for its router logits."""
         normed = self.rms_norm(x, norm, eps)
         return normed, *self.route(self.router_logits(normed, router, bias), routing, correction)
 
@@ -508,8 +532,11 @@ class Kernels:
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Each token's experts, weighted and summed: [num_tokens, hidden]; added to residual and
-        written over it if there is one, which must not be x. weights, ids: of `route`."""
+        """Return the weighted sum of each token's experts, [num_tokens, hidden], added to residual
+        if given.
+
+        residual is written over, and must not be x. weights, ids: the results of `route`.
+        """
         return mixture.experts(x, weights, ids, stack, residual)
 
     def packed_experts(
@@ -524,12 +551,14 @@ class Kernels:
         return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
-        """Puts the codes of a stack that is filled in the order in which `packed_experts` reads
-        them best, for x of this dtype."""
+        """Reorder the codes of a filled stack as `packed_experts` reads them best for x of this
+        dtype.
+        """
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-        """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each
-        token's adapter; written over y. Tokens without an adapter are not touched.
+        """Add B (A x) of each token's adapter to y [num_tokens, out], the layer's output, in place.
+
+        x is [num_tokens, in]. Tokens without an adapter are not touched.
         """
         for slot, tokens in step.segments:
             mine = x.index_select(0, tokens)
@@ -546,8 +575,10 @@ class Kernels:
     def lora_gated(
         self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
     ) -> Tensor:
-        """gate(lora_add(gate_up, x)) -> [num_tokens, out / 2] of all tokens; gate: a key of
-        GATES."""
+        """Return gate(lora_add(gate_up, x)) of all tokens: [num_tokens, out / 2].
+
+        gate: a key of GATES.
+        """
         return self.GATES[gate](self.lora_add(gate_up, x, layer, step))
 
 
@@ -557,13 +588,15 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the table as [num_tokens, 1, rotary_dim] factors: (cos, cos) and (-sin, sin)."""
+    """Return the table's rows as factors (cos, cos), (-sin, sin): [num_tokens, 1, rotary_dim]."""
     cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim] float32; of each head the first rotary_dim are rotated."""
+    """Rotate the first rotary_dim elements of each head of x [num_tokens, heads, head_dim],
+    float32.
+    """
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim]
     swapped = part.roll(rotary_dim // 2, -1)

@@ -221,7 +221,7 @@ async def _run(
 
 
 def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
-    """Run a closed loop at two routers, with as many users as rows."""
+    """Run a closed loop at two routers, with as many users as the engines have slots."""
     users = sum(speed.max_num_seqs for speed in speeds)
     return virtual_time.run(_run(speeds, 2, lengths, seconds, 0.0, users))
 

@@ -30,7 +30,7 @@ class StepBlame:
         return self
 
     def __enter__(self) -> None:
-        """Begin a block."""
+        """Enter the `with` block whose exception is noted."""
 
     def __exit__(
         self,

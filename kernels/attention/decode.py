@@ -30,7 +30,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def capped(score, cap_log2):
-    """cap_log2 * tanh(score), without overflow."""
+    """Return cap_log2 * tanh(score), without overflow."""
     return cap_log2 - 2.0 * cap_log2 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0)
 
 
@@ -102,7 +102,7 @@ def _merge_kernel(
 
 @triton.jit
 def item_of(items, item, exists):
-    """Entry, first key and end key of a split."""
+    """Return the entry, the first key and the end key of a split."""
     entry = tl.load(items + item * 8, mask=exists, other=0).to(tl.int64)
     begin = tl.load(items + item * 8 + 1, mask=exists, other=0)
     end = tl.load(items + item * 8 + 2, mask=exists, other=0)
@@ -292,8 +292,10 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
 
 
 def merge(out: Tensor, plan: DecodePlan, pieces: int = 1) -> None:
-    """Into out [num_entries, num_heads, size] what the splits of an entry have found. pieces: into
-    which programs share out a head's elements; of several each is a power of 2."""
+    """Merge the partial results of an entry's splits into out [num_entries, num_heads, size].
+
+    pieces: programs that share a head's elements; with several, each has a power of two of them.
+    """
     _, num_heads, size = plan.partial.shape
     dims = triton.next_power_of_2(triton.cdiv(size, pieces))
     _merge_kernel[(plan.entries.shape[0], num_heads, pieces)](

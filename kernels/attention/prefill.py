@@ -21,7 +21,7 @@ from kernels.metadata import AttentionMeta
 
 @triton.jit
 def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Offsets of keys in their blocks."""
+    """Return the offsets of keys in their blocks."""
     return ((head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
 
 
@@ -55,7 +55,7 @@ def _walk(
     MASKED: tl.constexpr,
     SCORES: tl.constexpr,  # `Scores`
 ):
-    """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
+    """Attend to keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
     # Of a tile's first keys no query may see any, and their block may be another request's.
     KEYS: tl.constexpr = TILE.keys
     PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
@@ -140,8 +140,11 @@ def borders(
     CHUNK: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
-    """Keys that some rows see, lowest .. end - 1; and of these, what all rows see, in whole tiles:
-    begin_full .. full - 1."""
+    """Return the range of keys that some rows see, and the range, in whole tiles, that all rows
+    see.
+
+    The ranges are lowest .. end - 1 and begin_full .. full - 1.
+    """
     full = (first_position + 1) // KEYS * KEYS
     if DETERMINISTIC:
         full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
@@ -261,8 +264,10 @@ class PrefillLaunch(NamedTuple):
 
 
 def prefill_launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
-    """Decision rule from measurements on an H200; dims is the padded head size. A deterministic
-    one serves decodes too, whose few rows a smaller tile wastes less on."""
+    """Choose the launch by measurements on an H200. dims: the padded head size.
+
+    A deterministic launch serves decodes, too; with their few rows a smaller tile wastes less.
+    """
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 16, 8, 2)
     if dims > 128 or element_size > 2:

@@ -1,4 +1,5 @@
-"""`decode.py` over keys and values in 8 and 4 bits: the same plan, splits and merge.
+"""Decode attention over keys and values in 8 and 4 bits, with the plan, splits and merge of
+`decode.py`.
 
 A tile is read as codes, and multiplied as such. A key's scale is a factor of its score, a value's
 one of its weight. What is taken off all scores is the largest sum of a score and its value's

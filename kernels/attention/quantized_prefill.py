@@ -1,4 +1,6 @@
-"""`prefill.py` over keys and values in 8 and 4 bits, read as `quantized_decode.py` reads them."""
+"""Prefill attention over keys and values in 8 and 4 bits: `prefill.py` with `quantized_decode.py`'s
+reads.
+"""
 
 import triton
 import triton.language as tl
@@ -51,7 +53,7 @@ def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIN
 
 @triton.jit
 def _numbers(k_word, v_word, KIND: tl.constexpr):
-    """Return what `numbers_in` gives for the words of keys and of values."""
+    """Return the scales and least elements of keys and of values (see `numbers_in`)."""
     if KIND == 3:
         key_scale, key_least = numbers_in(tl.sum(k_word, axis=1), KIND)
         value_scale, value_least = numbers_in(tl.sum(v_word, axis=1), KIND)

@@ -1,5 +1,7 @@
-"""Attention in plain torch, as `kernels.reference.Kernels.attention` says it: the oracle of every
-back end, and what the CPU computes where no kernel is generated.
+"""Attention in plain torch: the oracle of every back end, and the CPU's way without generated
+kernels.
+
+`kernels.reference.Kernels.attention` defines it.
 
 An entry's blocks are gathered into contiguous keys for SDPA. Decodes are batched: entries of like
 length are padded to one length, so one long request among short ones does not make all of them
@@ -20,8 +22,10 @@ from kernels.metadata import AttentionMeta
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How queries and keys become weights: see `Kernels.attention`. sinks, slopes: as
-    [num_kv_heads, group]."""
+    """The rule by which queries and keys become weights: see `Kernels.attention`.
+
+    sinks, slopes: [num_kv_heads, group].
+    """
 
     scale: float
     softcap: float = 0.0
@@ -41,8 +45,11 @@ class Scores:
     def attend(
         self, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        """q [..., queries, head_dim] over keys and values [..., keys, head_dim], with mask added to
-        the scores. sinks count where they can be broadcast to [..., queries, 1]."""
+        """Attend q [..., queries, head_dim] to keys and values [..., keys, head_dim]; mask is added
+        to scores.
+
+        sinks count if they can be broadcast to [..., queries, 1].
+        """
         if self.softcap == 0.0 and self.sinks is None:
             return scaled_dot_product_attention(
                 q, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
@@ -133,7 +140,7 @@ class Gather:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Entries with one query each, padded to one length."""
+    """A batch of entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
     gather: Gather  # of n * num_kv_heads * blocks rows
@@ -146,7 +153,7 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """One entry with any number of queries, tokens [begin, end) of the step."""
+    """An entry with any number of queries, tokens [begin, end) of the step."""
 
     begin: int
     end: int
@@ -298,7 +305,9 @@ def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
 
 
 def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
-    """[n, blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
+    """Return cache rows of block ids [n, blocks], by entry, head, block: [n * num_kv_heads *
+    blocks].
+    """
     head = torch.arange(num_kv_heads, device=table.device)[:, None]
     return (table[:, None].long() * num_kv_heads + head).flatten()
 
@@ -306,7 +315,9 @@ def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
 def attend_decodes(
     q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: DecodeBatch
 ) -> Tensor:
-    """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
+    """Attend decodes: q [n, num_kv_heads, group, head_dim], like the result; a group is SDPA's
+    queries.
+    """
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
     return attend_padded(q, key, value, how, part.mask, part.ahead)
@@ -315,8 +326,13 @@ def attend_decodes(
 def attend_padded(
     q: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor, ahead: Tensor
 ) -> Tensor:
-    """q [n, num_kv_heads, group, head_dim] over keys and values [n, num_kv_heads, keys, head_dim],
-    which are zero where the mask hides them. mask, ahead: as of DecodeBatch."""
+    """Attend padded entries: q [n, num_kv_heads, group, head_dim] over [n, num_kv_heads, keys,
+    head_dim].
+
+    Keys and values are zero where the mask hides them.
+
+    mask, ahead: those of DecodeBatch.
+    """
     if how.slopes is not None:
         mask = mask + (ahead * how.slopes[..., None]).to(mask.dtype)
     if how.sinks is not None:

@@ -1,4 +1,4 @@
-"""What attention kernels have as constants: heads and pages of a cache, and how scores are made."""
+"""The constants of attention kernels: sizes of a cache's heads and pages, and options of scores."""
 
 from typing import NamedTuple
 

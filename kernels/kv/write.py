@@ -1,4 +1,4 @@
-"""Between the qkv product and attention, in one launch: split, head norm, rotation, KV write.
+"""The launch between the matmul of q, k, v and attention: split, head norm, rotation, KV write.
 
 A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
 pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only part of it

@@ -60,7 +60,7 @@ def _not_supported(instead: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
 
 
 def _other(*kinds: str | None) -> Schema:
-    """An object of another type: it is left out and named."""
+    """Return the schema of objects of other types, which are left out and listed as ignored."""
     return record({"type": {"not": one_of(*kinds)}})
 
 

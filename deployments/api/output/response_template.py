@@ -25,7 +25,7 @@ _WHOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Unusable(Exception):
-    """An error whose text says of which part of the declaration no grammar can be made."""
+    """Raised with the part of a declaration for which no grammar can be made."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""Attention over paged latents for entries with one query token: split over keys as in decode.py,
-whose plan and merge serve here too.
+"""Attention over paged latents for entries with one query token.
+
+It is split over keys as decode.py is, with the same plan and merge.
 
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
 between the two products, so a program takes as many heads as registers hold results for. The matrix
@@ -232,8 +233,11 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
 
 
 def merge_pieces(out: Tensor) -> int:
-    """Programs that share a head's elements of a merge: several where heads are too few for all
-    multiprocessors, and elements are a power of 2, so that pieces end where the head does."""
+    """Return the number of programs that share a head's elements in a merge.
+
+    There are several where heads are too few for all multiprocessors. Elements are then a power of
+    2, so that pieces end where the head does.
+    """
     tokens, num_heads, rank = out.shape
     return 4 if tokens * num_heads <= 512 and rank & (rank - 1) == 0 else 1
 

@@ -1,5 +1,7 @@
-"""Attention over paged latents for entries with many query tokens, with a key and a value of each
-head made of each latent: they are shorter than latents, so that many queries pay for the making.
+"""Attention over paged latents for entries with many query tokens, with expanded keys and values.
+
+Each head's key and value are computed from each latent. They are shorter than latents, so this pays
+for many queries.
 
 The keys of all entries lie behind each other, and are made a piece at a time, so that long contexts
 take no more memory than a step's own tokens. What queries found in a piece goes on to the next: the

@@ -1,6 +1,7 @@
-"""Attention over paged latents for entries with several query tokens, absorbed as decodes are: no
-key or value is made, so a step's launches do not depend on how long its entries are. Rows of a
-program are consecutive queries of one entry times a part of the heads.
+"""Attention over paged latents for entries with several query tokens, absorbed as decodes are.
+
+No key or value is computed from a latent, so a step's launches do not depend on the lengths of its
+entries. A program's rows are consecutive queries of one entry times a part of the heads.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,6 @@
-"""Attention over latents in plain torch, as `kernels.reference.Kernels.latent_attention` says it:
-the oracle of every back end.
+"""Attention over latents in plain torch: the oracle of every back end.
+
+`kernels.reference.Kernels.latent_attention` defines it.
 
 Decodes are absorbed: a query is multiplied by what would make keys of latents, and attends to these
 as to one key head's; what it finds is multiplied by what makes values. That reads a latent once for
@@ -19,7 +20,7 @@ _KEYS_BYTES = 64 << 20  # of keys and values that are made at once
 def attend_latent_decodes(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, part: DecodeBatch
 ) -> Tensor:
-    """q [n, heads, nope + rope] of the part's entries -> [n, heads, value]."""
+    """Attend the decodes of a part: q [n, heads, nope + rope] -> [n, heads, value]."""
     latents = part.gather.read_keys(cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
     latents = latents[:, 0].to(q.dtype)  # [n, keys, rank + rope]
@@ -35,8 +36,9 @@ def attend_latent_decodes(
 def attend_latent_chunk(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, chunk: PrefillChunk
 ) -> Tensor:
-    """q [num_tokens, heads, nope + rope] -> the chunk's rows of the result, [length, heads,
-    value]."""
+    """Attend a chunk: q [num_tokens, heads, nope + rope] -> the chunk's rows, [length, heads,
+    value].
+    """
     latents = chunk.gather.read_keys(cache)[0, 0, : chunk.num_keys].to(q.dtype)
     heads, both, rank = up.shape
     rope = latents.shape[1] - rank

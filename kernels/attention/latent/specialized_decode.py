@@ -1,5 +1,6 @@
-"""Warp-specialised attention of many heads over paged latents on Hopper: latent/decode.py's result
-for entries with one query token.
+"""Warp-specialised decode attention of many heads over paged latents, on Hopper.
+
+It computes what latent/decode.py does.
 
 With 64 heads to a program its products take longer than its bytes, so the matrix units must not
 wait: not for exponentials, not for memory. One warp, the producer, has latents copied into one of
@@ -71,7 +72,7 @@ def _copy_tiles(
     PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, KEYS: gl.constexpr,
     PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of latents, page by page, into the places that are free."""
+    """Copy tiles of latents, page by page, into free places of shared memory."""
     counted, items = listed
     first, second, shared = tiles
     full_first, full_second, free_first, free_second, _weighed, _taken = barriers
@@ -197,7 +198,7 @@ def _read(
 def _score_first(
     query, tile, ROWS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
-    """[heads, latents] of the first half of the elements, which the matrix units have to do."""
+    """Return the scores [heads, latents] from the first half of the elements."""
     zero = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
     return warpgroup_mma(query, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -210,7 +211,7 @@ def _score_rest(score, q_second, q_shared, second, shared):
 
 @gluon.jit
 def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
-    """The last tile of an entry: nothing that lies behind its `count` latents."""
+    """Clear the part of an entry's last tile that lies behind its `count` latents."""
     PIECES: gl.constexpr = 4
     for piece in range(PIECES):
         clear_rows_from(pieces_first.index(place * PIECES + piece), count, KEYS)
@@ -237,8 +238,10 @@ def _scores(
     listed, queries, tiles, pieces, handed, barriers,
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights, and the elements below RANK / 2. The next tile's scores are asked for
-    before the product with this tile's values is there."""
+    """Compute scores and weights, and multiply the elements below RANK / 2.
+
+    The next tile's scores are started before this tile's product with the values has ended.
+    """
     counted, items = listed
     q_first, q_second, q_shared = queries
     first, second, shared = tiles

@@ -1,5 +1,4 @@
-"""Latents into the cache, and queries ready to attend to them: norm, rotation and write in one
-launch."""
+"""The preparation of latent attention in one launch: norm, rotation, and write to the cache."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,5 @@
-"""The matrix products of one lone token with packed weights: `kernels.gemm.gemv` for 4 and 8 bits.
+"""Matmuls of a single token with packed weights of 4 and 8 bits (`kernels.gemm.gemv` for packed
+codes).
 
 A thread takes 16 bytes of a row at a time, which belong to one group, and x in the order of their
 codes; so scale and offset are applied once for 16 or 32 weights.
@@ -160,7 +161,11 @@ def packed_gemv(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32."""
+    """Multiply a single token by packed weights, fused with norm, gate or residual: [1, out] in x's
+    dtype.
+
+    The codes are read once; sums are float32.
+    """
     assert gate is None or gate in GATES
     form = weight.form
     rows, columns = weight.shape
