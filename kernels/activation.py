@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 _BLOCK = 1024  # elements a program
-# Which function a kernel computes: its ACT.
+# The function that a kernel computes, as its constant ACT.
 CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 

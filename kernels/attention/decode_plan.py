@@ -88,8 +88,8 @@ class DecodePlan:
     shape: DecodeLaunch
 
 
-# What hangs on the number of entries is no constant: a step may have one that no graph has.
-# 20 parameters: the 12 constants are one cost model's, and a struct would have one user.
+# Values that depend on the number of entries are not constants, as a step may have a number that no
+# graph has. 20 parameters: the 12 constants are one cost model's, and a struct would have one user.
 @triton.jit(
     do_not_specialize=["fill", "merge_once"],
     do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"],

@@ -43,7 +43,7 @@ def _run(path: str) -> Lazy:
     return Lazy(f"kernels.experts.{path}")
 
 
-# Of 16-bit and 32-bit weights.
+# Candidates for 16-bit and 32-bit weights.
 EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "few", "weights", _takes_any, _tokens(4),
@@ -55,7 +55,8 @@ EXPERTS: tuple[Candidate[Format], ...] = (
     ),
 )  # fmt: skip
 
-# Of packed weights. Fragments are an order of codes that `order_experts` chooses when weights load.
+# Candidates for packed weights. Fragments are an order of codes that `order_experts` chooses when
+# weights load.
 PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "few_fragments", "decoded codes", _takes_fragments, _tokens(1),
@@ -79,7 +80,7 @@ PACKED_EXPERTS: tuple[Candidate[Format], ...] = (
     ),
 )  # fmt: skip
 
-# Where a token's numbers may depend on its request alone: each sums in one order.
+# Candidates of the deterministic mode: each adds in one order, whatever else is in the step.
 FIXED_EXPERTS: tuple[Candidate[Format], ...] = (
     Candidate(
         "grouped_fixed", "weights", _takes_any, _any_tokens,

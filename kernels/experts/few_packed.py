@@ -46,7 +46,7 @@ DOWN8: tuple[tuple[float, PairTile], ...] = (
 )
 
 _LIFT = 96
-# The exponent that a number as decoded lacks, by its kind of code.
+# The exponent that decoded numbers lack, by their kind of code.
 _LACKS = {E2M1_CODE: 127, E4M3_CODE: 120, E4M3_BITS: 120}
 
 

@@ -50,7 +50,8 @@ TILES: tuple[tuple[float, Tiles], ...] = (
     (384, Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
 )
-# For 32-bit weights, and where a row's numbers may not depend on how many rows there are.
+# For 32-bit weights, and for the deterministic mode, where a row's numbers may not depend on the
+# number of rows.
 PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 

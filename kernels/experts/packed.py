@@ -46,7 +46,7 @@ TILES: tuple[tuple[float, PackedTiles], ...] = (
     (48, PackedTiles(PackedTile(64, 128, 8, 2), PackedTile(32, 128, 8, 4))),
     (float("inf"), PackedTiles(PackedTile(64, 128, 4, 2), PackedTile(64, 128, 4, 2))),
 )
-# Where a row's numbers may not depend on how many rows there are.
+# The deterministic mode's: a row's numbers may not depend on the number of rows.
 FIXED = PackedTiles(PackedTile(32, 64, 4, 3), PackedTile(32, 64, 4, 3))
 
 

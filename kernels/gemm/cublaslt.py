@@ -65,7 +65,7 @@ class CublasLt:
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
-        # Declared, plain integers pass for pointers, which saves most of what a call costs.
+        # With declared types plain integers pass for pointers, which saves most of a call's cost.
         self.matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
 
     def call(self, name: str, *args: object) -> None:

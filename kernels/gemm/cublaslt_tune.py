@@ -41,9 +41,9 @@ _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.
 
 Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
 
-# Those that, together, come nearest to the best of all tiles, splits and clusters that the library
-# can run: timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A tile is
-# outputs x rows, a cluster multiprocessors along the two.
+# The variants that together come nearest to the best of all tiles, splits and clusters that the
+# library can run, timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A
+# tile is outputs x rows, a cluster multiprocessors along the two.
 _VARIANTS: tuple[Variant, ...] = (
     (59, 1, _CLUSTER_4X1),  # 24x64
     (134, 1, _CLUSTER_1X2),  # 80x64
@@ -83,7 +83,7 @@ class _AlgorithmSearch:
         assert lib is not None
         self.weights = weights
         self.add = add
-        # Not zeros: what is multiplied decides the power drawn, hence the clock.
+        # Random numbers, not zeros: the operands decide the power drawn, hence the clock.
         self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
         self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
         self.matmul = Matmul(lib, rows, weight, add)

@@ -37,7 +37,7 @@ TILES: tuple[tuple[float, FragmentTiles], ...] = (
     (32, FragmentTiles(FragmentTile(40, 1, 8, 1, 1, 128), FragmentTile(48, 2, 4, 1, 1))),
     (float("inf"), FragmentTiles(FragmentTile(64, 1, 4, 1, 1), FragmentTile(64, 2, 4, 1, 1))),
 )
-# Where a row's numbers may not depend on how many rows there are.
+# The deterministic mode's: a row's numbers may not depend on the number of rows.
 FIXED = FragmentTiles(FragmentTile(16, 1, 4, 1, 2), FragmentTile(16, 2, 4, 1, 2))
 
 

@@ -132,8 +132,8 @@ PACKED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("dequantise", "dequantised weights", _takes_any, _any_tokens, _RESIDUAL),
 )
 
-# Where a token's numbers may depend on its request alone: each sums in one order, whatever the
-# number of tokens. 8-bit integers have exact sums.
+# Candidates of the deterministic mode: each adds in one order, whatever the number of tokens. 8-bit
+# integers have exact sums.
 FIXED_LINEAR: tuple[Candidate[Format], ...] = (
     _kernel("int8_fixed", "8-bit integers", _takes_int8, _any_tokens, _IN | _RESIDUAL),
     _kernel("dequantise_fixed", "dequantised weights", _takes_any, _any_tokens, _RESIDUAL),

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from kernels.packed import E2M1, FLOAT8, PackedWeight
 
-# What a code is; the last two are of 8 bits, and the last is E4M3_CODE where no device converts it.
+# Kinds of codes. The last two have 8 bits; the last is E4M3_CODE where the device has no
+# conversion.
 INT, E2M1_CODE, TABLE, E4M3_CODE, E4M3_BITS = 0, 1, 2, 3, 4
 OFFSETS = {"none": 0, "add": 1, "shift": 2}
 

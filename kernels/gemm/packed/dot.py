@@ -512,7 +512,7 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
     """Dequantise the weights [out, in] to like's dtype."""
     form, (rows, columns) = weight.form, weight.shape
     out = like.new_empty((rows, columns))
-    # Of a program: the best of a sweep over llama-8b's matrices on one H200.
+    # The launch of a program, the best of a sweep over llama-8b's matrices on one H200.
     num_rows, num_columns = (8, 512) if form.bits == 4 else (16, 256)
     _packed_expand_kernel[(triton.cdiv(rows, num_rows), triton.cdiv(columns, num_columns))](
         weight.codes,

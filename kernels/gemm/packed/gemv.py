@@ -62,13 +62,13 @@ def _packed_gemv_kernel(
     STEP: tl.constexpr = UNITS * UNIT * FIELDS
     unit = tl.arange(0, UNITS)
     element = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    # Of the lowest nibble.
+    # The columns of the lowest nibbles.
     column = (element // RUN * FORMAT.span + element % RUN) if FORMAT.bits == 4 else element
     at = codes + source.to(tl.int64)[:, None, None] * pitch + element[None, :, :]
     groups = (source // FORMAT.band).to(tl.int64) * (columns // FORMAT.group)
     acc = tl.zeros([ROWS, UNITS], tl.float32)
     squares = tl.zeros([UNITS], tl.float32)
-    # Of whole units, so that masked loads stay 16 bytes wide.
+    # Mask whole units, so that masked loads stay 16 bytes wide.
     exists = row_mask[:, None, None] & (unit * (UNIT * FIELDS) < columns)[None, :, None]
 
     # The first codes depend on no earlier kernel: load them before waiting.
