@@ -158,7 +158,7 @@ def _gated(gate_up: Tensor, name: str) -> Tensor:
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """See `kernels.reference.Kernels.activation`."""
+    """Compute `kernels.reference.Kernels.activation`."""
     out = torch.empty_like(x)
     count = x.numel()
     if count:
@@ -168,7 +168,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """See `kernels.reference.Kernels.sigmoid_mul`. Elements of a head lie one after the other."""
+    """Compute `kernels.reference.Kernels.sigmoid_mul`. A head's elements are contiguous."""
     tokens, width = x.shape
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(width))
@@ -187,7 +187,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
-    """See `kernels.reference.Kernels.add_opened`. A token's numbers do not depend on others."""
+    """Compute `kernels.reference.Kernels.add_opened`. A token's numbers do not depend on others."""
     out = given if residual is None else residual
     tokens, size = given.shape
     if tokens:
@@ -208,7 +208,7 @@ def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) 
 
 
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:
-    """See `kernels.reference.Kernels.xielu`."""
+    """Compute `kernels.reference.Kernels.xielu`."""
     out = torch.empty_like(x)
     count = x.numel()
     if count:

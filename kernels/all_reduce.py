@@ -351,8 +351,12 @@ class PeerMemory:
         return rows > 0 and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its
-        bits. x: [n, columns], contiguous; of more than LARGEST bytes in several launches."""
+        """All-reduce into the residual as `one_shot` does; return its `norm.rms_norm` in new
+        memory.
+
+        The bits are those of the two calls. x: [n, columns], contiguous; more than LARGEST bytes
+        take several launches.
+        """
         rows, columns = x.shape
         normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
         most = self.programs * (self.slot // (block * x.itemsize))

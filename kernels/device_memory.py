@@ -51,7 +51,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises torch.OutOfMemoryError, RuntimeError."""
+    """Call a function of CUDA's driver. Raises torch.OutOfMemoryError, RuntimeError."""
     code = getattr(_driver(), name)(*arguments)
     if code == _OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: the device is out of memory")

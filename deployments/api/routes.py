@@ -105,7 +105,8 @@ def versioned(path: str) -> str:
 
 
 def find(exchange: HttpExchange) -> Route:
-    """Return the route of an exact path: nothing is normalised, so nothing passes a check by that.
+    """Return the route of an exact path, which is not normalised, so that no spelling evades a
+    check.
 
     Raises ApiError 404, 405.
     """

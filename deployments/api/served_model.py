@@ -118,5 +118,5 @@ def specificity(alias: str) -> tuple[bool, int, int, str]:
 
 
 def same_pattern(alias: str) -> str:
-    """The pattern in a form that two spellings of it share: `**` is `*`."""
+    """Return the pattern's normal form, in which `**` is `*`."""
     return re.sub(r"\*+", "*", alias)

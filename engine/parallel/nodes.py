@@ -60,7 +60,7 @@ def said(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read numbers in the format of `said`, which Linux uses too."""
+    """Read a list of numbers in Linux's format, such as 0-3,8, which `said` writes too."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -487,7 +487,6 @@ def few_packed(
     up: PairTile | None = None,
     down: PairTile | None = None,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
-    least."""
+    """Compute `kernels.reference.Kernels.packed_experts` for a few tokens, at least one."""
     inner = few_packed_up(x, weights, ids, stack, up)
     return few_packed_down(inner, weights, ids, stack, residual, down)

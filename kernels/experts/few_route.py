@@ -115,7 +115,7 @@ def few_route(
     routing: Routing,
     correction: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.reference.Kernels.norm_route`."""
+    """Compute `kernels.reference.Kernels.norm_route`."""
     tokens, width = x.shape
     experts, chosen = router.shape[0], routing.chosen
     normed = torch.empty_like(x)

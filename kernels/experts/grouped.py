@@ -324,7 +324,7 @@ class Scales(NamedTuple):
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """Return the grid: an expert that is met has at most one block that is not full."""
+    """Return the grid: each expert with pairs has at most one block that is not full."""
     pairs = ids.numel()
     return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
@@ -505,7 +505,7 @@ def grouped(
     residual: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.experts`."""
+    """Compute `kernels.reference.Kernels.experts`."""
     experts = stack.down.shape[0]
     tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
     return by_expert(x, weights, ids, stack, experts, residual, grouped_up, grouped_down, tiles)

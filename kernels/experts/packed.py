@@ -244,7 +244,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
 
 
 def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
-    """An expert that is met has at most one block that is not full."""
+    """Return the grid: each expert with pairs has at most one block that is not full."""
     return ((min(pairs, experts) + pairs // tile.pairs) * triton.cdiv(outs, tile.outs),)
 
 
@@ -327,7 +327,7 @@ def packed_experts(
     residual: Tensor | None,
     tiles: PackedTiles | None = None,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.packed_experts`."""
+    """Compute `kernels.reference.Kernels.packed_experts`."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(x, weights, ids, stack, stack.count, residual, packed_up, packed_down, tiles)
 

@@ -128,7 +128,7 @@ def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
 def experts(
     x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
 ) -> Tensor:
-    """See `kernels.reference.Kernels.experts`."""
+    """Compute `kernels.reference.Kernels.experts`."""
     out = torch.zeros_like(x) if residual is None else residual
     for expert in ids.unique().tolist():
         if expert == stack.count:

@@ -87,6 +87,6 @@ def rounded_experts(
     residual: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.packed_experts`. Only what `rounded_fits` says."""
+    """Compute `kernels.reference.Kernels.packed_experts` for what `rounded_fits` accepts."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(x, weights, ids, stack, stack.count, residual, rounded_up, rounded_down, tiles)

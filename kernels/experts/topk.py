@@ -94,8 +94,10 @@ def fits(routing: Routing) -> bool:
 def topk(
     logits: Tensor, routing: Routing, correction: Tensor | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.Kernels.route`. bias [experts]: of the router, that the logits are
-    without."""
+    """Compute `kernels.reference.Kernels.route`.
+
+    bias: [experts], the router's bias, which the logits do not include yet.
+    """
     tokens, experts = logits.shape
     chosen = routing.chosen
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)

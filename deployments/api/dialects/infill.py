@@ -127,7 +127,7 @@ class _Answer(ItemAnswer):
 
 
 async def infill(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer llama.cpp's request for the text between two others. Raises ApiError, MantaError."""
     await generate(context, exchange, InfillRequest(context))
 
 

@@ -236,7 +236,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class Generation(Sampling, kw_only=True):
-    """The fields of both routes."""
+    """The fields that /v1/chat/completions and /v1/completions have in common."""
 
     n: Annotated[int, sampled("n")] | None = None
     max_tokens: Annotated[int, sampled("max_tokens")] | None = None

@@ -243,7 +243,7 @@ class HttpExchange:
         self.started = True
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Raises ClientDisconnected."""
+        """Send a part of a streamed answer. Raises ClientDisconnected."""
         await self._out({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _out(self, message: Message) -> None:

@@ -20,9 +20,14 @@ _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
 
 class ChannelParser(StepParser):
-    """analysis is reasoning, and so is what others than the user are told and, where calls are
-    allowed, functions. All else is content. Messages of one kind stand on lines of their own.
-    limited: the message of the channel `final` is the last one, and may hold any mark."""
+    """A parser of answers in channels (OpenAI's harmony format).
+
+    The channel `analysis` is reasoning, and so are messages to others than the user and, where
+    calls are allowed, functions. All else is content. Messages of one kind stand on lines of their
+    own.
+
+    limited: the message of the channel `final` is the last one, and may hold marks
+    """
 
     def __init__(self, *, calls: bool, limited: bool = False) -> None:
         self._callable = calls
@@ -92,7 +97,7 @@ class ChannelParser(StepParser):
         return complete
 
     def _behind(self) -> bool:
-        """Nothing is said between a call and the end of its message."""
+        """Skip the text between a call and the end of its message."""
         _, mark = self._take((*MESSAGE_ENDS, MESSAGE_START))
         return self._ended(mark)
 

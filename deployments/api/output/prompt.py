@@ -88,7 +88,7 @@ def render_options(
 
 
 def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[TemplateMessage]:
-    """Calls and their results as contents: the template has no words for them."""
+    """Write calls and their results as contents, for templates that cannot show them."""
     out: list[TemplateMessage] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""

@@ -15,7 +15,7 @@ LIVE = "/v1/live"
 
 
 async def live(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError 404: the page is off, and this with it."""
+    """Answer the live view. Raises ApiError 404 if the page is off."""
     options = context.options
     if not options.page or options.live is None:
         message = "the live view is off; http.page in the configuration turns it on"

@@ -15,7 +15,7 @@ FILES = f"{PAGE}/"
 
 
 async def page(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError 404: there is no such file, or the page is off."""
+    """Answer a file of the page. Raises ApiError 404 without such a file, or if the page is off."""
     if not context.options.page:
         message = "the page is off; http.page in the configuration turns it on"
         raise ApiError(404, "not_found", message, kind=NOT_FOUND)

@@ -18,7 +18,7 @@ E = TypeVar("E", bound=Embeddings)
 
 
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer a request for embeddings in OpenAI's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS) as call:
         if call.pooling.labels:
             raise no_vectors()
@@ -26,7 +26,7 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer a request for pooled outputs in vLLM's form. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, POOLING) as call:
         own = "classify" if call.pooling.labels else "embed"
         if call.body.task not in (None, own):

@@ -56,8 +56,7 @@ def few_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
     tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
-    least."""
+    """Compute `kernels.reference.Kernels.packed_experts` for a few tokens, at least one."""
     tiles = tiles or FEW
     inner = few_fragments_up(x, weights, ids, stack, tiles.up)
     return few_fragments_down(inner, weights, ids, stack, residual, tiles.down)
@@ -67,7 +66,7 @@ def grouped_fragments(
     x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
     tiles: FragmentTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kernels.reference.Kernels.packed_experts`; of any number of tokens."""
+    """Compute `kernels.reference.Kernels.packed_experts` for any number of tokens."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     return by_expert(
         x, weights, ids, stack, stack.count, residual, fragments_up, fragments_down, tiles

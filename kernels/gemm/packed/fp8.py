@@ -33,8 +33,10 @@ def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtyp
 
 
 def pays(tokens: int, weight: PackedWeight) -> bool:
-    """Whether `scaled` took less than `blocks.block_linear` for weights with scales of blocks. It
-    divides no columns among programs and has as much to do for one row as for a tile of them."""
+    """Whether `scaled` is faster than `blocks.block_linear` for weights with scales of blocks.
+
+    It does not divide columns among programs, and does as much for one row as for a tile of them.
+    """
     tiles = triton.cdiv(tokens, _TILE) * triton.cdiv(weight.shape[0], _TILE)
     return 2 * tokens > _TILE and 4 * tiles > num_sms(weight.codes.device)
 

@@ -134,7 +134,7 @@ async def pull(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def refuse(context: ApiContext, exchange: HttpExchange) -> None:
-    """Raises ApiError 400."""
+    """Refuse a route that would manage models. Raises ApiError 400."""
     raise _managed(f"{exchange.path} is not supported")
 
 

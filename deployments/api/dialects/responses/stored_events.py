@@ -30,8 +30,10 @@ def take_after(query: dict[str, str]) -> int:
 
 
 def events_of(response: JsonObject) -> list[bytes]:
-    """The events of an answer that was not recorded: each text in one piece. The same for each
-    call, so that a stream can go on behind any of them."""
+    """Yield the events of an answer that was not recorded, each text in one piece.
+
+    They are the same in each call, so that a stream can go on behind any of them.
+    """
     return [
         b"event: %b\ndata: %b\n\n"
         % (name.encode(), msgspec.json.encode({"type": name, "sequence_number": i, **fields}))
