@@ -169,7 +169,7 @@ class Kernels:
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Multiply x [n, size] by factors [size] in place; both float32, or x of fewer bits."""
+        """Multiply x [n, size] by factors [size] in place; both float32, or x of 16 bits."""
         return x.mul_(factors)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class PackedExperts:
-    """The experts of one layer in fewer bits, one below the other; the rest as in
-    `ExpertWeights`."""
+    """The quantised experts of one layer, stacked by rows; other fields are those of
+    `ExpertWeights`.
+    """
 
     gate_up: PackedWeight  # [experts * 2 * size, hidden], without bias
     down: PackedWeight  # [experts * hidden, size], without bias

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# A box of a tensor by the tensor memory accelerator, and rows by the threads' own copies.
+# Copies to shared memory: a tensor's box by the tensor memory accelerator, and rows by threads.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (

@@ -64,7 +64,7 @@ class HttpExchange:
         self.parsed: dict[str, Any] | None = None  # the body, once it was read
         self.ignored: list[str] = []
         self.digest = b""  # of the body, once it was read
-        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever it will be
+        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, with any status
         self.encoding = b""  # of the body, once it was read
         self.error_body: Callable[[ApiError], bytes] = ApiError.body  # of an answer that is not 2xx
         self._send = send

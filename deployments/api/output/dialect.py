@@ -55,7 +55,7 @@ class Dialect:
 PYTHON = Dialect(
     "=", ", ", ("'", '"'), words=(("true", "True"), ("false", "False"), ("null", "None"))
 )
-# Strings may stand in JSON's quotes, too, where a schema says more of them than that they are one.
+# Strings may stand in JSON's quotes, too, if their schema has more than the type.
 GEMMA = Dialect(":", ",", ('<|"|>', '"'), raw=True, nested=True, by_name=True)
 
 _WORD = re.compile(r'[^\s,:\[\]{}()"<]+|<')
