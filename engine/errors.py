@@ -110,6 +110,16 @@ class AdapterError(MantaError):
     code = "adapter_invalid"
 
 
+class UpdateFailed(MantaError):
+    """The error of weights that were not replaced; the old ones serve on.
+
+    code: invalid_config (a name, shape, dtype or number is wrong, or the folder cannot be read),
+        update_in_progress, or weights_not_replaceable.
+    """
+
+    code = "invalid_config"
+
+
 class EngineDead(MantaError):
     """The error after the engine process has ended; requests in flight did not finish.
 

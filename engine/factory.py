@@ -47,11 +47,13 @@ from engine.runner.memory import (
     check_weights,
     fits_on,
     lora_host_bytes,
+    outline,
     parts_here,
     plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
-from engine.runner.ranked_runner import RankedRunner
+from engine.runner.ranked_runner import RankedRefill, RankedRunner
+from engine.runner.refill import Refill
 from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Masked, Sampler
@@ -61,6 +63,7 @@ from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.step import SchedulerCounters
+from engine.scheduling.updates import WeightLoader
 from engine.shards import weight_files
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
@@ -111,6 +114,7 @@ class _Part:
     host_bytes: int  # bytes of host memory for adapters
     pooling: Pooling | None
     memory: SleepMemory | None  # only of an engine that may sleep
+    refill: Refill
 
 
 def build(
@@ -162,6 +166,7 @@ def build(
         _grammars(resolved),
         part.memory,
         Masked.memory(resolved.device),
+        _weights(part, ranks),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -182,6 +187,13 @@ def build(
     )
 
 
+def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
+    """Return what replaces the weights; None for a model with a head of embeddings beside it."""
+    if part.pooling is not None:
+        return None
+    return part.refill if ranks is None else RankedRefill(part.refill, ranks)
+
+
 def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
     groups, config = kv_groups(resolved.model, resolved.head_ranks), resolved.config
     if not groups.recurrent:
@@ -200,10 +212,11 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 def build_rank(
     config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
-) -> tuple[ModelRunner, Place, AdapterLoader | None]:
+) -> tuple[ModelRunner, Refill, Place, AdapterLoader | None]:
     """Build the part of the model on a rank other than the first.
 
-    Returns the rank's runner, its place among the ranks, and the loader of its adapter slots.
+    Returns the rank's runner, what replaces its weights, its place among the ranks, and the loader
+    of its adapter slots.
 
     memory, meet: see `engine.parallel.rendezvous.other`.
     """
@@ -211,7 +224,7 @@ def build_rank(
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
     loader = None if part.adapters is None else part.adapters.loader
-    return part.runner, part.place, loader
+    return part.runner, part.refill, part.place, loader
 
 
 def _build_part(
@@ -286,7 +299,14 @@ def _build_part(
             capture_graphs(runner, _graph_sizes(resolved), resolved.max_num_batched_tokens)
             torch.cuda.synchronize()
         phases.end("graphs")
-    return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory)
+    refill = Refill(
+        model,
+        lambda: outline(resolved, whole=True),
+        None if memory is None else memory.forget_copies,
+    )
+    return _Part(
+        resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory, refill
+    )
 
 
 def _sleep_memory(resolved: Resolved, model: Model) -> SleepMemory | None:

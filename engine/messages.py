@@ -1,9 +1,10 @@
 """The messages between the engine process and its client, as msgpack. Token ids only: no text.
 
-client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
+client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter | UpdateWeights
 engine -> client   Progress while it starts, then Ready, or Failed if it cannot serve. Then a
                    StepFrame for each step with output or changed state, an AdapterAnswer for each
-                   adapter message, a Pulse twice a second, and LogLines
+                   adapter message, an Answer for each pause and update of the weights, a Pulse
+                   twice a second, and LogLines
 """
 
 import msgspec
@@ -56,12 +57,41 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
     """An order to the engine.
 
     what: "drain" (refuse new requests, finish old ones), "stats" (send a frame now),
-        "reset_prefix_cache", "sleep" (once no request is left), "wake" or "stop".
+        "reset_prefix_cache", "sleep" (once no request is left), "wake", "pause" (an Answer follows
+        once it has begun), "resume" or "stop".
     ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
+    argument: the mode of a pause, see `engine.scheduling.updates.Pause`.
     """
 
     what: str
     ticket: int = 0
+    argument: str = ""
+
+
+class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
+    """An order to replace the model's weights by the checkpoint in a folder, once it is checked.
+
+    Running requests go on under the new weights. An Answer follows.
+
+    version: the name of the new weights; "" = the number of updates so far.
+    recompute: whether keys of running requests are computed again, so that their next tokens are
+        those of a request that begins with the tokens so far. Otherwise their old keys stay.
+    check_only: whether to check the folder and change nothing.
+    """
+
+    ticket: int
+    folder: str
+    version: str = ""
+    recompute: bool = False
+    check_only: bool = False
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """The answer to an order; a code says that it failed, and nothing has changed."""
+
+    ticket: int
+    code: str = ""
+    message: str = ""
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
@@ -181,6 +211,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     asleep: bool = False
     wakes: int = 0  # since start
     wake_seconds: float = 0.0  # seconds that the last wake took until the engine could go on
+    paused: bool = False
+    weights_version: str = "0"  # of the weights that sampled this frame's tokens
+    weight_updates: int = 0  # since start
+    update_seconds: float = 0.0  # seconds that the last update kept steps waiting
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
@@ -268,5 +302,5 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
     fraction: float
 
 
-ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
-FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Pulse | LogLine | Failed
+ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter | UpdateWeights
+FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Answer | Pulse | LogLine | Failed

@@ -9,7 +9,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import RequestFailed
 from engine.library.outputs import RequestOutput
 from engine.library.prompts import Messages, Prompt, load_tokenizer
-from engine.library.request_manager import RequestManager
+from engine.library.request_manager import RequestManager, Weights
 from engine.messages import AdapterInfo, EngineStats
 from engine.process.client import START_SECONDS, OnProgress
 from engine.sampling_params import SamplingParams
@@ -91,6 +91,35 @@ class AsyncEngine(RequestManager):
         Raises EngineDead, with the code device_taken if the device no longer has the memory.
         """
         await self._wake()
+
+    async def update_weights(
+        self, source: Weights, *, version: str = "", recompute: bool = False
+    ) -> None:
+        """Replace the weights, between two steps, by a checkpoint of the same model.
+
+        Running requests go on under the new weights; `CompletionOutput.versions` tells which tokens
+        have which. Names, shapes, dtypes and quantisation are those of the model's own folder.
+
+        source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
+            checkpoint. They are sent before any step waits.
+        version: the name of the new weights; "" = the number of updates so far.
+        recompute: whether running requests compute their keys again. Otherwise old keys stay.
+        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        """
+        await self._update_weights(source, version, recompute)
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Hold new requests back until `resume`; return once no step runs.
+
+        mode: "abort" ends running requests with what they have, "wait" lets them finish, and "keep"
+            keeps them, to go on at `resume`.
+        Raises InvalidRequest, EngineDead.
+        """
+        await self._client.pause(mode)
+
+    async def resume(self) -> None:
+        """End a pause: kept and waiting requests go on. Raises EngineDead."""
+        await self._resume()
 
     async def close(self) -> None:
         """End the engine process. Open requests end with EngineDead. Idempotent."""

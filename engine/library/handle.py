@@ -54,13 +54,16 @@ class RequestHandle:
 
     # Called by `RequestManager`, which started the request.
 
-    def _push(self, choice: int, delta: Delta) -> bool:
+    def _push(self, choice: int, delta: Delta, version: str = "") -> bool:
         """Add a choice's delta; return whether a stop string ended it, so that the engine must
-        abort it."""
+        abort it.
+
+        version: that of the weights which sampled its tokens.
+        """
         with self._lock:
             if self._progress is None:
                 return False
-            cut = self._progress.push_delta(choice, delta)
+            cut = self._progress.push_delta(choice, delta, version)
             self._wake()
             return cut
 

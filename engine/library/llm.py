@@ -15,7 +15,7 @@ from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput
 from engine.library.prompts import Messages, Prompt, as_list, is_token_id, load_tokenizer
-from engine.library.request_manager import RequestManager, each_params
+from engine.library.request_manager import RequestManager, Weights, each_params
 from engine.messages import AdapterInfo, EngineStats
 from engine.process.client import START_SECONDS, OnProgress
 from engine.sampling_params import SamplingParams
@@ -210,6 +210,35 @@ class LLM(RequestManager):
     def stats(self) -> EngineStats:
         """Return the engine's state after all earlier calls. Raises EngineDead."""
         return self._loop.call(self._stats())
+
+    def update_weights(
+        self, source: Weights, *, version: str = "", recompute: bool = False
+    ) -> None:
+        """Replace the weights, between two steps, by a checkpoint of the same model.
+
+        Running requests go on under the new weights; `CompletionOutput.versions` tells which tokens
+        have which. Names, shapes, dtypes and quantisation are those of the model's own folder.
+
+        source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
+            checkpoint. They are sent before any step waits.
+        version: the name of the new weights; "" = the number of updates so far.
+        recompute: whether running requests compute their keys again. Otherwise old keys stay.
+        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        """
+        self._loop.call(self._update_weights(source, version, recompute))
+
+    def pause(self, mode: str = "keep") -> None:
+        """Hold new requests back until `resume`; return once no step runs.
+
+        mode: "abort" ends running requests with what they have, "wait" lets them finish, and "keep"
+            keeps them, to go on at `resume`.
+        Raises InvalidRequest, EngineDead.
+        """
+        self._loop.call(self._client.pause(mode))
+
+    def resume(self) -> None:
+        """End a pause: kept and waiting requests go on. Raises EngineDead."""
+        self._loop.call(self._resume())
 
     def sleep(self) -> None:
         """Move the weights to host memory and free the caches, once no request is left.

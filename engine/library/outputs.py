@@ -27,6 +27,7 @@ class CompletionOutput:
     logprobs: one for each of token_ids, if asked for.
     error: "code: message" with finish_reason "error".
     vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
+    versions: (version of the weights, number of tokens) of each part of token_ids, in order.
     """
 
     index: int
@@ -37,6 +38,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     error: str = ""
     vector: bytes | None = None
+    versions: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

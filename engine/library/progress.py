@@ -38,7 +38,7 @@ class _ChoiceState:
         read = self._read[0]
         return read >= 0 and (self.ended or read < len(self.whole.token_ids))
 
-    def push_delta(self, delta: Delta) -> bool:
+    def push_delta(self, delta: Delta, version: str) -> bool:
         """Add a delta; return whether it ended the choice."""
         whole, tokens, logprobs = self.whole, delta.token_ids, delta.logprobs
         finish = delta.finish or None
@@ -48,6 +48,7 @@ class _ChoiceState:
             tokens = tokens[:count]
             logprobs = None if logprobs is None else logprobs[:count]
         whole.token_ids += tokens
+        _add_version(whole.versions, version, len(tokens))
         if logprobs is not None:
             whole.logprobs = [*(whole.logprobs or ()), *logprobs]
         if finish is not None:
@@ -84,12 +85,32 @@ class _ChoiceState:
             whole.stop_reason,
             None if whole.logprobs is None else whole.logprobs[tokens:],
             whole.error,
+            versions=_without_first(whole.versions, tokens),
         )
 
     def all(self) -> CompletionOutput:
         self._catch_up()
         self.whole.text = "".join(self._texts)
         return self.whole
+
+
+def _add_version(versions: list[tuple[str, int]], version: str, count: int) -> None:
+    """Add the version of `count` further tokens."""
+    if not count:
+        return
+    if versions and versions[-1][0] == version:
+        count += versions.pop()[1]
+    versions.append((version, count))
+
+
+def _without_first(versions: list[tuple[str, int]], skipped: int) -> list[tuple[str, int]]:
+    """Return the versions without those of the first `skipped` tokens."""
+    left = []
+    for version, count in versions:
+        if count > skipped:
+            left.append((version, count - skipped))
+        skipped = max(0, skipped - count)
+    return left
 
 
 class RequestProgress:
@@ -116,13 +137,13 @@ class RequestProgress:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._prompt_logprobs_read = 0
 
-    def push_delta(self, index: int, delta: Delta) -> bool:
+    def push_delta(self, index: int, delta: Delta, version: str = "") -> bool:
         """Add a delta of a choice; return whether a stop string ended it, which the engine does
         not know."""
         choice = self._choices[index]
         if choice.ended:
             return False
-        ended = choice.push_delta(delta)
+        ended = choice.push_delta(delta, version)
         if delta.cached >= 0:
             self._cached = delta.cached
         if delta.prompt_logprobs is not None and index == 0:

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.config.engine_config import EngineConfig
-from engine.errors import ConfigError, EngineDead, InvalidRequest, MantaError
+from engine.errors import ConfigError, EngineDead, InvalidRequest, MantaError, UpdateFailed
 from engine.library.handle import RequestHandle
 from engine.library.progress import RequestProgress
 from engine.library.prompts import Messages, Prompt, Prompts
@@ -17,6 +18,12 @@ from engine.process.client import EngineClient, OnProgress
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A folder of safetensors, or the tensors of a checkpoint by name.
+Weights: TypeAlias = "str | Path | Iterable[tuple[str, Tensor]]"
 
 _POLL_SECONDS = 0.02  # seconds between polls for the engine's sleep
 
@@ -128,6 +135,25 @@ class RequestManager:
         """Drop all cached prefixes. Raises EngineDead."""
         self._client.control("reset_prefix_cache")
 
+    async def _update_weights(self, source: Weights, version: str, recompute: bool) -> None:
+        if isinstance(source, (str, Path)):
+            await self._client.update_weights(source, version=version, recompute=recompute)
+            return
+        from engine.weights.staging import checkpoint_bytes, stage  # imports torch
+
+        try:
+            staged = await asyncio.to_thread(stage, source, checkpoint_bytes(self.config.model))
+        except ConfigError as error:
+            raise UpdateFailed(error.message, param=error.param) from error
+        try:
+            await self._client.update_weights(staged.folder, version=version, recompute=recompute)
+        finally:
+            staged.discard()
+
+    async def _resume(self) -> None:
+        self._client.control("resume")
+        await self._stats()
+
     async def _sleep(self) -> None:
         if not self.config.sleep_in_host_memory:
             raise ConfigError(
@@ -182,7 +208,7 @@ class RequestManager:
             entry = self._open.get(delta.id)
             if entry is None:
                 continue
-            if entry[0]._push(entry[1], delta):
+            if entry[0]._push(entry[1], delta, frame.stats.weights_version):
                 cut.append(delta.id)
             if delta.finish:
                 del self._open[delta.id]

@@ -25,6 +25,7 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
+from engine.parallel.stages import Stage
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Unit
 from engine.weights.stream import LEAST_OPEN
@@ -248,13 +249,21 @@ def _finish_left(each: Linear | Stack) -> None:
 class Decoder:
     """A model built from its record; implements registry.Model."""
 
-    def __init__(self, build: Builder, tied: LinearMethod, virtual_tokens: int) -> None:
+    def __init__(
+        self,
+        build: Builder,
+        tied: LinearMethod,
+        virtual_tokens: int,
+        layer_numbers: range | None = None,
+    ) -> None:
         """Build the layers of this pipeline stage.
 
         tied: the linear method of a head that shares the embedding's weights.
         virtual_tokens: rows after the vocabulary in the embedding table.
+        layer_numbers: the layers to build, for a part that cannot run; None = the stage's.
         """
         self.build = build
+        self._made_with = tied, virtual_tokens
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
         self.group, self.head_group = build.group, build.head_group
@@ -292,18 +301,19 @@ class Decoder:
                 "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
             )
         self.modules_elsewhere: set[str] = set()
-        own = range(config.num_layers)
-        if build.stage.count > 1:
+        own = range(config.num_layers) if layer_numbers is None else layer_numbers
+        if build.stage.count > 1 and layer_numbers is None:
             own = self._divide(
                 [layer(build.outline().at(number), tables) for number in range(config.num_layers)]
             )
         self.layer_numbers = own
         self.layers = [layer(build.at(number), tables) for number in own]
-        if build.group.size > 1:
+        if build.group.size > 1 and self.layers:
             _look_ahead(self.layers, self.norm if build.stage.count == 1 else None)
         heads = build.head_group
         groups = kv_groups(config, heads.size, heads.rank)
-        self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
+        whole = build.stage.count == 1 or layer_numbers is not None
+        self.kv = groups = groups if whole else groups.of(own)
         self._view_of = dict.fromkeys(own, 0)  # layers without keys can use any view
         self._view_of |= {
             number: index for index, view in enumerate(groups.views) for number in view.layers
@@ -530,6 +540,30 @@ class Decoder:
         ]
         most = max(2 * max(layers, default=0), max(sizes, default=0))
         return min(sum(sizes), max(most, LEAST_OPEN[self.build.runs_on]))
+
+    def parts(self, most_bytes: int) -> Iterator[tuple["Decoder", "Decoder"]]:
+        """Yield an unfilled copy of each part of this model, and the model with that part alone.
+
+        The first part of the first stage is the embedding and the head; others are layers. A copy
+        has memory of its own, so each should be dropped before the next one is made.
+
+        most_bytes: bytes of layers in one part, of at least one layer.
+        """
+        build, made_with = self.build, self._made_with
+        numbers = [layer.number for layer in self.layers]
+        if self.stage.first:
+            original = copy.copy(self)
+            original.layers = []
+            yield Decoder(build, *made_with, range(0)), original
+        later = Stage(max(1, self.stage.number), max(2, self.stage.count))  # without the ends
+        inner = replace(build, stage=later)
+        size = sum(owner.num_bytes for layer in self.layers for owner in layer.packed)
+        step = max(1, most_bytes * len(numbers) // max(1, size))
+        for begin in range(0, len(numbers), step):
+            original = copy.copy(self)
+            original.layers = self.layers[begin : begin + step]
+            chosen = numbers[begin : begin + step]
+            yield Decoder(inner, *made_with, range(chosen[0], chosen[-1] + 1)), original
 
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)

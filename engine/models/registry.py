@@ -145,6 +145,13 @@ class Model(Protocol):
         """Pack the layers that are not packed yet, after all parameters are filled."""
         ...
 
+    def parts(self, most_bytes: int) -> "Iterator[tuple[Decoder, Decoder]]":
+        """Yield an unfilled copy of each part, and the model with that part alone.
+
+        most_bytes: the bytes of layers in a part.
+        """
+        ...
+
 
 # Architecture.network -> the class. Its arguments are the builder, the method of a head that is the
 # embedding, and the number of rows after the vocabulary.

@@ -11,17 +11,26 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from engine.config.engine_config import EngineConfig
-from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
+from engine.errors import (
+    AdapterError,
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    MantaError,
+    UpdateFailed,
+)
 from engine.messages import (
     Abort,
     AdapterAnswer,
     AdapterInfo,
     AddAdapter,
+    Answer,
     Control,
     EngineRequest,
     EngineStats,
@@ -33,6 +42,7 @@ from engine.messages import (
     Ready,
     RemoveAdapter,
     StepFrame,
+    UpdateWeights,
 )
 from engine.parallel.connections import RemoteRanks
 from engine.process.supervisor import EngineProcess
@@ -78,6 +88,7 @@ class EngineClient:
         self._error: MantaError | None = None  # why the engine cannot be used any more
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # by ticket
+        self._ordered: dict[int, asyncio.Future[None]] = {}  # by ticket
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.pulses = 0  # number of signs of life received
@@ -145,13 +156,47 @@ class EngineClient:
         self._live().send(Abort(ids))
 
     def control(self, what: str) -> int:
-        """Send an order: "drain", "stats", "reset_prefix_cache", "sleep" or "wake" (see `Control`).
+        """Send an order: "drain", "stats", "reset_prefix_cache", "sleep", "wake" or "resume".
 
         Returns the order's ticket. Raises EngineDead.
         """
         ticket = next(self._tickets)
         self._live().send(Control(what, ticket))
         return ticket
+
+    async def pause(self, mode: str) -> None:
+        """Pause the engine; return once no step runs. Requests that come meanwhile wait.
+
+        mode: see `engine.scheduling.updates.Pause`.
+        Raises InvalidRequest, EngineDead.
+        """
+        await self._order(lambda ticket: Control("pause", ticket, mode))
+
+    async def update_weights(
+        self,
+        folder: str | Path,
+        *,
+        version: str = "",
+        recompute: bool = False,
+        check_only: bool = False,
+    ) -> None:
+        """Replace the weights; parameters: see `UpdateWeights`.
+
+        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        """
+        path = os.path.abspath(folder)
+        await self._order(
+            lambda ticket: UpdateWeights(ticket, path, version, recompute, check_only)
+        )
+
+    async def _order(self, message: Callable[[int], Control | UpdateWeights]) -> None:
+        engine, ticket = self._live(), next(self._tickets)
+        future = self._ordered[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            engine.send(message(ticket))
+            await future
+        finally:
+            del self._ordered[ticket]
 
     async def add_adapter(
         self,
@@ -208,8 +253,20 @@ class EngineClient:
         else:
             future.set_exception(AdapterError(answer.message, code=answer.code))
 
+    def _carried_out(self, answer: Answer) -> None:
+        future = self._ordered.get(answer.ticket)
+        if future is None or future.done():
+            return  # the caller no longer waits
+        if not answer.code:
+            future.set_result(None)
+        elif answer.code == InvalidRequest.code:
+            future.set_exception(InvalidRequest(answer.message, param="mode"))
+        else:
+            future.set_exception(UpdateFailed(answer.message, code=answer.code))
+
     def _fail_asked(self, error: MantaError) -> None:
-        for future in self._asked.values():
+        futures: list[asyncio.Future[Any]] = [*self._asked.values(), *self._ordered.values()]
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
 
@@ -233,6 +290,8 @@ class EngineClient:
             self.pulse = message
         elif isinstance(message, AdapterAnswer):
             self._answer(message)
+        elif isinstance(message, Answer):
+            self._carried_out(message)
         elif isinstance(message, Ready):
             assert self._engine is not None
             self._engine.hide()

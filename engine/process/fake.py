@@ -2,9 +2,10 @@
 
 `EngineConfig(model="fake:key=value,...")` selects it. The token at position p of a sequence is
 first + p % (vocab_size - first). It depends only on the position, and on the adapter's name and
-revision, which shift p. A token's log-probability depends only on the token. So a stream that was
-resumed elsewhere can be checked for gaps and repeats, and the CPU cost of router and client is
-measured without a model's. The embedding of a text is [tokens, their sum, the first, the last].
+revision and the version of changed weights, which shift p. A token's log-probability depends only
+on the token. So a stream that was resumed elsewhere can be checked for gaps and repeats, and the
+CPU cost of router and client is measured without a model's. The embedding of a text is [tokens,
+their sum, the first, the last].
 """
 
 import os
@@ -25,13 +26,16 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
     AddAdapter,
+    Answer,
     Delta,
     EngineRequest,
     EngineStats,
     Ready,
     RemoveAdapter,
+    UpdateWeights,
 )
 from engine.scheduling.pacing.step_timer import StepTimer
+from engine.scheduling.updates import Pause, WeightUpdates
 
 PREFIX = "fake:"
 STEP_TOKENS = 2048  # reported value; a step takes whatever waits
@@ -90,6 +94,17 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"model {model!r}: {error}", param="model") from error
 
 
+class FakeWeights:
+    """Weights without numbers: a folder has to be there."""
+
+    def check(self, folder: str) -> None:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{folder}: no such folder on this node", param="weights")
+
+    def load(self, folder: str) -> None:
+        """Do nothing; the version's name shifts the tokens that the fake core makes."""
+
+
 class FakeCore:
     """A core with the interface of `engine.scheduling.core.EngineCore`, without a model.
 
@@ -124,6 +139,8 @@ class FakeCore:
         # requests that will end the process -> their tokens at arrival
         self._lethal: dict[int, int] = {}
         self._timer = StepTimer()
+        self._pause = Pause()
+        self._updates = WeightUpdates(FakeWeights())
 
     def ready(self) -> Ready:
         o = self._options
@@ -140,7 +157,9 @@ class FakeCore:
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        if self._stats.draining:
+        if self._pause.on and not self._stats.draining:
+            self._pause.later[request.id] = request
+        elif self._stats.draining:
             self._end(request.id, "error", "draining: this engine takes no new requests")
         elif self._options.poison in request.token_ids:
             self._end(request.id, "error", "poisoned: the prompt has the poison token")
@@ -214,10 +233,13 @@ class FakeCore:
             if request_id in self._requests:
                 self._forget(request_id)
                 self._end(request_id, "abort")
+            elif self._pause.later.pop(request_id, None) is not None:
+                self._end(request_id, "abort")
 
     def has_work(self) -> bool:
-        runnable = len(self._requests) > len(self._blocked)
-        return bool(runnable or self._ended or self._store.has_news())
+        runnable = len(self._requests) > len(self._blocked) and not self._pause.frozen
+        waiting = self._ended or self._store.has_news() or self._updates.ready
+        return bool(runnable or waiting)
 
     def step(self) -> list[Delta]:
         options, stats = self._options, self._stats
@@ -236,10 +258,13 @@ class FakeCore:
             time.sleep(3600)
         if options.step_seconds:
             time.sleep(options.step_seconds)
+        if self._updates.ready:
+            self._updates.replace()
         deltas, self._ended = self._ended, []
         if self._store.poll():
             self._blocked.clear()
-        for request in list(self._requests.values())[: self._limit]:
+        running = [] if self._pause.frozen else list(self._requests.values())[: self._limit]
+        for request in running:
             if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
@@ -257,6 +282,8 @@ class FakeCore:
             return Delta(request.id, [], "length", cached=0, vector=vector)
         adapter = self._adapters.get(request.id)
         shift = 0 if adapter is None else crc32(adapter.key.encode())
+        if self._updates.count:
+            shift += crc32(self._updates.version.encode())
         finish, stop_token = "", None
         limit = self._max_len
         if params.max_tokens is not None:
@@ -299,7 +326,9 @@ class FakeCore:
     def stats(self) -> EngineStats:
         stats = self._stats
         stats.running = min(len(self._requests), self._limit)
-        stats.waiting = len(self._requests) - stats.running
+        stats.waiting = len(self._requests) - stats.running + len(self._pause.later)
+        stats.paused = self._pause.on
+        stats.weights_version, stats.weight_updates = self._updates.version, self._updates.count
         stats.free_blocks = stats.total_blocks - stats.running * self._blocks
         stats.adapters, stats.adapter_loads = self._store.resident, self._store.loads
         return stats
@@ -322,20 +351,37 @@ class FakeCore:
     def reset_prefix_cache(self) -> None:
         """Do nothing, as the fake core has no prefix cache."""
 
+    def pause(self, mode: str, ticket: int) -> None:
+        if self._pause.begin(mode, ticket):
+            self.abort([*self._requests, *self._pause.later])
+
+    def resume(self) -> None:
+        for message in self._pause.end():
+            self.add_request(message)
+
+    def update_weights(self, message: UpdateWeights) -> None:
+        self._updates.ask(message)
+
     def add_adapter(self, message: AddAdapter) -> None:
         self._store.add(message)
 
     def remove_adapter(self, message: RemoveAdapter) -> None:
         self._store.remove(message)
 
-    def answers(self) -> list[AdapterAnswer]:
-        return self._store.take_answers()
+    def answers(self) -> list[AdapterAnswer | Answer]:
+        return [
+            *self._store.take_answers(),
+            *self._updates.take_answers(),
+            *self._pause.take_answers(in_flight=False, requests=bool(self._requests)),
+        ]
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
         self._store.on_loaded(wake)
+        self._updates.on_checked(wake)
 
     def check_integrity(self) -> None:
-        assert self._requests.keys() == self._blocked and not self._ended
+        held = self._pause.frozen or self._requests.keys() == self._blocked
+        assert held and not self._ended
 
 
 def build(config: EngineConfig) -> tuple[FakeCore, Ready]:

@@ -26,6 +26,7 @@ from engine.messages import (
     Abort,
     AdapterAnswer,
     AddAdapter,
+    Answer,
     Control,
     Delta,
     EngineRequest,
@@ -39,6 +40,7 @@ from engine.messages import (
     RemoveAdapter,
     StepFrame,
     ToEngine,
+    UpdateWeights,
 )
 from engine.parallel.connections import RemoteRanks
 from engine.parallel.nodes import Places, bind, place
@@ -97,11 +99,14 @@ class Core(Protocol):
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def check_integrity(self) -> None: ...
+    def pause(self, mode: str, ticket: int) -> None: ...
+    def resume(self) -> None: ...
+    def update_weights(self, message: UpdateWeights) -> None: ...
     def add_adapter(self, message: AddAdapter) -> None: ...
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
-    def answers(self) -> list[AdapterAnswer]:
-        """Return the adapter answers since the last call."""
+    def answers(self) -> list[AdapterAnswer | Answer]:
+        """Return the answers since the last call."""
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
@@ -268,6 +273,8 @@ class EngineLoop:
                 self._core.add_adapter(message)
             elif isinstance(message, RemoveAdapter):
                 self._core.remove_adapter(message)
+            elif isinstance(message, UpdateWeights):
+                self._core.update_weights(message)
             else:
                 asked = True
                 self._control(message)
@@ -282,6 +289,10 @@ class EngineLoop:
             self._core.sleep()
         elif message.what == "wake":
             self._core.wake()
+        elif message.what == "pause":
+            self._core.pause(message.argument, message.ticket)
+        elif message.what == "resume":
+            self._core.resume()
         elif message.what == "stop":
             self._stopped = True
 

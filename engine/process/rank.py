@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.rendezvous import Place
     from engine.runner.model_runner import ModelRunner
+    from engine.runner.refill import Refill
     from engine.runner.staged_result import StagedResult
     from engine.sampling.device_result import DeviceResult
 
@@ -40,9 +41,14 @@ class RankLoop:
     """The loop that runs rank 0's calls: each is the name of a method here and its arguments."""
 
     def __init__(
-        self, runner: "ModelRunner", place: "Place", calls: "Connection[Any, Any]"
+        self,
+        runner: "ModelRunner",
+        refill: "Refill",
+        place: "Place",
+        calls: "Connection[Any, Any]",
     ) -> None:
         self._runner = runner
+        self._refill = refill
         self._place = place
         self._calls = calls
         # None: the step has failed
@@ -115,6 +121,13 @@ class RankLoop:
         self._place.join_round()
         self._calls.send(done)
 
+    def refill(self, folder: str) -> None:
+        """Replace this rank's weights, and reply. Raises MantaError, which ends the process."""
+        while self._launched:
+            self._wait_for_oldest()
+        self._refill.load(folder)
+        self._calls.send(True)
+
     def shrink(self, num_blocks: int) -> None:
         self._launched.clear()
         self._runner.shrink(num_blocks)
@@ -165,7 +178,7 @@ def run(start: RankStart) -> None:
 
     from engine.factory import build_rank
 
-    runner, place, loader = build_rank(start.config, start.rank, start.memory, meet)
+    runner, refill, place, loader = build_rank(start.config, start.rank, start.memory, meet)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
         arguments = (loader, adapters)
@@ -174,7 +187,7 @@ def run(start: RankStart) -> None:
         ).start()
     gc.collect()
     gc.freeze()
-    RankLoop(runner, place, calls).run()
+    RankLoop(runner, refill, place, calls).run()
 
 
 def main() -> int:

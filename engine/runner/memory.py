@@ -61,14 +61,16 @@ def kv_ways_out(cuda: bool, has_states: bool) -> str:
     return f"Ways out: lower max_model_len, give more memory ({more}), or lower {fewer}"
 
 
-def outline(resolved: Resolved, stage: int = 0) -> Model:
+def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model:
     """Build the model of `resolved` without allocating memory, on any machine.
 
     With several ranks it is the part of the largest rank.
 
     stage: the pipeline stage.
+    whole: whether to build the model of all ranks and stages.
     """
     config = resolved.config
+    ranks, stages = (1, 1) if whole else (resolved.ranks, resolved.stages)
     return build_model(
         resolved.model,
         resolved.dtype,
@@ -76,10 +78,10 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
         kernels_for("cpu", config.deterministic),  # its kernels are never called
         quantization=config.quantization,
         # no other rank has more heads
-        group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),
-        stage=Stage(stage, resolved.stages),
-        spread_experts=resolved.spread_experts,
-        data_parallel_attention=resolved.config.attention_data_parallel,
+        group=TensorParallelGroup(ranks - 1, ranks),
+        stage=Stage(stage, stages),
+        spread_experts=resolved.spread_experts and not whole,
+        data_parallel_attention=resolved.config.attention_data_parallel and not whole,
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )

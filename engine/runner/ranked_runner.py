@@ -1,13 +1,36 @@
-"""RankedRunner: the runner of rank 0, which makes the other ranks run each step too."""
+"""RankedRunner and RankedRefill: rank 0's, which make the other ranks do the same."""
 
 from engine.batch import Batch
+from engine.errors import EngineDead, MantaError
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Place
 from engine.runner.model_runner import ModelRunner
+from engine.runner.refill import Refill
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult
 
 _NOTICED = 0.5  # seconds; sending to a rank that has ended fails before its end is reported
+
+
+class RankedRefill:
+    """The replacement of the weights on all ranks (`engine.scheduling.updates.WeightLoader`)."""
+
+    def __init__(self, refill: Refill, ranks: Ranks) -> None:
+        self._refill = refill
+        self._ranks = ranks
+
+    def check(self, folder: str) -> None:
+        self._refill.check(folder)
+
+    def load(self, folder: str) -> None:
+        self._ranks.call("refill", folder)  # a rank that fails ends, and with it the engine
+        try:
+            self._refill.load(folder)
+        except MantaError as error:
+            raise EngineDead(
+                f"the weights of one rank were not replaced: {error.message}", code="weights_mixed"
+            ) from error
+        self._ranks.replies()
 
 
 class RankedRunner:

@@ -37,10 +37,12 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
     AddAdapter,
+    Answer,
     Delta,
     EngineRequest,
     EngineStats,
     RemoveAdapter,
+    UpdateWeights,
 )
 from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.block_manager import FreeBlocks, FreeList
@@ -51,6 +53,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
 from engine.scheduling.step_failure import MemoryShortages, StepBlame
+from engine.scheduling.updates import Pause, WeightLoader, WeightUpdates
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
 from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory
@@ -132,9 +135,11 @@ class EngineCore:
         grammars: Grammars | None = None,
         memory: Sleeper | None = None,
         mask_memory: HostMemory = host_memory,
+        weights: WeightLoader | None = None,
     ) -> None:
         """Set up the core.
 
+        weights: replaces the model's weights; None = they cannot be replaced.
         memory: the memory of an engine that may sleep; None = it cannot.
         mask_memory: allocates the host memory from which the device copies masks.
         """
@@ -145,6 +150,9 @@ class EngineCore:
         self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
         self._sleep = EngineSleep(memory)
+        self._pause = Pause()
+        self._updates = WeightUpdates(weights)
+        self._model_key = config.model_key  # of the weights at the start
         self.on_device = False  # whether a step waits for the device; read by another thread
         self._runner = runner
         self._depth = config.depth
@@ -163,6 +171,9 @@ class EngineCore:
 
     def add_request(self, message: EngineRequest) -> None:
         """Queue a request; a request that cannot run ends with an error delta in the next step."""
+        if self._pause.on and not self.draining:
+            self._pause.later[message.id] = message
+            return
         try:
             if self.draining:
                 raise Overloaded("this engine is draining", code="draining")
@@ -224,7 +235,8 @@ class EngineCore:
     def abort(self, ids: Sequence[int]) -> None:
         """End these requests; the next step returns their last deltas. Unknown ids are ignored."""
         for id in ids:
-            if self._preparing.pop(id, None) is not None:
+            later = self._pause.later.pop(id, None)
+            if later is not None or self._preparing.pop(id, None) is not None:
                 self._outbox.append(Delta(id, [], "abort"))
         self._outbox += self.scheduler.abort(ids)
 
@@ -236,7 +248,8 @@ class EngineCore:
         return bool(
             self._pending
             or self._outbox
-            or self.scheduler.can_run()
+            or self._updates.ready
+            or (self.scheduler.can_run() and not self._pause.frozen)
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self._may_fall_asleep()
@@ -249,16 +262,19 @@ class EngineCore:
         none.
         """
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
+        if self._updates.ready and not pending:
+            self._replace_weights()
+        held = self._updates.ready or self._pause.frozen
         if self._sleep.wanted and self._may_fall_asleep():
             scheduler.memory.reset_prefix_cache()
             self._sleep.begin()
-        elif self._sleep.asleep and scheduler.can_run():
+        elif self._sleep.asleep and scheduler.can_run() and not held:
             self.wake()
         began = time.perf_counter()
         scheduler.take_loaded()
         if self._preparing:
             self._take_prepared()
-        batch = scheduler.schedule()
+        batch = None if held else scheduler.schedule()
         deltas, self._outbox = self._outbox + scheduler.take_failed(), []
         depth = 1 if self._bisection is not None else self._depth
         result: StepResult | None = None
@@ -270,7 +286,7 @@ class EngineCore:
                 self.on_device = True
                 result = pending.popleft().wait()
             self.on_device = False
-        assert result or blame.failure or batch or not scheduler.can_run(), (
+        assert result or blame.failure or batch or held or not scheduler.can_run(), (
             "requests are left, yet none can run"
         )
         if result is not None:
@@ -473,6 +489,36 @@ class EngineCore:
         """
         self._sleep.end()
 
+    def pause(self, mode: str, ticket: int) -> None:
+        """Hold new requests back until `resume`; see `Pause.begin` and `answers`."""
+        if self._pause.begin(mode, ticket):
+            self.abort([*self.scheduler.requests, *self._preparing, *self._pause.later])
+
+    def resume(self) -> None:
+        """End the pause; held requests are queued in their order."""
+        for message in self._pause.end():
+            self.add_request(message)
+
+    def update_weights(self, message: UpdateWeights) -> None:
+        """Begin to replace the weights; see `answers`."""
+        self._updates.ask(message)
+
+    def _replace_weights(self) -> None:
+        """Replace the weights by the checked ones, with no step in flight.
+
+        Raises EngineDead if the weights are mixed.
+        """
+        if self._sleep.asleep:
+            self.wake()
+        recompute = self._updates.recomputes
+        if not self._updates.replace():
+            return
+        key = f"{self._model_key}@{self._updates.count}"
+        self.scheduler.change_weights(key, recompute=recompute)
+        self.config = replace(self.config, model_key=key)
+        for request in self._preparing.values():
+            request.set_model_key(key)
+
     def add_adapter(self, message: AddAdapter) -> None:
         """Begin to register an adapter; see `answers`."""
         self._adapters.add(message)
@@ -480,15 +526,21 @@ class EngineCore:
     def remove_adapter(self, message: RemoveAdapter) -> None:
         self._adapters.remove(message)
 
-    def answers(self) -> list[AdapterAnswer]:
-        """Return the answers to adapter messages since the last call."""
+    def answers(self) -> list[AdapterAnswer | Answer]:
+        """Return the answers to adapter messages, pauses and updates since the last call."""
         self.scheduler.take_loaded()
-        return self._adapters.take_answers()
+        requests = bool(self.scheduler.requests or self._preparing)
+        return [
+            *self._adapters.take_answers(),
+            *self._updates.take_answers(),
+            *self._pause.take_answers(in_flight=bool(self._pending), requests=requests),
+        ]
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
         """Set the function to call, from any thread, when `has_work` or `answers` may change."""
         self._adapters.on_loaded(wake)
         self._grammars.on_ready(wake)
+        self._updates.on_checked(wake)
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -496,7 +548,7 @@ class EngineCore:
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting + len(self._preparing),
+            waiting=scheduler.num_waiting + len(self._preparing) + len(self._pause.later),
             waiting_tokens=scheduler.num_waiting_tokens
             + sum(len(request.token_ids) for request in self._preparing.values()),
             free_blocks=first.positions(sum(pool.num_free for pool in pools)),
@@ -519,6 +571,10 @@ class EngineCore:
             asleep=self._sleep.asleep,
             wakes=self._sleep.wakes,
             wake_seconds=self._sleep.wake_seconds,
+            paused=self._pause.on,
+            weights_version=self._updates.version,
+            weight_updates=self._updates.count,
+            update_seconds=self._updates.seconds,
             **_of_states(scheduler),
         )
 

@@ -47,6 +47,7 @@ class Request:
         "arrived",
         "base",
         "blocks",
+        "cache_salt",
         "cacheable",
         "choice",
         "constraint",
@@ -110,8 +111,8 @@ class Request:
         if self.num_virtual:
             self.token_ids[:0] = range(-self.num_virtual, 0)
             self.num_prompt += self.num_virtual
-        key = "" if adapter is None else adapter.key
-        self.root = root_hash(config.model_key, key, message.cache_salt)
+        self.cache_salt = message.cache_salt
+        self.set_model_key(config.model_key)
         # The most tokens it may have, prompt and output.
         self.limit = config.max_model_len
         if params.max_tokens is not None:
@@ -150,6 +151,11 @@ class Request:
     def __repr__(self) -> str:
         known, done = len(self.token_ids), self.num_computed
         return f"Request({self.id}, {self.phase.name}, {known} tokens, {done} computed)"
+
+    def set_model_key(self, model_key: str) -> None:
+        """Set the root of the prefix hashes of this request, to those of a model's weights."""
+        key = "" if self.adapter is None else self.adapter.key
+        self.root = root_hash(model_key, key, self.cache_salt)
 
     def __lt__(self, other: Any) -> bool:
         """Whether this request comes before the other one in the order of service."""

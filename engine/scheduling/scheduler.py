@@ -193,6 +193,24 @@ class Scheduler:
         self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
 
+    def change_weights(self, model_key: str, *, recompute: bool) -> None:
+        """Note that the weights have changed. Legal when no step is in flight.
+
+        No later request starts from a prefix of the old weights.
+
+        model_key: the new one, see `CoreConfig`.
+        recompute: whether running requests compute their keys again.
+        """
+        assert not self.in_flight
+        self.config = replace(self.config, model_key=model_key)
+        if recompute:
+            self.requeue(trusted=False)
+        self.memory.reset_prefix_cache()
+        for request in self.requests.values():
+            request.set_model_key(model_key)
+            request.hashes = []
+            request.cacheable = False  # its blocks are partly of old weights, unless it starts anew
+
     # ---- schedule ------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:

@@ -82,20 +82,57 @@ def load_weights(
             stored = read_index(folder)
         else:
             stored = _named(model, read_index(folder))
-        units = _units(model, stored if manifest is not None else None)
-        jobs = _jobs(model, units, stored, folder)
-        run_jobs(jobs, model.device, progress, model.open_bytes)
-        if model.device.type == "cuda":
-            # Parameters that were packed during loading are no longer in these lists.
-            _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
-            for job in jobs:
-                job.then()
-        del jobs, units
+        _fill(model, stored, folder, progress, converted=manifest is not None)
     model.finish()
     if model.device.type == "cuda":  # packing leaves gaps too small for the KV cache
         torch.cuda.empty_cache()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
+
+
+def _fill(
+    model: Loadable,
+    stored: dict[str, StoredTensor],
+    folder: Path,
+    progress: Callable[[Loading], None] | None,
+    *,
+    converted: bool = False,
+) -> None:
+    """Fill every parameter of the model, and pack those of its units.
+
+    stored: the tensors under the names that the model uses.
+    converted: whether the folder has the parameters themselves.
+    """
+    units = _units(model, stored if converted else None)
+    jobs = _jobs(model, units, stored, folder)
+    run_jobs(jobs, model.device, progress, model.open_bytes)
+    if model.device.type == "cuda":
+        # Parameters that were packed during loading are no longer in these lists.
+        _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
+        for job in jobs:
+            job.then()
+
+
+def read_named(model: Loadable, folder: Path) -> dict[str, StoredTensor]:
+    """Return a folder's tensors under the names that the model uses.
+
+    model: a whole model, on any device.
+    Raises ConfigError, as load_weights does, for errors that headers alone show.
+    """
+    stored = _named(model, read_index(folder))
+    _match([list(model.parameters())], stored, folder)
+    return stored
+
+
+def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> None:
+    """Fill and pack a part of a model, from those of the tensors that it takes.
+
+    stored: the tensors of the whole model, as `read_named` returns them.
+    Raises ConfigError as load_weights does.
+    """
+    sources = {source.name for parameter in part.parameters() for source in parameter.sources}
+    _fill(part, {name: stored[name] for name in stored if name in sources}, folder, None)
+    part.finish()
 
 
 def each_parameter(
@@ -135,7 +172,7 @@ def check_headers(model: Loadable, folder: Path) -> None:
     model: a whole model, on any device.
     """
     if Manifest.read(folder) is None:
-        _match([list(model.parameters())], _named(model, read_index(folder)), folder)
+        read_named(model, folder)
 
 
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:

@@ -39,7 +39,7 @@ _LOOK = 0.1  # seconds between reports
 # from waiting for each other where layers are small.
 LEAST_OPEN = {"cpu": 64 << 20, "cuda": 512 << 20}
 # The bits of a number that are all ones only in infinities and NaNs.
-_EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
+EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float32: (np.uint32, 0x7F800000),
     torch.bfloat16: (np.uint16, 0x7F80),
     torch.float16: (np.uint16, 0x7C00),
@@ -474,7 +474,7 @@ class _CpuReader:
 
 def _check_finite(part: Transfer) -> None:
     """Raise ConfigError for a NaN or infinity in a part on the CPU, while it is in the cache."""
-    kind = _EXPONENTS.get(part.target.dtype)
+    kind = EXPONENTS.get(part.target.dtype)
     if kind is None:
         return
     words, exponent = kind

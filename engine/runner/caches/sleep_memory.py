@@ -57,6 +57,9 @@ class SleepMemory(CacheMemory):
         Raises ConfigError if the host has no room for the tensors.
         """
 
+    def forget_copies(self) -> None:
+        """Note that weights will change, so that copies of them are of no use."""
+
     def sleep(self) -> None:
         """Free the memory; contents of caches are lost. Legal when no step is in flight."""
         for pages in self._maps.values():
@@ -97,6 +100,7 @@ class CudaSleepMemory(SleepMemory):
         self._caches: dict[int, Pages] = {}  # by address
         self._copies: list[Tensor] = []  # copies of _weights in host memory
         self._written = False
+        self._stale = True  # whether the copies are not those of the weights
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
@@ -165,10 +169,14 @@ class CudaSleepMemory(SleepMemory):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def forget_copies(self) -> None:
+        self._stale = True
+
     @torch.inference_mode()
     def sleep(self) -> None:
         self._finish_work()
-        if not self._copies or self._written:
+        if self._stale or self._written:
+            self._stale = False
             self._copies = self._copies or [self._pinned(pages.size) for pages in self._weights]
             for region, copy in zip(self._weights, self._copies, strict=True):
                 copy.copy_(region.bytes, non_blocking=True)

@@ -436,7 +436,7 @@ def test_nothing_is_left() -> None:
 def test_a_failing_reader_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a frame held is lost in a bug, and `generate` waits for ever."""
 
-    def fail(handle: RequestHandle, choice: int, delta: Delta) -> bool:
+    def fail(handle: RequestHandle, choice: int, delta: Delta, version: str) -> bool:
         raise ValueError("a bug elsewhere")
 
     with LLM("fake:") as llm:

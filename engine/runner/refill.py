@@ -1,0 +1,215 @@
+"""Refill: replaces the weights of a model that serves, in the tensors that it already has.
+
+A part of the model (some layers, or the embedding and the head) is loaded beside the model, by the
+loader of a start. Its tensors are then copied over the model's own. So merged, packed, quantised
+and divided forms need no code here. The addresses in CUDA graphs and recorded programs stay valid.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, EngineDead, MantaError
+from engine.quantization.method import LinearMethod
+from engine.weights.converted import Manifest
+from engine.weights.load import Loadable, fill_part, read_named
+from engine.weights.parameter import Parameter
+from engine.weights.stored import StoredTensor
+from engine.weights.stream import EXPONENTS, not_finite
+
+logger = logging.getLogger("manta.engine")
+
+PART_BYTES = 1 << 30  # bytes of layers that are loaded beside the model at once
+_CHUNK = 16 << 20
+# Packages whose objects may hold tensors of weights.
+_OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.")
+
+
+class Refillable(Loadable, Protocol):
+    """The part of models.registry.Model that a refill needs."""
+
+    def parts(self, most_bytes: int) -> Iterator[tuple[Any, Any]]: ...
+
+
+class Refill:
+    """The replacement of one model's weights. `check` may run on any thread, beside steps.
+
+    model: this rank's part of the model, filled.
+    outline: makes the whole model on torch's meta device.
+    on_change: called before the first tensor changes.
+    """
+
+    def __init__(
+        self,
+        model: Refillable,
+        outline: Callable[[], Loadable],
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._outline = outline
+        self._on_change = on_change
+        self._whole: Loadable | None = None
+
+    def check(self, folder: str) -> None:
+        """Check all names, shapes, dtypes and numbers of a folder; nothing changes.
+
+        Raises ConfigError, as load_weights does.
+        """
+        _refuse_ordered(self._model)
+        stored = self._stored(Path(folder))
+        for tensor in stored.values():
+            _check_finite(tensor, self._model.dtype)
+
+    @torch.inference_mode()
+    def load(self, folder: str) -> None:
+        """Replace the weights by those of a checked folder. No step may be in flight.
+
+        Raises MantaError with the old weights in place, or EngineDead if some have changed.
+        """
+        stored = self._stored(Path(folder))
+        if self._on_change is not None:
+            self._on_change()
+        changed = False
+        try:
+            for part, original in self._model.parts(self._part_bytes()):
+                fill_part(part, stored, Path(folder))
+                changed = True
+                if part.layers:
+                    copy_tensors(original.layers, part.layers)
+                else:
+                    copy_tensors(original, part)
+                del part, original
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+                torch.cuda.empty_cache()
+        except Exception as error:
+            message = error.message if isinstance(error, MantaError) else repr(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                message = "too little device memory is free beside it; lower memory_fraction"
+            if not changed:
+                raise ConfigError(
+                    f"the weights were not changed: {message}", param="weights"
+                ) from error
+            raise EngineDead(
+                f"the weights were being replaced and are mixed now: {message}",
+                code="weights_mixed",
+            ) from error
+
+    def _part_bytes(self) -> int:
+        """Return the bytes of layers to load at once: no more than a third of what is free."""
+        if self._model.device.type != "cuda":
+            return PART_BYTES
+        torch.cuda.empty_cache()
+        return min(PART_BYTES, torch.cuda.mem_get_info(self._model.device)[0] // 3)
+
+    def _stored(self, folder: Path) -> dict[str, StoredTensor]:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder on this node", param="weights")
+        if Manifest.read(folder) is not None:
+            raise ConfigError(
+                f"{folder}: converted weights cannot replace those of a running engine; give the "
+                "checkpoint that they were made of",
+                param="weights",
+            )
+        self._whole = self._whole or self._outline()
+        return read_named(self._whole, folder)
+
+
+def _refuse_ordered(model: Refillable) -> None:
+    """Raise ConfigError for GPTQ weights in an order of their own, whose layout depends on them."""
+    for layer in getattr(model, "layers", ()):
+        for linear in layer.linears:
+            for piece in getattr(linear.state, "pieces", ()):
+                if piece.order is not None:
+                    raise ConfigError(
+                        f"{linear.spec.name}: GPTQ weights with desc_act cannot be replaced in a "
+                        "running engine; serve a checkpoint without desc_act, or in 16 bits",
+                        param="weights",
+                    )
+
+
+def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a NaN or infinity among a tensor's numbers.
+
+    dtype: the model's dtype, in which numbers must be finite too.
+    """
+    if stored.dtype not in EXPONENTS or not stored.num_bytes:
+        return
+    raw = np.memmap(stored.file, np.uint8, "c", stored.offset, (stored.num_bytes,))
+    for begin in range(0, stored.num_bytes, _CHUNK):
+        values = torch.from_numpy(raw[begin : begin + _CHUNK]).view(stored.dtype)
+        kept = values if dtype not in EXPONENTS else values.to(dtype)
+        words, exponent = EXPONENTS[kept.dtype]
+        bits: Any = kept.view(torch.uint8).numpy().view(words)
+        if (bits & words(exponent)).max() == exponent:
+            raise not_finite(stored, kept.dtype)
+
+
+def copy_tensors(old: object, new: object) -> None:
+    """Copy each tensor that `new` holds over the tensor that `old` has in the same place.
+
+    Raises AssertionError where the two do not have equal shapes and dtypes.
+    """
+    _Copy().pair("", old, new)
+
+
+class _Copy:
+    """One walk over two objects of the same structure."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._copied: set[tuple[int, int, torch.Size]] = set()
+
+    def pair(self, where: str, old: object, new: object) -> None:
+        if new is old or new is None:
+            return
+        if isinstance(new, Tensor):
+            self._copy(where, old, new)
+        elif isinstance(new, Parameter):
+            self.pair(where, getattr(old, "tensor", None), new.tensor)
+        elif isinstance(new, (list, tuple)):
+            assert isinstance(old, (list, tuple)) and len(old) == len(new), where
+            for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
+                self.pair(f"{where}[{index}]", old_item, new_item)
+        elif _owns(new) and id(new) not in self._seen:
+            self._seen.add(id(new))
+            for name, value in _attributes(new):
+                # The rows of `lookup` behind `embedding` belong to adapters.
+                if isinstance(value, FunctionType):  # a library's matmul, with its packed weight
+                    setattr(old, name, value)
+                elif name not in ("lookup", "ahead"):
+                    self.pair(f"{where}.{name}", getattr(old, name, None), value)
+
+    def _copy(self, where: str, old: object, new: Tensor) -> None:
+        if new.device.type == "meta" or not new.numel():
+            return
+        assert isinstance(old, Tensor), f"{where}: {old!r} has no tensor"
+        assert old.shape == new.shape and old.dtype == new.dtype, where
+        place = (old.data_ptr(), new.data_ptr(), new.shape)
+        if place not in self._copied:
+            self._copied.add(place)
+            old.copy_(new)
+
+
+def _owns(value: object) -> bool:
+    kind = type(value)
+    return kind.__module__.startswith(_OWNERS) and not isinstance(value, LinearMethod | type)
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    if is_dataclass(value):
+        for item in fields(value):
+            yield item.name, getattr(value, item.name)
+        return
+    yield from vars(value).items() if hasattr(value, "__dict__") else ()
+    for kind in type(value).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
