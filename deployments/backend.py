@@ -124,6 +124,10 @@ class Generation(Protocol):
         """
         ...
 
+    def versions(self, choice: int) -> list[tuple[str, int]]:
+        """Return (version of the weights, number of tokens) of each part of a choice's output."""
+        ...
+
     def timing(self) -> Timing:
         """Return the timing of the request so far."""
         ...

@@ -28,7 +28,7 @@ from deployments.api.page.routes import FILES
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, find, versioned
-from deployments.api.services import adapters, models
+from deployments.api.services import adapters, models, training
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
@@ -96,7 +96,7 @@ class Api:
                     return
                 if path not in OPEN and not path.startswith(FILES):
                     admin = path in adapters.PATHS or path.startswith(_ADAPTERS)
-                    admin |= path == LIVE
+                    admin |= path == LIVE or path in training.PATHS
                     if path == models.PATH or path.startswith(_MODELS):
                         admin |= exchange.method not in ("GET", "HEAD")  # changes what is served
                     exchange.caller = scope.get(CALLER) or authenticate(

@@ -40,6 +40,22 @@ class ModelChanges(Protocol):
         ...
 
 
+class Training(Protocol):
+    """What a trainer may order. model: "" where one is served. Methods raise MantaError."""
+
+    async def update(self, model: str, folder: str, version: str) -> str:
+        """Replace the weights at all replicas by a checkpoint, and return its version's name."""
+        ...
+
+    async def pause(self, model: str, mode: str) -> None: ...
+    async def resume(self, model: str) -> None: ...
+    async def reset_prefix_cache(self, model: str) -> None: ...
+
+    def state(self, model: str) -> dict[str, Any]:
+        """Return version, paused, and by replica: version and paused."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
     """strict: refuse unknown request fields instead of naming them in x-ignored-fields.
@@ -71,6 +87,7 @@ class ApiOptions:
     page: the page at /page is served, and /v1/live for it.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
     models: changes what is served; None where there is one model for good.
+    training: what trainers may order; None: nothing.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -105,6 +122,7 @@ class ApiOptions:
     page: bool = False
     batches: BatchFolder | None = None
     models: ModelChanges | None = None
+    training: Training | None = None
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -21,7 +21,15 @@ from deployments.api.page import live
 from deployments.api.page import routes as web
 from deployments.api.pooling import routes as pooling
 from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Operation, Route
-from deployments.api.services import adapters, batches, invocations, models, requests, server
+from deployments.api.services import (
+    adapters,
+    batches,
+    invocations,
+    models,
+    requests,
+    server,
+    training,
+)
 
 
 async def _invoke(context: ApiContext, exchange: HttpExchange) -> None:
@@ -52,6 +60,7 @@ ROUTES: tuple[Route, ...] = (
     *pooling.ROUTES,
     *adapters.ROUTES,
     *tokenize_routes.ROUTES,
+    *training.ROUTES,
     *server.PROBES,
     Route(
         invocations.PATH,

@@ -34,6 +34,8 @@ from engine.messages import (
     Abort,
     AdapterInfo,
     AddAdapter,
+    Answer,
+    Control,
     Delta,
     EngineRequest,
     EngineStats,
@@ -41,6 +43,7 @@ from engine.messages import (
     Pulse,
     Ready,
     StepFrame,
+    UpdateWeights,
 )
 from engine.process.client import EngineClient
 
@@ -75,6 +78,17 @@ class ReplicaEngine(Protocol):
     def abort(self, ids: list[int]) -> None: ...
 
     def control(self, what: str) -> int: ...
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def update_weights(
+        self,
+        folder: str,
+        *,
+        version: str = "",
+        recompute: bool = False,
+        check_only: bool = False,
+    ) -> None: ...
 
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
@@ -129,6 +143,7 @@ class ReplicaServer:
         self._server: asyncio.Server | None = None
         self._unauthenticated = UnauthenticatedConnections()
         self._routers: dict[int, ReplicaEnd] = {}
+        self._orders: set[asyncio.Task[None]] = set()
         self._indices = itertools.count(1)
         self._draining = False
         self._leaving = False
@@ -347,6 +362,11 @@ class ReplicaServer:
             records = self._memory.find(message.streams, self._loop.time())
             connection.send(Recalled(message.ticket, records))
             return
+        if isinstance(message, UpdateWeights | Control):
+            task = self._loop.create_task(self._carry_out(connection, message))
+            self._orders.add(task)
+            task.add_done_callback(self._orders.discard)
+            return
         request = message.request
         if self._leaving:
             connection.send_frame(self.stats, [_given_back(request.id)])
@@ -374,6 +394,27 @@ class ReplicaServer:
             self._sleep.submit(submitted)
         else:
             self._suspects.submit(submitted)
+
+    async def _carry_out(self, connection: ReplicaEnd, order: UpdateWeights | Control) -> None:
+        """Carry out an order of a trainer, and answer it."""
+        answer = Answer(order.ticket)
+        try:
+            if isinstance(order, UpdateWeights):
+                await self._engine.update_weights(
+                    order.folder,
+                    version=order.version,
+                    recompute=order.recompute,
+                    check_only=order.check_only,
+                )
+            elif order.what == "pause":
+                await self._engine.pause(order.argument)
+            elif order.what in ("resume", "reset_prefix_cache"):
+                self._engine.control(order.what)
+            else:
+                answer = Answer(order.ticket, "invalid_value", f"{order.what} is no router's order")
+        except MantaError as error:
+            answer = Answer(order.ticket, error.code, error.message)
+        connection.send(answer)
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         if submitted.message.adapter is not None:

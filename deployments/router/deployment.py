@@ -47,6 +47,7 @@ from deployments.router.request_trace import context_of, spans_of
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import handle_call
 from deployments.router.serve.all_routers import AllRouters
+from deployments.router.training import RouterTraining
 
 if TYPE_CHECKING:
     from deployments.router.rpc.server import GrpcServer
@@ -179,6 +180,7 @@ class Router:
             models=None
             if settings.change_models is None
             else RouterChanges(settings.change_models, front, self._models),
+            training=RouterTraining(front),
             observe=lambda route, status, _: front.metrics.http.inc(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster and needs no key.

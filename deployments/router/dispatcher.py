@@ -7,6 +7,7 @@
   ReplicaEvents     handles frames from replicas, and lost replicas
   ModelCards        the names that are served: the model and its adapters
   AdapterRegistry   the adapters, which AdapterCalls make known at replicas
+  FleetWeights      the weights at all replicas, as a trainer changes them
   Waking            wakes a model without replicas
 
 This module has no Ray and no HTTP: replicas come through `set_replicas`, requests through
@@ -41,6 +42,7 @@ from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_calls import recall
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
+from deployments.router.weights import FleetWeights, WeightsStore
 from engine.errors import MantaError
 from engine.text.tokenizer import Tokenizer
 
@@ -61,6 +63,7 @@ class Dispatcher:
         adapters: AdapterSettings | None = None,
         record_store: AdapterRecordStore | None = None,
         waking: Waking | None = None,
+        weights_store: WeightsStore | None = None,
     ) -> None:
         self.name = name
         self.metrics = metrics = RouterMetrics()
@@ -72,6 +75,8 @@ class Dispatcher:
         self.waking.metrics = metrics
         vocabulary = "" if identity is None else identity.tokenizer
         self.replicas = Replicas(limits.channel, name, vocabulary)
+        base = "" if identity is None else identity.weights
+        self.weights = FleetWeights(self.replicas, base, weights_store)
         self.requests = RequestsInFlight(name, metrics)
         self._adapter_calls = calls = AdapterCalls(
             self.replicas, random, limits.wait_seconds, self.waking
@@ -100,6 +105,7 @@ class Dispatcher:
             self.queue,
             self.waking,
             metrics,
+            self.weights,
         )
 
     # -- Backend
@@ -219,6 +225,7 @@ class Dispatcher:
         self.refuse_new()
         self.waking.close()
         self.adapters.close()
+        self.weights.close()
         self._events.close()
         self.requests.fail_all(reason)
         self.replicas.close()

@@ -36,9 +36,11 @@ class InflightChoice:
     begun: number of tokens emitted before the choice was placed at that replica.
     suspicion: the record of engine deaths that the choice may have caused.
     weights: weights of the choice's last replica; it may only continue with the same weights.
+    version: version of the weights that sampled the last tokens; "" before the first.
     """
 
     __slots__ = (
+        "_version_starts",
         "begun",
         "done",
         "emitted",
@@ -48,6 +50,7 @@ class InflightChoice:
         "last",
         "place",
         "suspicion",
+        "version",
         "weights",
     )
 
@@ -58,10 +61,28 @@ class InflightChoice:
         self.emitted: list[int] = []
         self.place = ""
         self.weights = ""
+        self.version = ""
+        self._version_starts: list[tuple[str, int]] = []  # version -> where its tokens begin
         self.begun = 0
         self.suspicion = Suspicion()
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
+
+    def change_version(self, version: str) -> None:
+        """Note that the next tokens are of other weights than those before."""
+        self.version = version
+        self._version_starts.append((version, len(self.emitted)))
+
+    def versions(self) -> list[tuple[str, int]]:
+        """Return (version, number of tokens) of each part of `emitted`.
+
+        It is without the tokens that a resumed stream begins with.
+        """
+        ends = [start for _, start in self._version_starts[1:]] + [len(self.emitted)]
+        return [
+            (version, end - start)
+            for (version, start), end in zip(self._version_starts, ends, strict=True)
+        ]
 
     @property
     def given(self) -> int:
@@ -210,6 +231,9 @@ class InflightRequest:
             self._metrics.finished.inc(len(stopped), "abort")
             self.trace.finish += ["abort"] * len(stopped)
             self._end(stopped)
+
+    def versions(self, choice: int) -> list[tuple[str, int]]:
+        return self.choices[choice].versions()
 
     def timing(self) -> Timing:
         return Timing(self._queue_s, self.migrations, tuple(self.replicas))

@@ -15,6 +15,7 @@ from deployments.router.models.model_cards import ModelCards
 from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
+from deployments.router.weights import FleetWeights
 from engine.messages import StepFrame
 
 logger = logging.getLogger("manta.router")
@@ -37,6 +38,7 @@ class ReplicaEvents:
         queue: RequestQueue,
         waking: Waking,
         metrics: RouterMetrics,
+        weights: FleetWeights,
     ) -> None:
         self.log = EventLog()
         self._replicas = replicas
@@ -47,6 +49,7 @@ class ReplicaEvents:
         self._queue = queue
         self._waking = waking
         self._metrics = metrics
+        self._weights = weights
         self._stale = StaleAdapters(adapters, assignment)
 
     def close(self) -> None:
@@ -58,6 +61,7 @@ class ReplicaEvents:
         logger.info("replica %s is connected", client.replica)
         self._metrics.channels.inc()
         self.log.add_entry("joined", client.replica)
+        self._weights.opened(client)
         self._waking.opened(client.endpoint.start_seconds)
         self._adapters.replica_came()
         self._cards.learn(client.endpoint)
@@ -73,7 +77,10 @@ class ReplicaEvents:
 
     def frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
         """Pass the deltas of a frame to their requests. now: monotonic seconds."""
-        choices, state = client.choices, client.state
+        choices, state, stats = client.choices, client.state, frame.stats
+        version, weights = stats.weights_version, self._weights
+        if version != weights.version or stats.paused != weights.paused or state.kept_out:
+            weights.differs(client, stats)
         for delta in frame.deltas:
             choice = choices.get(delta.id)
             if choice is None:
@@ -90,12 +97,16 @@ class ReplicaEvents:
                     self._losses.given_back(client, choice)
                     continue
                 if choice.passes(delta, client.endpoint.max_model_len):
+                    if choice.version != version:
+                        choice.change_version(version)
                     delta.finish = ""
                     choice.inflight.take_delta(choice, delta, now)
                     self._end_probation(client, choice)
                     continue
             if delta.finish == "error" and self._stale.hold_back(choice, delta):
                 continue
+            if choice.version != version and delta.token_ids:
+                choice.change_version(version)
             choice.inflight.take_delta(choice, delta, now)
         self._queue.hear_frame(state)
 

@@ -59,6 +59,7 @@ class ReplicaState:
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
     column: column in the fleet's table; -1: none.
     available: whether requests may be sent to the replica.
+    kept_out: whether it gets none until it has other weights.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ReplicaState:
         self.pool = pool
         self.column = -1
         self.available = False
+        self.kept_out = False
         self.step_tokens = step_tokens
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching
@@ -109,9 +111,16 @@ class ReplicaState:
         sharing: number of routers at the other replicas. They will connect here, too, but the first
             one is told that it is the only one.
         """
-        self._open, self.available = True, not self.stats.draining
+        self._open, self.available = True, not self.stats.draining and not self.kept_out
         self._sharing, self._opened = sharing, now
         self._touch()
+
+    def keep_out(self, kept_out: bool) -> None:
+        """Note whether the replica gets no requests until it has other weights."""
+        if kept_out != self.kept_out:
+            self.kept_out = kept_out
+            self.available = self._open and not self.stats.draining and not kept_out
+            self._touch()
 
     def retire(self) -> None:
         """Note that no new requests may be sent to the replica."""
@@ -204,7 +213,7 @@ class ReplicaState:
         self.seen = now
         self.steps.observe_frame(stats)
         last, self.stats = self.stats, stats
-        self.available = self._open and not stats.draining
+        self.available = self._open and not stats.draining and not self.kept_out
         if now > self._opened + _ALL_HERE:
             self._sharing = 0
         asked = stats.prefix_queries - last.prefix_queries

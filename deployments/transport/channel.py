@@ -7,7 +7,8 @@ sends the first frame:
   router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
   replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
   then                router: Submit | Abort | Heartbeat | AddAdapter | AdapterVersion | Recall
-                      replica: StepFrame | Failed | AdapterAnswer | Recalled
+                              | UpdateWeights | Control
+                      replica: StepFrame | Failed | AdapterAnswer | Recalled | Answer
 
 A peer is disconnected if it does not prove the secret in time, or sends a frame that is too large
 or does not decode. Each side sends a frame at least every `heartbeat` seconds and gives up on a
@@ -34,11 +35,14 @@ from engine.messages import (
     Abort,
     AdapterAnswer,
     AddAdapter,
+    Answer,
+    Control,
     Delta,
     EngineRequest,
     EngineStats,
     Failed,
     StepFrame,
+    UpdateWeights,
 )
 
 VERSION = 4
@@ -152,8 +156,8 @@ class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-FromRouter = Submit | Abort | AddAdapter | AdapterVersion | Recall
-FromReplica = StepFrame | Failed | AdapterAnswer | Recalled
+FromRouter = Submit | Abort | AddAdapter | AdapterVersion | Recall | UpdateWeights | Control
+FromReplica = StepFrame | Failed | AdapterAnswer | Recalled | Answer
 
 _from_router = msgspec.msgpack.Decoder(Proof | Heartbeat | FromRouter)
 _from_replica = msgspec.msgpack.Decoder(Hello | Welcome | FromReplica)

@@ -78,6 +78,10 @@ class MergedGenerations:
         for task in self._tasks:
             task.cancel()
 
+    def versions(self, choice: int) -> list[tuple[str, int]]:
+        generation = self._generations[choice // self._n]
+        return [] if generation is None else generation.versions(choice % self._n)
+
     def timing(self) -> Timing:
         parts = [generation.timing() for generation in filter(None, self._generations)]
         return Timing(

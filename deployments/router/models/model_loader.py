@@ -30,6 +30,7 @@ from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import ServedModel
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.serve import discovery
+from deployments.router.weights import RayWeightsStore
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
 from engine.pooled_checkpoint import read_pooling
@@ -104,8 +105,10 @@ class ModelLoader:
             model.adapters,
             RayRecordStore(model.app or self._app, self._app),
             Waking(model.name, model.start_seconds, partial(_ask, engines)),
+            RayWeightsStore(model.app or self._app),
         )
         await dispatcher.adapters.start()
+        await dispatcher.weights.refresh()
         connected = _Connected(model, dispatcher, engines)
         loop = asyncio.get_running_loop()
         for engine in engines:

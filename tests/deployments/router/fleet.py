@@ -16,19 +16,22 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.weights import LocalWeightsStore, WeightsStore
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
-from engine.errors import AdapterError, EngineDead, MantaError
+from engine.errors import AdapterError, EngineDead, MantaError, UpdateFailed
 from engine.messages import (
     AdapterAnswer,
     AdapterInfo,
     AddAdapter,
+    Answer,
     Delta,
     EngineRequest,
     Pulse,
     Ready,
     RemoveAdapter,
     StepFrame,
+    UpdateWeights,
 )
 from engine.process import fake
 from engine.sampling_params import SamplingParams
@@ -68,6 +71,7 @@ class LocalEngine:
         self._tickets = itertools.count(1)
         self._ticket = 0
         self._asked: dict[int, asyncio.Future[AdapterAnswer]] = {}
+        self._ordered: dict[int, asyncio.Future[Answer]] = {}
         self._on_frame = on_frame
         self._on_death = on_death
         self._timer: asyncio.TimerHandle | None = None
@@ -96,9 +100,38 @@ class LocalEngine:
     def control(self, what: str) -> int:
         self._check()
         ticket = self._ticket = next(self._tickets)
-        {"sleep": self.core.sleep, "wake": self.core.wake}[what]()
+        getattr(self.core, what)()
         asyncio.get_running_loop().call_soon(self._send, [])
+        if self.core.has_work():  # after "resume"
+            self._wake()
         return ticket
+
+    async def pause(self, mode: str) -> None:
+        self._check()
+        ticket = next(self._tickets)
+        self.core.pause(mode, ticket)
+        await self._order(ticket)
+
+    async def update_weights(
+        self,
+        folder: str,
+        *,
+        version: str = "",
+        recompute: bool = False,
+        check_only: bool = False,
+    ) -> None:
+        self._check()
+        ticket = next(self._tickets)
+        self.core.update_weights(UpdateWeights(ticket, folder, version, recompute, check_only))
+        await self._order(ticket)
+
+    async def _order(self, ticket: int) -> None:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._ordered[ticket] = future
+        self._wake()
+        answer = await future
+        if answer.code:
+            raise UpdateFailed(answer.message, code=answer.code)
 
     async def add_adapter(self, name: str, folder: str, **more: Any) -> AdapterInfo:
         self.adapter_calls.append(("add", name))
@@ -159,7 +192,10 @@ class LocalEngine:
             self.crash()
             return
         for answer in self.core.answers():
-            self._asked.pop(answer.ticket).set_result(answer)
+            if isinstance(answer, Answer):
+                self._ordered.pop(answer.ticket).set_result(answer)
+            else:
+                self._asked.pop(answer.ticket).set_result(answer)
         if self.core.has_work():
             self._wake()
 
@@ -187,6 +223,7 @@ class Fleet:
         loras: int = 0,
         adapters: AdapterSettings | None = None,
         record_store: AdapterRecordStore | None = None,
+        weights_store: WeightsStore | None = None,
         seed: int | None = None,
     ) -> None:
         self.replica_servers: dict[str, ReplicaServer] = {}
@@ -201,6 +238,7 @@ class Fleet:
         self._loras = loras
         self._adapters = adapters
         self.record_store = record_store or LocalRecordStore()
+        self.weights_store = weights_store or LocalWeightsStore()
         self._seed = seed
 
     async def __aenter__(self) -> Self:
@@ -221,6 +259,7 @@ class Fleet:
             "router",
             adapters=self._adapters,
             record_store=self.record_store,
+            weights_store=self.weights_store,
         )
 
     async def __aexit__(self, *_: object) -> None:

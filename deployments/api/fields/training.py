@@ -1,0 +1,119 @@
+"""Bodies of the routes for trainers."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from deployments.api.bounds import MAX_SALT_BYTES
+from deployments.api.fields.body import struct_body
+from deployments.api.fields.generation import Stop, sampled
+from deployments.api.fields.schema import TOKEN
+from engine.sampling_params import MAX_STOP_TOKEN_IDS
+
+_TokenIds = Annotated[
+    list[Any],
+    Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
+]
+_TokenId = Annotated[int, Meta(ge=0)]
+_StopIds = (
+    Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
+)
+_Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
+
+
+class TokenSampling(Struct, kw_only=True, gc=False):
+    """`sampling_params` of a rollout, as vLLM has them."""
+
+    n: Annotated[int, sampled("n")] | None = None
+    max_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    min_tokens: Annotated[int, sampled("min_tokens")] | None = None
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    min_p: Annotated[float, sampled("min_p")] | None = None
+    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    stop: Stop = None
+    stop_token_ids: _StopIds = None
+    ignore_eos: bool | None = None
+    logprobs: Annotated[int, sampled("logprobs")] | None = None
+    prompt_logprobs: Annotated[int, sampled("prompt_logprobs")] | None = None
+
+
+class Rollout(Struct, kw_only=True, gc=False):
+    """The body of /inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: _TokenIds
+    sampling_params: TokenSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    cache_salt: _Salt = None
+    priority: int | None = None
+
+
+class TheirSampling(Struct, kw_only=True, gc=False):
+    """`sampling_params` of /generate, as SGLang has them."""
+
+    n: Annotated[int, sampled("n")] | None = None
+    max_new_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    min_new_tokens: Annotated[int, sampled("min_tokens")] | None = None
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    min_p: Annotated[float, sampled("min_p")] | None = None
+    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
+    sampling_seed: Annotated[int, sampled("seed")] | None = None
+    stop: Stop = None
+    stop_token_ids: _StopIds = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+
+    def as_ours(self) -> TokenSampling:
+        """Return the same in the words of `TokenSampling`."""
+        words = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        words["sampling_seed"] = "seed"
+        return TokenSampling(
+            **{
+                words.get(name, name): getattr(self, name)
+                for name in self.__struct_fields__
+                if words.get(name, name) in TokenSampling.__struct_fields__
+            }
+        )
+
+
+class TheirRollout(Struct, kw_only=True, gc=False):
+    """The body of /generate, as SGLang has it."""
+
+    input_ids: _TokenIds
+    sampling_params: TheirSampling | None = None
+    return_logprob: bool | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    model: str | None = None
+
+
+class FromDisk(Struct, kw_only=True, gc=False):
+    """The body of /update_weights_from_disk, as SGLang has it."""
+
+    model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    flush_cache: bool | None = None
+
+
+class PauseGeneration(Struct, kw_only=True, gc=False):
+    """The body of /pause_generation, as SGLang has it."""
+
+    mode: str | None = None
+
+
+ROLLOUT = struct_body(Rollout)
+THEIR_ROLLOUT = struct_body(TheirRollout)
+FROM_DISK = struct_body(FromDisk)
+PAUSE_GENERATION = struct_body(PauseGeneration)

@@ -1,0 +1,50 @@
+"""RouterTraining: what trainers may order from the models that a router serves."""
+
+from typing import Any
+
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.models_backend import ModelsBackend
+from engine.errors import InvalidRequest
+
+
+class RouterTraining:
+    """Trainers' orders to the models of a router; implements `deployments.api.options.Training`."""
+
+    def __init__(self, front: ModelsBackend) -> None:
+        self._front = front
+
+    async def update(self, model: str, folder: str, version: str) -> str:
+        return await self._of(model).weights.update(folder, version)
+
+    async def pause(self, model: str, mode: str) -> None:
+        await self._of(model).weights.pause(mode)
+
+    async def resume(self, model: str) -> None:
+        await self._of(model).weights.resume()
+
+    async def reset_prefix_cache(self, model: str) -> None:
+        await self._of(model).weights.reset_prefix_cache()
+
+    def state(self, model: str) -> dict[str, Any]:
+        dispatcher = self._of(model)
+        replicas = {
+            name: {"weight_version": stats.weights_version, "paused": stats.paused}
+            for name, stats in dispatcher.state().replicas.items()
+        }
+        weights = dispatcher.weights
+        return {
+            "weight_version": weights.version,
+            "is_paused": weights.paused,
+            "replicas": replicas,
+        }
+
+    def _of(self, model: str) -> Dispatcher:
+        """Return a model's dispatcher. Raises InvalidRequest."""
+        known = self._front.dispatchers
+        name = model or self._front.only
+        if name not in known:
+            what = f"no model is called {model!r}" if model else "?model= has to name the model"
+            raise InvalidRequest(
+                f"{what}; served: {', '.join(known)}", param="model", code="model_not_found"
+            )
+        return known[name]

@@ -1,0 +1,246 @@
+"""FleetWeights: the weights of a model at all of its replicas, as a trainer changes them.
+
+An update is checked by every replica. Then its record is written, which all routers share, and each
+replica takes it between two of its steps. Each token tells its version. A replica that joins, or
+missed the order, gets the record's weights before it gets requests.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+import msgspec
+
+from deployments.cluster_store import prefix, store
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replicas import Replicas
+from engine.errors import Overloaded, UpdateFailed
+from engine.messages import Answer, Control, EngineStats, UpdateWeights
+
+logger = logging.getLogger("manta.router")
+
+ORDER_SECONDS = 600.0  # for a slow disk, and for requests that end by themselves
+_RETRY = 0.3  # seconds between attempts to bring a replica to the record
+
+
+class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What all replicas of a model should have.
+
+    number: grows with each change.
+    base: identity of the weights in the model's own folder, which the record is good for.
+    folder: the checkpoint in place; "": the model's own.
+    version: the name of these weights.
+    paused: the mode of the pause; "": none.
+    """
+
+    number: int = 0
+    base: str = ""
+    folder: str = ""
+    version: str = "0"
+    paused: str = ""
+
+
+class WeightsStore(Protocol):
+    """A store of one record. Methods block; they raise OSError if the store is unavailable."""
+
+    def get(self) -> WeightsRecord | None: ...
+    def put(self, record: WeightsRecord) -> None: ...
+
+
+class LocalWeightsStore:
+    """A store in this process, for a single router."""
+
+    def __init__(self) -> None:
+        self._record: WeightsRecord | None = None
+
+    def get(self) -> WeightsRecord | None:
+        return self._record
+
+    def put(self, record: WeightsRecord) -> None:
+        self._record = record
+
+
+class RayWeightsStore:
+    """A store in Ray's key-value store, which survives replicas, routers and Serve's controller.
+
+    app: application of the model.
+    """
+
+    def __init__(self, app: str) -> None:
+        self._key = f"{prefix(app)}weights"
+
+    def get(self) -> WeightsRecord | None:
+        raw = store("get", self._key)
+        return None if raw is None else msgspec.msgpack.decode(raw, type=WeightsRecord)
+
+    def put(self, record: WeightsRecord) -> None:
+        store("put", self._key, msgspec.msgpack.encode(record))
+
+
+class MakeOrder(Protocol):
+    """A function that makes the order with this ticket."""
+
+    def __call__(self, ticket: int) -> UpdateWeights | Control: ...
+
+
+class FleetWeights:
+    """The weights and the pause of one model's replicas, as one router orders them.
+
+    base: identity of the weights in the model's folder; "": unknown.
+    version, paused: those of the record.
+    """
+
+    def __init__(
+        self, replicas: Replicas, base: str = "", weights_store: WeightsStore | None = None
+    ) -> None:
+        self._replicas = replicas
+        self._base = base
+        self._store = weights_store or LocalWeightsStore()
+        self._record = WeightsRecord(base=base)
+        self.version, self.paused = self._record.version, False
+        self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
+
+    async def refresh(self) -> None:
+        """Read what other routers have written. A store that is unavailable is only logged."""
+        try:
+            record = await asyncio.to_thread(self._store.get)
+        except OSError as error:
+            logger.warning("weights: %s", error)
+            return
+        good = record is not None and record.base == self._base
+        if record is not None and good and record.number > self._record.number:
+            self._take(record)
+
+    def _take(self, record: WeightsRecord) -> None:
+        self._record = record
+        self.version, self.paused = record.version, bool(record.paused)
+
+    async def _write(self, **fields: str) -> None:
+        """Change the record. Raises Overloaded if the store is unavailable."""
+        await self.refresh()
+        number = self._record.number + 1
+        record = msgspec.structs.replace(self._record, number=number, **fields)
+        try:
+            await asyncio.to_thread(self._store.put, record)
+        except OSError as error:
+            raise Overloaded(
+                f"the weights were not changed: {error}", code="store_unavailable"
+            ) from None
+        self._take(record)
+
+    # -- orders
+
+    async def update(self, folder: str, version: str = "", *, recompute: bool = False) -> str:
+        """Replace the weights at all replicas, and return the version's name.
+
+        folder: a checkpoint that every replica's node can read. It has to stay until the next
+            update, for replicas that start.
+        recompute: whether running requests compute their keys again.
+        Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
+        """
+        await self.refresh()
+        version = version or str(self._record.number + 1)
+        if version == self.version:
+            raise UpdateFailed(
+                f"the weights in place are called {version!r} already; give another weight_version",
+                param="weight_version",
+            )
+        await self._order_all(
+            lambda ticket: UpdateWeights(ticket, folder, version, check_only=True)
+        )
+        await self._write(folder=folder, version=version)
+        try:
+            await self._order_all(lambda ticket: UpdateWeights(ticket, folder, version, recompute))
+        except UpdateFailed as error:  # it had passed the check, so `_bring_up` tries again
+            logger.error("weights of version %s: %s", version, error.message)
+        return version
+
+    async def pause(self, mode: str) -> None:
+        """Pause all replicas; see `engine.scheduling.updates.Pause`. Raises MantaError."""
+        await self._write(paused=mode)
+        await self._order_all(lambda ticket: Control("pause", ticket, mode))
+
+    async def resume(self) -> None:
+        """End the pause of all replicas. Raises MantaError."""
+        await self._write(paused="")
+        await self._order_all(lambda ticket: Control("resume", ticket))
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop the cached prefixes of all replicas. Raises MantaError."""
+        await self._order_all(lambda ticket: Control("reset_prefix_cache", ticket))
+
+    async def _order_all(self, make: MakeOrder) -> None:
+        """Give an order to all replicas and wait for their answers.
+
+        make: makes the order with this ticket.
+        Raises Overloaded if there is no replica, else the error of a replica that refused. A
+        replica that is lost does not count, as others replace it.
+        """
+        clients = [client for client in self._replicas.values() if client.connection is not None]
+        if not clients:
+            raise Overloaded("no replica is ready", code="no_replica", retry_after=5)
+        answers = await asyncio.gather(*(self._order(client, make) for client in clients))
+        for client, answer in zip(clients, answers, strict=True):
+            if answer is not None and answer.code:
+                raise UpdateFailed(f"{client.replica}: {answer.message}", code=answer.code)
+        if not any(answers):
+            raise Overloaded("no replica answered", code="no_replica", retry_after=5)
+
+    async def _order(self, client: ReplicaClient, make: MakeOrder) -> Answer | None:
+        """Give an order to one replica; None if the replica was lost."""
+        calls = self._replicas.calls
+        while True:
+            answer = await calls.ask(client, make(calls.ticket()), ORDER_SECONDS)
+            if not isinstance(answer, Answer) or answer.code != "update_in_progress":
+                return answer if isinstance(answer, Answer) else None
+            await asyncio.sleep(_RETRY)  # another router brings it to the record
+
+    # -- replicas that differ from the record
+
+    def opened(self, client: ReplicaClient) -> None:
+        """Keep requests from a replica that joins until it has the record's weights."""
+        if self._record.number:
+            client.state.keep_out(True)
+            self._bring(client)
+
+    def differs(self, client: ReplicaClient, stats: EngineStats) -> None:
+        """Note a frame of a replica that is held back, or differs from the record."""
+        if stats.weights_version == self.version and stats.paused == self.paused:
+            client.state.keep_out(False)
+        else:
+            self._bring(client)
+
+    def _bring(self, client: ReplicaClient) -> None:
+        if client not in self._bringing:
+            task = asyncio.get_running_loop().create_task(self._bring_up(client))
+            self._bringing[client] = task
+            task.add_done_callback(lambda _: self._bringing.pop(client, None))
+
+    async def _bring_up(self, client: ReplicaClient) -> None:
+        """Order what the record says until the replica has it, or is lost."""
+        while client.connection is not None and not client.retired:
+            await asyncio.sleep(_RETRY)
+            await self.refresh()
+            record, stats = self._record, client.state.stats
+            if stats.weights_version != record.version and record.folder:
+                answer = await self._order(
+                    client,
+                    lambda ticket, record=record: UpdateWeights(
+                        ticket, record.folder, record.version
+                    ),
+                )
+                if answer is not None and answer.code:
+                    logger.error("replica %s: weights: %s", client.replica, answer.message)
+                    await asyncio.sleep(10 * _RETRY)
+            elif stats.paused != bool(record.paused):
+                what = "pause" if record.paused else "resume"
+                await self._order(
+                    client,
+                    lambda ticket, what=what, record=record: Control(what, ticket, record.paused),
+                )
+            elif stats.weights_version == record.version:
+                return
+
+    def close(self) -> None:
+        for task in self._bringing.values():
+            task.cancel()

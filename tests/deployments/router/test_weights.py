@@ -1,0 +1,231 @@
+"""Weights and pauses of a whole fleet, whose fake engines say which weights made each token."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import pytest
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.router.inflight import InflightRequest
+from deployments.router.models.models_backend import ModelsBackend
+from deployments.router.training import RouterTraining
+from engine.errors import Overloaded, UpdateFailed
+from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.router.fleet import FIRST, PROMPT, VOCAB, Fleet, read, until
+
+LONG = 400  # tokens, more than an update lasts
+
+
+def run(body: Callable[[Fleet], Awaitable[None]], replicas: int = 2) -> None:
+    async def main() -> None:
+        async with Fleet(replicas, rows=8) as fleet:
+            await asyncio.wait_for(body(fleet), 30)
+
+    asyncio.run(main())
+
+
+def check(generation: InflightRequest, tokens: dict[int, list[int]]) -> set[str]:
+    """Each token is of the version that is told; the versions."""
+    told: set[str] = set()
+    for index, ids in tokens.items():
+        versions = generation.versions(index)
+        assert sum(count for _, count in versions) == len(ids)
+        position, place = len(PROMPT), 0
+        for version, count in versions:
+            shift = 0 if version == "0" else crc32(version.encode())
+            for token in ids[place : place + count]:
+                assert token == FIRST + (position + shift) % (VOCAB - FIRST)
+                position += 1
+            place += count
+            told.add(version)
+    return told
+
+
+async def streams(fleet: Fleet, count: int, tokens: int) -> list[tuple[InflightRequest, Any]]:
+    """Requests that run, with the tasks that read them."""
+    running = [fleet.generate(n=2, max_tokens=tokens, ignore_eos=True) for _ in range(count)]
+    tasks = [(generation, asyncio.create_task(read(generation))) for generation in running]
+    await until(lambda: all(generation.begun for generation in running))
+    return tasks
+
+
+def versions(fleet: Fleet) -> set[str]:
+    return {stats.weights_version for stats in fleet.dispatcher.state().replicas.values()}
+
+
+def test_every_token_tells_its_version(tmp_path: Path) -> None:
+    """A stream goes on under new weights at one replica, or is told a version that is not its."""
+
+    async def body(fleet: Fleet) -> None:
+        running = await streams(fleet, 6, LONG)
+        assert await fleet.dispatcher.weights.update(str(tmp_path), "one") == "one"
+        await asyncio.sleep(0.1)
+        assert await fleet.dispatcher.weights.update(str(tmp_path)) == "2"
+        told = [check(generation, await task) for generation, task in running]
+        assert all({"0", "one", "2"} >= some for some in told)
+        assert any(len(some) == 3 for some in told)
+        assert versions(fleet) == {"2"}
+
+    run(body, 3)
+
+
+def test_a_folder_that_one_replica_refuses_changes_none(tmp_path: Path) -> None:
+    """Replicas that can read the folder take it, and others keep the old weights."""
+
+    async def body(fleet: Fleet) -> None:
+        weights = fleet.dispatcher.weights
+        with pytest.raises(UpdateFailed, match="no such folder"):
+            await weights.update(str(tmp_path / "none"))
+        await weights.update(str(tmp_path), "same")
+        with pytest.raises(UpdateFailed, match="another weight_version"):
+            await weights.update(str(tmp_path), "same")
+        engine = fleet.engines["r1"].core
+
+        class Refuses:
+            def check(self, folder: str) -> None:
+                raise UpdateFailed("a tensor is missing")
+
+        engine._updates._loader = Refuses()  # type: ignore[assignment]
+        with pytest.raises(UpdateFailed, match="a tensor is missing"):
+            await weights.update(str(tmp_path), "other")
+        await asyncio.sleep(0.1)
+        assert versions(fleet) == {"same"}
+
+    run(body)
+
+
+def test_a_replica_that_joins_has_the_weights_first(tmp_path: Path) -> None:
+    """A new replica serves with the weights of the model's folder, which nobody asks for."""
+
+    async def body(fleet: Fleet) -> None:
+        await fleet.dispatcher.weights.update(str(tmp_path), "one")
+        await fleet.add_replica("r1")
+        fleet.publish()
+        await until(lambda: len(fleet.dispatcher.state().replicas) == 2)
+        running = await streams(fleet, 4, 50)
+        for generation, task in running:
+            assert check(generation, await task) == {"one"}
+        await until(lambda: versions(fleet) == {"one"})
+        await fleet.dispatcher.weights.pause("keep")
+        await fleet.add_replica("r2")
+        fleet.publish()
+        await until(lambda: fleet.engines["r2"].core.stats().paused)
+        assert fleet.engines["r2"].core.stats().weights_version == "one"
+        await fleet.dispatcher.weights.resume()
+        await until(lambda: not fleet.engines["r2"].core.stats().paused)
+
+    run(body, 1)
+
+
+def test_a_router_that_starts_keeps_the_weights(tmp_path: Path) -> None:
+    """Another router brings the replicas back to the weights that it knows."""
+
+    async def body(fleet: Fleet) -> None:
+        await fleet.dispatcher.weights.update(str(tmp_path), "one")
+        other = fleet.new_router()
+        other.set_replicas(fleet.published())
+        await until(lambda: len(other.state().replicas) == 2)
+        await other.weights.update(str(tmp_path), "two")
+        await until(lambda: fleet.dispatcher.weights.version == "two")
+        await asyncio.sleep(0.5)
+        assert versions(fleet) == {"two"} and other.weights.version == "two"
+        other.close()
+
+    run(body)
+
+
+def test_a_lost_replica_stops_no_update(tmp_path: Path) -> None:
+    """An update waits for a replica that has died, or its requests stay with old weights."""
+
+    async def body(fleet: Fleet) -> None:
+        running = await streams(fleet, 4, LONG)
+        fleet.engines["r0"].die()
+        await fleet.dispatcher.weights.update(str(tmp_path), "one")
+        for generation, task in running:
+            assert "one" in check(generation, await task)
+
+    run(body)
+    with pytest.raises(Overloaded, match="no replica is ready"):
+        run(lambda fleet: fleet.dispatcher.weights.pause("keep"), 0)
+
+
+def post(client: Client, path: str, body: Any = None, query: bytes = b"") -> Awaitable[Reply]:
+    return client.request("POST", path, msgspec.json.encode(body or {}), query=query)
+
+
+def test_over_http(tmp_path: Path) -> None:
+    """A trainer of vLLM or SGLang finds another answer than it reads."""
+
+    async def body(fleet: Fleet) -> None:
+        front = ModelsBackend("router")
+        front.set_dispatcher("m", fleet.dispatcher, 0)
+        client = Client(build_asgi(front, ApiOptions(training=RouterTraining(front))))
+        ask = {
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": 3, "n": 64, "logprobs": 1, "top_k": -1},
+        }
+        assert (
+            await post(client, "/update_weights_from_disk", {"model_path": str(tmp_path)})
+        ).json()["weight_version"] == "1"
+        reply = await post(client, "/inference/v1/generate", ask)
+        answer = reply.json()
+        assert [choice["index"] for choice in answer["choices"]] == [*range(64)]
+        choice = answer["choices"][0]
+        assert choice["weight_versions"] == [{"version": "1", "num_tokens": 3}]
+        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 3
+        scored = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in scored] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert all(entry["logprob"] < 0 for entry in scored)
+        theirs = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 3, "temperature": 1.0, "sampling_seed": 5},
+            "return_logprob": True,
+            "rid": "mine",
+        }
+        said = (await post(client, "/generate", theirs)).json()
+        meta = said["meta_info"]
+        assert said["output_ids"] == choice["token_ids"] and meta["weight_version"] == "1"
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == said["output_ids"]
+        assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "length"})
+        long = {**ask, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
+        running = asyncio.create_task(post(client, "/inference/v1/generate", long))
+        await until(lambda: fleet.dispatcher.requests and fleet.load() != {"r0": 0, "r1": 0})
+        await asyncio.sleep(0.05)
+        paused = await post(client, "/pause", query=b"mode=abort")
+        assert paused.json() == {"status": "paused"}
+        partial = (await running).json()["choices"][0]
+        assert partial["finish_reason"] == "abort" and 0 < len(partial["token_ids"]) < LONG
+        state = await client.request("GET", "/is_paused")
+        assert state.json() == {"is_paused": True}
+        waiting = asyncio.create_task(post(client, "/inference/v1/generate", ask))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert (await post(client, "/resume")).status == 200
+        assert (await waiting).status == 200
+        assert (await client.request("GET", "/get_world_size")).json() == {"world_size": 2}
+        info = (await client.request("GET", "/weight_info")).json()
+        assert info["weight_version"] == "1" and len(info["replicas"]) == 2
+        for path, text in (
+            ("/pause?mode=later", "mode is one of"),
+            ("/pause?model=other", "no model is called"),
+        ):
+            place, _, query = path.partition("?")
+            refused = await post(client, place, query=query.encode())
+            assert refused.status in (400, 404) and text in refused.json()["error"]["message"]
+        gone = await post(
+            client, "/update_weights_from_disk", {"model_path": str(tmp_path / "none")}
+        )
+        assert gone.status == 400 and "no such folder" in gone.json()["error"]["message"]
+        assert (await post(client, "/pause_generation", {"mode": "in_place"})).status == 200
+        assert (await post(client, "/continue_generation")).status == 200
+        assert (await post(client, "/abort_requests")).json() == {"status": "aborted"}
+        assert (await client.request("GET", "/flush_cache")).status == 200
+
+    run(body)
