@@ -165,6 +165,8 @@ def _build(
         ("http", "tls", "key"),
     ):
         _make_absolute(data, path, folder)
+    for section in (data, *several.values()):
+        _read_template(section, folder, source)
     _beside(data.get("usage"), "file", folder)
     _beside(data.get("batch"), "folder", folder)
     for section in (data, *several.values()):
@@ -266,6 +268,33 @@ def _beside(section: Any, key: str, folder: Path) -> None:
     value = section.get(key) if isinstance(section, dict) else None
     if isinstance(value, str) and value and "\0" not in value:
         section[key] = str((folder / Path(value).expanduser()).absolute())
+
+
+def _read_template(section: Any, folder: Path, source: str) -> None:
+    """Replace the path of a chat template by the file's text, in place.
+
+    The cluster's other nodes do not have the file. Raises ConfigError.
+    """
+    value = section.get("chat_template") if isinstance(section, dict) else None
+    if not isinstance(value, str):
+        return
+    from engine.text.chat_template import ChatTemplate  # imported here: jinja is seldom needed
+
+    if "{" not in value:
+        path = Path(_found(value, folder))
+        try:
+            value = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{source}: chat_template: {path} cannot be read ({error}); give a file of jinja, "
+                "or jinja itself",
+                param="chat_template",
+            ) from None
+        section["chat_template"] = value
+    try:
+        ChatTemplate({"default": value}, {})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: chat_template: {error}", param="chat_template") from None
 
 
 def _found(value: str, folder: Path) -> str:

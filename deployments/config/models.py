@@ -43,6 +43,11 @@ from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
+MAX_TEMPLATE = 1 << 20  # characters of a chat template
+_TEMPLATE = (
+    "Chat template instead of the model's: a file of jinja, which is read when the configuration "
+    "is, or jinja itself."
+)
 PART = "part"  # key of the validation context that turns off checks of sections against each other
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
 # Fields that decide how requests are read, equal for all pools.
@@ -247,6 +252,7 @@ class ServedModelConfig(Section):
         description="Model to serve: a folder, a .gguf file, a hub name, or `default`.",
     )
     revision: str | None = Field(None, max_length=256, description="Hub revision.")
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description=_TEMPLATE)
     aliases: list[str] = Field(
         default_factory=list,
         max_length=64,
@@ -266,7 +272,16 @@ class ServedModelConfig(Section):
 
 
 _ModelName = Annotated[str, Field(pattern=_NAME)]
-_OF_ONE = ("model", "revision", "served_name", "aliases", "replicas", "pools", "adapters")
+_OF_ONE = (
+    "model",
+    "revision",
+    "chat_template",
+    "served_name",
+    "aliases",
+    "replicas",
+    "pools",
+    "adapters",
+)
 
 
 class MantaConfig(Section):
@@ -282,6 +297,7 @@ class MantaConfig(Section):
     revision: str | None = Field(
         None, max_length=256, description="Hub revision. Default: the default branch."
     )
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description=_TEMPLATE)
     served_name: str | None = Field(
         None,
         pattern=_NAME,
@@ -424,6 +440,7 @@ class MantaConfig(Section):
             served_name=name,
             model=own.model,
             revision=own.revision,
+            chat_template=own.chat_template,
             aliases=own.aliases,
             engine={**self.engine, **own.engine},
             adapters=own.adapters,

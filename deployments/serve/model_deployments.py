@@ -159,6 +159,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
         ),
         seed=config.engine.get("seed"),
         generation_config=config.engine.get("generation_config", "auto"),
+        chat_template=config.chat_template,
         start_seconds=_wake_seconds(config),
         app=app,
         pools=tuple(map(deployment_name, config.pools)),

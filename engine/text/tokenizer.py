@@ -105,13 +105,20 @@ class Tokenizer:
             self._plain.pre_tokenizer = splitter
 
     @classmethod
-    def load(cls, folder: str | Path, *, recommended: bool = True) -> "Tokenizer":
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        recommended: bool = True,
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
         """Read tokenizer.json and the other files of its folder.
 
         Tokenizers in use that have the same tokenizer.json share the library's object.
 
         recommended: whether generation_config.json sets sampling defaults
             (EngineConfig.generation_config).
+        chat_template: jinja instead of the checkpoint's templates.
         Raises ConfigError if there is none or it is broken.
         """
         folder = Path(folder)
@@ -144,7 +151,9 @@ class Tokenizer:
             sampling_defaults=_sampling_defaults(folder / "generation_config.json")
             if recommended
             else None,
-            chat_template=ChatTemplate.load(folder, special),
+            chat_template=ChatTemplate.load(folder, special)
+            if chat_template is None
+            else ChatTemplate({"default": chat_template}, special),
             response_template=named.get("response_template")
             or _json(folder / "processor_config.json").get("response_template"),
             same=same,

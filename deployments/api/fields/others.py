@@ -99,6 +99,7 @@ MODEL = Body(  # a section `models.NAME`; the configuration's own checks say mor
         "name": text(MAX_MODEL_NAME),
         "model": FILLED,
         "revision": TEXT,
+        "chat_template": TEXT,
         "aliases": list_of(TEXT, 0, 64),
         "replicas": integer(0, 4096),
         **dict.fromkeys(("engine", "pools", "adapters", "scaling", "limits"), OBJECT),

@@ -309,7 +309,11 @@ async def _ask(engines: Engines) -> None:
 def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
     folder = model.find_model()
     config = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.load(folder, recommended=model.generation_config == "auto")
+    tokenizer = Tokenizer.load(
+        folder,
+        recommended=model.generation_config == "auto",
+        chat_template=model.chat_template,
+    )
     pooling = read_pooling(folder)
     identity = ModelIdentity.of(folder)
     server = f"{installed_version()} {identity.weights}".encode()

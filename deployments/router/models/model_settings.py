@@ -36,6 +36,7 @@ class ServedModel:
     aliases: patterns of other names.
     find_model: returns the model's local folder, and downloads the model if needed.
     seed, generation_config: settings of the engines.
+    chat_template: jinja that goes before the model's own; None: the model's.
     start_seconds: assumed time of a replica's start if the model may sleep; else None.
     app: Serve application of the model's engines; "": the router's own.
     pools: deployments of the engines in that application.
@@ -48,6 +49,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     seed: int | None = None
     generation_config: str = "auto"
+    chat_template: str | None = None
     start_seconds: float | None = None
     app: str = ""
     pools: tuple[str, ...] = ()
