@@ -154,6 +154,22 @@ def test_http_page_names_every_error() -> None:
     assert "`suffix`" in refused and "`suffix`" not in taken
 
 
+@pytest.mark.nightly
+def test_every_code_of_an_error_is_on_a_page() -> None:
+    """Chats of a model without a template were refused with a code that no page had."""
+    codes: set[str] = set()
+    for folder in ("deployments", "engine"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                keyword = isinstance(node, ast.keyword) and node.arg == "code"
+                field = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code"
+                value = getattr(node, "value", None) if keyword or field else None
+                if isinstance(value, ast.Constant) and "_" in str(value.value):
+                    codes.add(str(value.value))
+    pages = "".join((DOCS / name).read_text("utf-8") for name in ("http.md", "lora.md"))
+    assert len(codes) > 40 and not [code for code in sorted(codes) if f"`{code}`" not in pages]
+
+
 def results_named() -> Iterator[tuple[str, str]]:
     """(page, name) of each result that a page names; <date> is any."""
     speeds = ROOT / "deployments" / "configs" / "speeds.yaml"
