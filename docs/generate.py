@@ -196,7 +196,8 @@ MODELS_HEAD = """# Models
 `architectures` in a model's config.json decides what runs. A name that is not here is refused with
 the nearest one that is; code of a model folder is never run. Weights are read from safetensors,
 where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is run), and from
-GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an architecture.
+GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an architecture, and
+[tokenizers.md](tokenizers.md) which tokenizer files are read.
 
 - **GGUF files** keep what llama.cpp computes, which is less in places: no windows of Mistral 7B
   0.1, Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the

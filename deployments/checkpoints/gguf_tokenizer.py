@@ -4,21 +4,25 @@ Two kinds are supported: byte-level BPE, whose pre-tokenizer the file names, and
 BPE, whose merges follow from the scores of its pieces.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.checkpoints.gguf_file import GGUFFile
+from deployments.checkpoints.tokenizer_files.tokenizer_json import (
+    SINGLE_DIGITS,
+    SPACE,
+    UP_TO_THREE_DIGITS,
+    added_token,
+    around,
+    bpe,
+    byte_level,
+    piece_merges,
+    pieces,
+)
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
-_SPACE = "▁"  # SentencePiece's mark of a space
 
 # Patterns of the models' own tokenizer.json.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,9 +56,9 @@ class _Split:
 
 
 _DIGITS = _Split(digits=True)
-_LLAMA = _Split(_LLAMA3, whole=True, bos=True)
-_PLAIN_LLAMA = _Split(_LLAMA3)
-_QWEN = _Split(_QWEN2, nfc=True)
+_LLAMA = _Split(UP_TO_THREE_DIGITS, whole=True, bos=True)
+_PLAIN_LLAMA = _Split(UP_TO_THREE_DIGITS)
+_QWEN = _Split(SINGLE_DIGITS, nfc=True)
 _SPLITS = {  # by the file's tokenizer.ggml.pre
     "gpt-2": _Split(),
     "phi-2": _Split(),
@@ -73,7 +77,7 @@ _SPLITS = {  # by the file's tokenizer.ggml.pre
     "glm4": _PLAIN_LLAMA,
     "chatglm-bpe": _PLAIN_LLAMA,
     "qwen2": _QWEN,
-    "stablelm2": _Split(_QWEN2),
+    "stablelm2": _Split(SINGLE_DIGITS),
     "deepseek-r1-qwen": _QWEN,
     "gpt-4o": _Split(_cased(_ENDINGS, r"\p{N}{1,3}")),
     "tekken": _Split(_cased("", r"\p{N}"), whole=True),
@@ -107,73 +111,24 @@ def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _json(
-    tokens: list[str],
-    kinds: list[int],
-    parts: dict[str, Any],
-    model: dict[str, Any],
-) -> dict[str, Any]:
-    added = [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kinds[index] == _CONTROL,
-        }
+def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+    return [
+        added_token(index, token, special=kinds[index] == _CONTROL)
         for index, token in enumerate(tokens)
         if kinds[index] in (_CONTROL, _USER_DEFINED)
     ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        **parts,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            **model,
-        },
-    }
 
 
 def _byte_level(file: GGUFFile, split: _Split) -> dict[str, Any]:
     tokens, kinds = _tokens(file)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": split.pattern is None,
-    }
-    first: dict[str, Any] | None = None
-    if split.digits:
-        first = {"type": "Digits", "individual_digits": True}
-    elif split.pattern is not None:
-        pattern = {"Regex": split.pattern}
-        first = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    pre_tokenizer: dict[str, Any] = byte_level
-    if first is not None:
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [first, byte_level]}
-    return _json(
-        tokens,
-        kinds,
+    return bpe(
+        _added(tokens, kinds),
         {
-            "normalizer": {"type": "NFC"} if split.nfc else None,
-            "pre_tokenizer": pre_tokenizer,
+            **byte_level(split.pattern, digits=split.digits, nfc=split.nfc),
             "post_processor": _post_processor(file, tokens, split.bos),
-            "decoder": {**byte_level, "add_prefix_space": True, "use_regex": True},
         },
         {
+            "vocab": {token: index for index, token in enumerate(tokens)},
             "ignore_merges": split.whole,
             "merges": [
                 str(merge).split(" ", 1) for merge in file.get("tokenizer.ggml.merges") or []
@@ -192,58 +147,25 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     if len(scores) != len(tokens):
         raise file.error(f"{len(tokens)} tokens, and scores of {len(scores)}; download it again")
     tokens = [  # added tokens are matched in the raw text, before spaces are replaced
-        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+        token.replace(SPACE, " ") if kind == _USER_DEFINED else token
         for token, kind in zip(tokens, kinds, strict=True)
     ]
     unknown = file.get("tokenizer.ggml.unknown_token_id")
-    prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    normalizers = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return _json(
-        tokens,
-        kinds,
+    normal = (index for index, kind in enumerate(kinds) if kind == _NORMAL)
+    return bpe(
+        _added(tokens, kinds),
         {
-            "normalizer": {"type": "Sequence", "normalizers": [*normalizers, spaces]},
-            "pre_tokenizer": None,
+            **pieces(bool(file.get("tokenizer.ggml.add_space_prefix", True))),
             "post_processor": _post_processor(file, tokens, True),
-            "decoder": {"type": "Sequence", "decoders": decoders},
         },
         {
+            "vocab": {token: index for index, token in enumerate(tokens)},
             "unk_token": None if unknown is None else tokens[int(unknown)],
             "fuse_unk": True,
             "byte_fallback": True,
-            "merges": list(_merges(tokens, kinds, scores)),
+            "merges": list(piece_merges(tokens, scores, normal)),
         },
     )
-
-
-def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterator[list[str]]:
-    """Yield the BPE merges that reproduce SentencePiece's order.
-
-    SentencePiece first joins the neighbours that make the piece of the best score. Merges of one
-    piece are ordered by their left half's id.
-    """
-    index = {
-        token: at
-        for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == _NORMAL
-    }
-    merges = []
-    for token, at in index.items():
-        for cut in range(1, len(token)):
-            left, right = index.get(token[:cut]), index.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-scores[at], at, left, right))
-    merges.sort()
-    for _, _, left, right in merges:
-        yield [tokens[left], tokens[right]]
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
@@ -251,20 +173,7 @@ def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[st
     bos = file.get("tokenizer.ggml.bos_token_id")
     if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
         return None
-    token = tokens[int(bos)]
-
-    def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
-        return [
-            {"SpecialToken": {"id": token, "type_id": type_id}},
-            {"Sequence": {"id": name, "type_id": type_id}},
-        ]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": sequence("A", 0),
-        "pair": sequence("A", 0) + sequence("B", 1),
-        "special_tokens": {token: {"id": token, "ids": [int(bos)], "tokens": [token]}},
-    }
+    return around([(tokens[int(bos)], int(bos))])
 
 
 def _special_ids(file: GGUFFile) -> dict[str, Any]:

@@ -7,6 +7,9 @@ The folder has config.json, safetensors, tokenizer and chat template.
   path/to/file.gguf  converted once into the cache
   org/name           downloaded from the hub into the hub client's own cache
 
+A folder without tokenizer.json, with tokenizer files of another format, is served from a folder of
+links in the cache that has one.
+
 `python -m deployments.cli.models.fetch SPEC` prints the folder.
 """
 
@@ -25,13 +28,18 @@ from typing import Any
 from deployments.checkpoints.gguf import Progress, convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.package import fetch_package
+from deployments.checkpoints.tokenizer_files import formats as tokenizer_formats
+from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from deployments.environment import cache_dir
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.shards import weight_files
 
-_CONVERTER = 3  # part of every cache key: increment it when convert() writes something else
+# Part of every cache key: increment it when convert() or write_tokenizer() writes something else.
+_CONVERTER = 3
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code files
+_HUB_FILES = ["*.json", "*.jinja", *tokenizer_formats.FILES]  # no code files
+_HUB_WEIGHTS = ["*.safetensors"]  # fetched when the other files can be served
 _HUB_PICKLED = ["pytorch_model*.bin"]  # fetched if there are no safetensors
 
 
@@ -94,7 +102,33 @@ def resolve_model(
 
         return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
     check_model(spec, weights=weights)
-    return path.resolve() if path.is_dir() else _from_hub(spec, revision)
+    folder = path.resolve() if path.is_dir() else _from_hub(spec, revision)
+    return _with_tokenizer(folder, models, progress)
+
+
+def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Path:
+    """Return a model folder that has tokenizer.json: `folder` itself, or links to its files.
+
+    The folder of links is in the cache, by the content of the tokenizer's files.
+    """
+    known = None if (folder / "tokenizer.json").is_file() else recognised(folder)
+    if known is None:
+        return folder
+    entries = sorted(entry for entry in folder.iterdir() if entry.suffix != ".py")
+    digest = hashlib.blake2b(f"{folder} {[entry.name for entry in entries]}".encode())
+    for name in ("config.json", *tokenizer_formats.FILES):
+        if (folder / name).is_file():
+            digest.update(name.encode() + hashlib.blake2b((folder / name).read_bytes()).digest())
+
+    def build(target: Path, progress: Progress | None) -> None:
+        if progress is not None:
+            progress("Converting the tokenizer", 0, 0)
+        write_tokenizer(folder, known, target)
+        for entry in entries:
+            if not (target / entry.name).exists():
+                (target / entry.name).symlink_to(entry)
+
+    return _cached(models, f"{folder.name}-tokenizer-{digest.hexdigest()[:16]}", build, progress)
 
 
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
@@ -189,6 +223,8 @@ def check_model(spec: str, *, weights: bool = True) -> None:
 def _check_folder(folder: Path, weights: bool) -> None:
     wanted = ["config.json", "tokenizer.json"]
     missing = [name for name in wanted if not (folder / name).is_file()]
+    if "tokenizer.json" in missing and recognised(folder) is not None:
+        missing.remove("tokenizer.json")
     if weights and not weight_files(folder):
         missing.append("*.safetensors")
     if not missing:
@@ -314,8 +350,13 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        # A model that is refused costs no download of its weights.
+        _check_folder(folder, weights=False)
+        ModelConfig.from_folder(folder)
+        commit = folder.name  # the branch may move meanwhile
+        snapshot_download(name, revision=commit, allow_patterns=_HUB_WEIGHTS)
         if not weight_files(folder):
-            snapshot_download(name, revision=revision, allow_patterns=_HUB_PICKLED)
+            snapshot_download(name, revision=commit, allow_patterns=_HUB_PICKLED)
     except RevisionNotFoundError as error:
         raise ConfigError(
             f"model {name!r} has no revision {revision!r}", param="revision"

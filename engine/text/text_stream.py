@@ -32,7 +32,7 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-_BYTES = _byte_of_char()
+BYTE_OF_CHAR = _byte_of_char()
 
 
 _CHARACTER = 4  # bytes of UTF-8 at most
@@ -114,7 +114,7 @@ class _Scheme:
             if token is None:
                 return b""
             try:
-                return bytes([_BYTES[char] for char in token])
+                return bytes([BYTE_OF_CHAR[char] for char in token])
             except KeyError:  # an added token with a character outside the table
                 return token.encode()
         if token is None:

@@ -1,0 +1,1 @@
+"""Conversion of the tokenizer files of published models that have no tokenizer.json."""

@@ -1,0 +1,133 @@
+"""Recognises the tokenizer files of a model folder that has no tokenizer.json, and converts them.
+
+No code of the folder is run: its files say which of our conversions reads them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.checkpoints.tokenizer_files import merges, ranks, sentencepiece
+from deployments.checkpoints.tokenizer_files.converted import Converted
+from deployments.checkpoints.tokenizer_files.folder import TokenizerFolder
+from deployments.checkpoints.tokenizer_files.templates import KnownTemplate, known_template
+from engine.errors import ConfigError
+
+# Files of a tokenizer in any of the formats.
+FILES = (
+    sentencepiece.FILE,
+    ranks.QWEN,
+    ranks.KIMI,
+    ranks.TEKKEN,
+    merges.VOCAB,
+    merges.MERGES,
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
+_WAY_OUT = (
+    "on a machine where its own code may run, save its tokenizer with "
+    "AutoTokenizer.from_pretrained(...).save_pretrained(...) and put tokenizer.json into the folder"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of tokenizer files.
+
+    files: names of the files that have the vocabulary.
+    classes: Python classes whose rules the conversion knows; None: the files say everything.
+    family: name of the record of its chat template, unless it is the class.
+    """
+
+    files: tuple[str, ...]
+    classes: frozenset[str] | None
+    convert: Callable[[TokenizerFolder], Converted]
+    family: str = ""
+
+
+_TEKKEN = Format((ranks.TEKKEN,), None, ranks.convert_tekken, "tekken")
+_QWEN = Format((ranks.QWEN,), None, ranks.convert_qwen, "QWenTokenizer")
+_KIMI = Format((ranks.KIMI,), None, ranks.convert_kimi)
+_GLM = Format(
+    (sentencepiece.FILE,), frozenset({"ChatGLM4Tokenizer", "ChatGLMTokenizer"}), ranks.convert_glm
+)
+_PIECES = Format((sentencepiece.FILE,), sentencepiece.CLASSES, sentencepiece.convert)
+_MERGES = Format((merges.VOCAB, merges.MERGES), frozenset(merges.CLASSES), merges.convert)
+
+
+def recognised(path: Path) -> Format | None:
+    """Return the format of a folder's tokenizer files, in milliseconds; None: it has none of them.
+
+    Raises ConfigError (param model) for files whose rules are in code that is not run.
+    """
+    folder = TokenizerFolder(path)
+    found = _format(folder)
+    if found is None or found.classes is None or folder.tokenizer_class in found.classes:
+        return found
+    name = folder.tokenizer_class or "none"
+    known = ", ".join(sorted(filter(None, found.classes)))
+    raise ConfigError(
+        f"model folder {path} has no tokenizer.json, and {' and '.join(found.files)} of the "
+        f"tokenizer class {name} is not converted (known: {known}); {_WAY_OUT}",
+        param="model",
+    )
+
+
+def _format(folder: TokenizerFolder) -> Format | None:
+    for known in (_TEKKEN, _QWEN, _KIMI):
+        if folder.has(*known.files):
+            return known
+    if folder.has(sentencepiece.FILE):
+        with (folder.path / sentencepiece.FILE).open("rb") as file:
+            return _GLM if ranks.is_ranks(file.read(1024)) else _PIECES
+    return _MERGES if folder.has(*_MERGES.files) else None
+
+
+def write_tokenizer(path: Path, known: Format, target: Path) -> None:
+    """Write tokenizer.json of a model folder, and the files beside it, into the folder `target`.
+
+    Beside it are tokenizer_config.json, generation_config.json with the tokens that end an answer,
+    and the chat template on record for a model without one.
+    Raises ConfigError for damaged files.
+    """
+    folder = TokenizerFolder(path)
+    converted = known.convert(folder)
+    settings = {
+        **folder.settings,
+        **converted.special,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    settings.pop("auto_map", None)  # names of the folder's code
+    _write(target / "tokenizer.json", converted.tokenizer)
+    _write(target / "tokenizer_config.json", settings)
+    generation = folder.generation
+    own = "chat_template" in settings or folder.has("chat_template.jinja")
+    if not own and not folder.has("chat_template.json"):
+        family = known.family or folder.tokenizer_class
+        template = known_template(folder, family, converted.tokenizer)
+        if template is not None:
+            (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+            generation = _with_ends(folder, template, converted.tokenizer)
+    _write(target / "generation_config.json", generation)
+
+
+def _with_ends(
+    folder: TokenizerFolder, template: KnownTemplate, tokenizer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return generation_config.json in which the template's ends end an answer as well."""
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    ends: list[int] = []
+    for settings in (folder.generation, folder.config):
+        value = settings.get("eos_token_id")
+        ends += value if isinstance(value, list) else [] if value is None else [value]
+    ends += [ids[text] for text in template.ends if text in ids]
+    return {**folder.generation, **({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})}
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,175 @@
+"""Conversion of SentencePiece models: Llama, Baichuan, InternLM, ChatGLM 2 and 3, and others."""
+
+import base64
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.checkpoints.tokenizer_files.converted import Converted
+from deployments.checkpoints.tokenizer_files.folder import TokenizerFolder
+from deployments.checkpoints.tokenizer_files.piece_model import (
+    BPE,
+    CONTROL,
+    NORMAL,
+    USER_DEFINED,
+    PieceModel,
+)
+from deployments.checkpoints.tokenizer_files.tokenizer_json import (
+    SPACE,
+    added_token,
+    around,
+    bpe,
+    isolated,
+    piece_merges,
+    pieces,
+)
+
+FILE = "tokenizer.model"
+# Classes whose Python code gives sentencepiece the text between special tokens, and may add a BOS.
+_PLAIN = frozenset(
+    {
+        "",
+        "BaichuanTokenizer",
+        "CodeLlamaTokenizer",
+        "GemmaTokenizer",
+        "InternLM2Tokenizer",
+        "InternLMTokenizer",
+        "LlamaTokenizer",
+        "OrionTokenizer",
+        "YiTokenizer",
+    }
+)
+# ChatGLM's class numbers these behind the pieces, and begins each text with two of them.
+_GLM = "ChatGLMTokenizer"
+_GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM_START = ("[gMASK]", "sop")
+_INTERNLM_ENDS = ("<eoh>", "<eoa>")  # of a question and of an answer
+CLASSES = _PLAIN | {_GLM}
+
+# A whole word that a user typed like the name of a byte's piece would become the byte.
+_BYTE_AS_TEXT = r"\A<(?=0x[0-9A-F]{2}>\z)"
+
+
+@dataclass
+class _Vocabulary:
+    """The texts of all ids, and the tokens that are matched before the model."""
+
+    texts: dict[int, str]
+    added: dict[int, bool]  # id -> whether it is special
+
+    def place(self, index: int, text: str, special: bool) -> None:
+        self.texts[index] = text
+        self.added[index] = special
+
+
+def convert(folder: TokenizerFolder) -> Converted:
+    """Convert tokenizer.model. Raises ConfigError that names what is not supported."""
+    try:
+        model = PieceModel.parse(folder.bytes(FILE))
+    except (ValueError, KeyError) as error:
+        raise folder.error(FILE, f"it is no SentencePiece model ({error})") from None
+    if model.kind != BPE:
+        raise folder.error(FILE, "its model has no merges: only SentencePiece's BPE is converted")
+    if model.suffix:
+        raise folder.error(FILE, "its words end with their space (treat_whitespace_as_suffix)")
+    glm = folder.tokenizer_class == _GLM
+    vocabulary = _vocabulary(folder, model, glm)
+    special = {f"{name}_token": model.tokens[index] for name, index in model.ids.items()}
+    special |= {name: text for name in special if (text := folder.named(name))}
+    parts = _parts(folder, model)
+    parts["post_processor"] = _added_around(folder, vocabulary, special, glm)
+    added = [
+        added_token(index, vocabulary.texts[index], special=is_special, single_word=words)
+        for index, is_special in sorted(vocabulary.added.items())
+        for words in (vocabulary.texts[index].isalpha(),)
+    ]
+    document = bpe(added, parts, _bpe_model(model, vocabulary.texts))
+    return Converted(document, special)
+
+
+def _vocabulary(folder: TokenizerFolder, model: PieceModel, glm: bool) -> _Vocabulary:
+    vocabulary = _Vocabulary(dict(enumerate(model.tokens)), {})
+    unknown = model.ids.get("unk")
+    for index, kind in enumerate(model.kinds):
+        if kind == CONTROL or index == unknown:
+            vocabulary.added[index] = True
+    if glm:
+        for place, text in enumerate((*_GLM_TOKENS, *_GLM_ROLES)):
+            vocabulary.place(len(model.tokens) + place, text, True)
+    for index, (text, special) in folder.added.items():
+        vocabulary.place(index, text, special)
+    for name in ("user_token_id", "assistant_token_id"):  # Baichuan's turns begin with these
+        turn = folder.generation.get(name)
+        if isinstance(turn, int) and turn in vocabulary.texts:
+            vocabulary.added[turn] = True
+    if folder.tokenizer_class == "InternLMTokenizer":
+        ends = (at for at, text in enumerate(model.tokens) if text in _INTERNLM_ENDS)
+        vocabulary.added |= dict.fromkeys(ends, True)
+    return vocabulary
+
+
+def _added_around(
+    folder: TokenizerFolder, vocabulary: _Vocabulary, special: Mapping[str, str], glm: bool
+) -> dict[str, Any] | None:
+    ids = {text: index for index, text in vocabulary.texts.items()}
+    if glm:
+        return around([(text, ids[text]) for text in _GLM_START])
+
+    def declared(name: str, default: bool) -> list[tuple[str, int]]:
+        text = special.get(f"{name}_token", "")
+        asked = folder.settings.get(f"add_{name}_token", default)
+        return [(text, ids[text])] if asked and text in ids else []
+
+    return around(declared("bos", True), declared("eos", False))
+
+
+def _parts(folder: TokenizerFolder, model: PieceModel) -> dict[str, Any]:
+    """Return normalizer, pre-tokenizer and decoder."""
+    before: list[dict[str, Any]] = []
+    if model.charsmap:
+        charsmap = base64.b64encode(model.charsmap).decode()
+        before.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if model.collapse:
+        ends = {"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""}
+        runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+        before += [ends, runs]
+    # `legacy: false` of Llama's class: no space behind a special token.
+    once = model.prefix and folder.settings.get("legacy") is False
+    parts = pieces(model.prefix and not once, before)
+    splits: list[dict[str, Any]] = []
+    if once:
+        splits.append(
+            {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+        )
+        parts["normalizer"] = {"type": "Sequence", "normalizers": before} if before else None
+    kinds = zip(model.tokens, model.kinds, strict=True)
+    if own := [text for text, kind in kinds if kind == USER_DEFINED]:
+        longest_first = sorted(own, key=len, reverse=True)
+        splits.append(isolated("|".join(map(re.escape, longest_first))))
+        splits.append(isolated(_BYTE_AS_TEXT))
+    if splits:
+        several = {"type": "Sequence", "pretokenizers": splits}
+        parts["pre_tokenizer"] = several if len(splits) > 1 else splits[0]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if (model.prefix or model.collapse) and strip not in parts["decoder"]["decoders"]:
+        parts["decoder"]["decoders"].append(strip)
+    return parts
+
+
+def _bpe_model(model: PieceModel, texts: Mapping[int, str]) -> dict[str, Any]:
+    normal = [
+        index
+        for index, kind in enumerate(model.kinds)
+        if kind == NORMAL and texts[index] == model.tokens[index]
+    ]
+    return {
+        "vocab": {text: index for index, text in texts.items()},
+        "unk_token": texts[model.ids["unk"]] if "unk" in model.ids else None,
+        "fuse_unk": True,
+        "byte_fallback": model.byte_fallback,
+        # The user's own pieces are words of their own, which are never made by merges.
+        "ignore_merges": USER_DEFINED in model.kinds,
+        "merges": list(piece_merges(model.tokens, model.scores, normal)),
+    }
