@@ -19,7 +19,7 @@ from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet
 from tests.engine.lora.adapters import save_prompt
-from tests.engine.lora.test_logits import add, run, submit
+from tests.engine.lora.test_logits import add_adapter, run, submit
 from tests.engine.models.checkpoints import save_checkpoint
 
 CONTEXT, VIRTUAL = 48, 18
@@ -53,7 +53,7 @@ def test_served_as_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for number, name in enumerate(("", *KINDS)):
         left = CONTEXT - VIRTUAL * bool(name) - len(PROMPT)
         if name:
-            add(alone, name, Path(paths[name]))
+            add_adapter(alone, name, Path(paths[name]))
         submit(alone, number, PROMPT, name, max_tokens=left, prompt_logprobs=None)
         wanted.append(run(alone)[number].tokens)
         assert len(wanted[-1]) == left

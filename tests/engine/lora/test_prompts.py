@@ -28,7 +28,7 @@ from peft import PeftModel
 from tests.engine.lora.test_logits import (
     MODELS,
     PARAMS,
-    add,
+    add_adapter,
     check,
     engine,
     run,
@@ -66,7 +66,7 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
     folders = save_all(theirs, tmp_path)
     core = engine(tmp_path / "base", max_virtual_tokens=21, max_num_batched_tokens=16)
     for adapter, folder in folders.items():
-        info = add(core, adapter, folder)
+        info = add_adapter(core, adapter, folder)
         kind, count, _ = PROMPTS.get(adapter, ("lora", 0, {}))
         assert (info.kind, info.virtual_tokens) == (kind, count)
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def test_preemption_prefix_cache_and_takeover(tmp_path: Path) -> None:
     )
     used = ["", "words", "keys", "lora"]
     for name in used[1:]:
-        add(core, name, folders[name])
+        add_adapter(core, name, folders[name])
     prompt = torch.randint(3, 101, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     wanted = {}
     for number in range(16):
@@ -129,7 +129,7 @@ def test_preemption_prefix_cache_and_takeover(tmp_path: Path) -> None:
         assert run(core)[21].tokens == again.tokens[6:]
         outputs[len(wanted)], wanted[len(wanted)] = again, (name, prompt)
     save_prompt(theirs, tmp_path / "other", "prefix_tuning", 7, seed=9)
-    add(core, "keys", tmp_path / "other")
+    add_adapter(core, "keys", tmp_path / "other")
     submit(core, 22, prompt, "keys", prompt_logprobs=None)
     replaced = run(core)[22]
     assert replaced.cached == 0
@@ -152,7 +152,7 @@ def test_a_prefix_is_kept_once(tmp_path: Path) -> None:
     theirs = save_checkpoint(tmp_path / "base", "llama")
     save_prompt(theirs, tmp_path / "keys", "prefix_tuning", 18)
     core = engine(tmp_path / "base", max_virtual_tokens=18, max_model_len=40)
-    add(core, "keys", tmp_path / "keys")
+    add_adapter(core, "keys", tmp_path / "keys")
     for number in range(3):
         submit(core, number, [5 + number], "keys", prompt_logprobs=None, max_tokens=3)
     while not core.scheduler.running:
@@ -228,7 +228,7 @@ def test_refused_where_there_is_no_room(tmp_path: Path) -> None:
     save_prompt(theirs, tmp_path / "v", "prompt_tuning", 4)
     core = engine(tmp_path / "base")
     with pytest.raises(AssertionError, match="max_virtual_tokens 0"):
-        add(core, "v", tmp_path / "v")
+        add_adapter(core, "v", tmp_path / "v")
 
 
 @pytest.mark.gpu
@@ -250,7 +250,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
             max_virtual_tokens=21,
         )
         for name, folder in folders.items():
-            add(core, name, folder)
+            add_adapter(core, name, folder)
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 40, 1)]
         plan = [(name, prompt) for prompt in prompts for name in ("", *folders)]

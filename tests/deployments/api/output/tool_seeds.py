@@ -64,10 +64,10 @@ def wrong_calls(name: str, folder: Path, seeds: int, adapter: bool = False) -> l
     asked = [request(i, params.structured, **more) for i in range(1, seeds + 1)]
     if adapter:
         from tests.engine.lora.adapters import save_adapter
-        from tests.engine.lora.test_logits import add
+        from tests.engine.lora.test_logits import add_adapter
 
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        add(core, "legal", save_adapter(plain, folder / "legal"))
+        add_adapter(core, "legal", save_adapter(plain, folder / "legal"))
         asked += [replace(base, id=base.id + seeds, adapter="legal") for base in asked]
     wrong = []
     outputs = run(core, *asked)
