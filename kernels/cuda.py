@@ -198,7 +198,7 @@ class Cuda(Kernels):
                 return
             meta.plan = plan(
                 kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1],
-                meta.window, meta.chunk,
+                meta.window, meta.chunk, meta.runs,
             )  # fmt: skip
 
     def rope_kv_write(self, inputs: RopeInputs, meta: AttentionMeta) -> Tensor:

@@ -45,6 +45,9 @@ class AttentionMeta:
     # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
     # whose first token is its request's first begins it with zeros, whatever is there.
     rows: Tensor | None = None
+    # [num_entries] int32: the entries' rows, in a step that verifies drafts. Adjacent decodes of a
+    # row at consecutive positions then read their keys once. None: no row has several decodes.
+    runs: Tensor | None = None
 
     def first_key(self, position: Any) -> Any:
         """The first key that the token at `position` sees, of an int or a tensor of them."""

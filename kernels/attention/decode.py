@@ -8,6 +8,9 @@ the lengths are mixed. Where an entry has several splits,
 each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
 grid does, always in the order of the keys, so results do not depend on which split came last.
 
+A run of entries (`decode_plan.py`) is planned as its first entry: a tile has a row for each of its
+queries and heads. The run's own keys, which only its later queries see, follow in the last split.
+
 What decides the time, in this order: enough bytes in flight from the first moment (few programs
 take long tiles); one round of equal shares rather than two; as few splits as that allows, because
 each costs a handful of dependent trips to memory.
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.decode_plan import DecodePlan
+from kernels.attention.decode_plan import MIN_ROWS, DecodePlan
 from kernels.attention.inputs import AttentionInputs
 from kernels.attention.shapes import Heads, Scores
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
@@ -36,22 +39,26 @@ def capped(score, cap_log2):
 
 @triton.jit
 def merge_into(
-    out, partial, partial_lse, entry, first, splits, head,
+    out, partial, partial_lse, entry, first, splits, head, queries,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr, QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write the outputs of a key head's queries: means of `splits` partial ones, from `first` on,
-    weighed by their shares of the softmax."""
+    """Write the outputs of a key head's queries, of `queries` entries from `entry` on.
+
+    They are the means of `splits` partial ones, each QUERIES-th from `first` on, weighed by their
+    shares of the softmax.
+    """
     rows = tl.arange(0, MERGE_ROWS)
     dims = tl.arange(0, DIMS)
     chunk = tl.arange(0, MERGE)
-    row_mask = rows < GROUP
+    row_mask = rows < GROUP * queries
     dim_mask = dims < HEAD_DIM
+    rows = rows // GROUP * NUM_HEADS + head * GROUP + rows % GROUP
     best = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([MERGE_ROWS], tl.float32)
     merged = tl.zeros([MERGE_ROWS, DIMS], tl.float32)
     for start in range(0, splits, MERGE):
-        at = ((first + start + chunk) * NUM_HEADS + head * GROUP)[:, None] + rows[None, :]
+        at = ((first + (start + chunk) * QUERIES) * NUM_HEADS)[:, None] + rows[None, :]
         there = (start + chunk < splits)[:, None] & row_mask[None, :]
         part = tl.load(
             partial + at[:, :, None] * HEAD_DIM + dims[None, None, :],
@@ -69,7 +76,7 @@ def merge_into(
         merged = merged * keep[:, None] + tl.sum(part * share[:, :, None], axis=0)
         best = new_best
     merged = merged / total[:, None]
-    target = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+    target = (entry * NUM_HEADS + rows) * HEAD_DIM
     tl.store(
         out + target[:, None] + dims[None, :],
         merged.to(out.dtype.element_ty),
@@ -81,13 +88,15 @@ def merge_into(
 def _merge_kernel(
     out, partial, partial_lse, entries,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MERGE: tl.constexpr,
-    PDL: tl.constexpr,
+    QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (entry, query head, piece of its DIMS elements), where there are
     several."""
     entry = tl.program_id(0).to(tl.int64)
-    first = tl.load(entries + entry * 2).to(tl.int64)
-    splits = tl.load(entries + entry * 2 + 1)
+    first = tl.load(entries + entry * 3).to(tl.int64) * QUERIES
+    splits = tl.load(entries + entry * 3 + 1)
+    if QUERIES > 1:
+        first += tl.load(entries + entry * 3 + 2)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -95,9 +104,16 @@ def _merge_kernel(
         out += tl.program_id(2) * DIMS
         partial += tl.program_id(2) * DIMS
         merge_into(
-            out, partial, partial_lse, entry, first, splits, tl.program_id(1),
-            NUM_HEADS, 1, HEAD_DIM, DIMS, MERGE, 1,
+            out, partial, partial_lse, entry, first, splits, tl.program_id(1), 1,
+            NUM_HEADS, 1, HEAD_DIM, DIMS, MERGE, 1, QUERIES,
         )  # fmt: skip
+
+
+@triton.jit
+def run_of(items, item, exists):
+    """Position of the first query of an item's run, and the run's number of queries."""
+    last = tl.load(items + item * 8 + 5, mask=exists, other=0)
+    return last, tl.load(items + item * 8 + 6, mask=exists, other=1)
 
 
 @triton.jit
@@ -109,15 +125,51 @@ def item_of(items, item, exists):
     return entry, begin, end
 
 
+@triton.jit
+def _attend_own_keys(
+    query, top, denominator, acc, slope, query_of, k_cache, v_cache, table,
+    begin, count, head, scale_log2, cap_log2,
+    HEADS: tl.constexpr, DIMS: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """Add a run's `count` keys behind its first query, from position `begin` on, to the sums of the
+    queries that see them. Returns the top scores, denominators and outputs."""
+    PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
+    offsets = tl.arange(0, 16)
+    dims = tl.arange(0, DIMS)
+    position = begin + offsets
+    seen = offsets < count
+    page = tl.load(table + position // HEADS.block_size, mask=seen, other=0)
+    in_page = (head * HEADS.block_size + position % HEADS.block_size) * HEADS.head_dim
+    where = (page.to(tl.int64) * PAGE + in_page)[:, None] + dims[None, :]
+    mask = seen[:, None] & (dims < HEADS.head_dim)[None, :]
+    key = tl.load(k_cache + where, mask=mask, other=0.0)
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+    if SCORES.softcap:
+        score = capped(score, cap_log2)
+    if SCORES.slopes:
+        ahead = (offsets + 1)[None, :] - query_of[:, None]
+        score += slope[:, None] * ahead.to(tl.float32)
+    visible = seen[None, :] & (offsets[None, :] < query_of[:, None])
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    denominator = denominator * shrink + tl.sum(weight, axis=1)
+    value = tl.load(v_cache + where, mask=mask, other=0.0)
+    acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return new_top, denominator, acc
+
+
 class DecodeTile(NamedTuple):
     """The tile of a program, as one `tl.constexpr`."""
 
-    rows: int  # GROUP padded to what the matrix unit takes
+    rows: int  # `queries` * GROUP, padded to what the matrix unit takes
     dims: int  # HEAD_DIM padded to a power of two
     keys: int  # keys a tile
     merge: int  # splits merged at a time
     merge_rows: int  # GROUP padded to a power of two
     last_merges: bool  # else _merge_kernel does
+    queries: int = 1  # the most entries of a run
 
 
 @triton.jit(
@@ -150,6 +202,9 @@ def _decode_kernel(
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     keys = tl.arange(0, TILE.keys)
+    query_of, head_of = 0, rows
+    if TILE.queries > 1:
+        query_of, head_of = rows // HEADS.group, rows % HEADS.group
     row_mask = rows < HEADS.group
     dim_mask = dims < HEADS.head_dim
     tile_mask = row_mask[:, None] & dim_mask[None, :]
@@ -159,6 +214,9 @@ def _decode_kernel(
     pairs = tl.load(counted) * HEADS.num_kv_heads
     work = tl.program_id(0)
     entry, begin, end = item_of(items, work // HEADS.num_kv_heads, work < pairs)
+    last, queries = 0, 1
+    if TILE.queries > 1:
+        last, queries = run_of(items, work // HEADS.num_kv_heads, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -166,7 +224,11 @@ def _decode_kernel(
         head = work % HEADS.num_kv_heads
         item = work // HEADS.num_kv_heads
         table = block_table + entry * table_stride
-        head_rows = (entry * NUM_HEADS + head * HEADS.group + rows) * HEADS.head_dim
+        head_rows = (entry + query_of) * NUM_HEADS + head * HEADS.group + head_of
+        head_rows *= HEADS.head_dim
+        if TILE.queries > 1:
+            row_mask = rows < HEADS.group * queries
+            tile_mask = row_mask[:, None] & dim_mask[None, :]
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
         query = tl.load(q + head_rows[:, None] + dims[None, :], mask=tile_mask, other=0.0)
@@ -174,12 +236,14 @@ def _decode_kernel(
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
         if SCORES.sinks:  # in the first split, as a key without a value
-            sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
+            sink = tl.load(sinks + head * HEADS.group + head_of, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink, top)
             denominator += tl.where(item == first, 1.0, 0.0)
+        slope = top
         if SCORES.slopes:
-            slope = tl.load(slopes + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
-            last = tl.load(items + item * 8 + 5)
+            slope = tl.load(slopes + head * HEADS.group + head_of, mask=row_mask, other=0.0) * LOG2E
+            if TILE.queries == 1:
+                last = tl.load(items + item * 8 + 5)
         # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
         position = begin + keys
         page = tl.load(table + position // HEADS.block_size, mask=position < end, other=0)
@@ -189,6 +253,8 @@ def _decode_kernel(
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
         next_item = item_of(items, next_work // HEADS.num_kv_heads, next_work < pairs)
+        if TILE.queries > 1:
+            next_run = run_of(items, next_work // HEADS.num_kv_heads, next_work < pairs)
         for start in range(begin, end, TILE.keys):
             position = start + keys
             seen = position < end
@@ -204,7 +270,8 @@ def _decode_kernel(
                 score = capped(score, cap_log2)
             if SCORES.slopes:
                 ahead = start + keys - last
-                score += slope[:, None] * ahead[None, :].to(tl.float32)
+                ahead = ahead[None, :] - (query_of + tl.zeros([ROWS], tl.int32))[:, None]
+                score += slope[:, None] * ahead.to(tl.float32)
             score = tl.where(seen[None, :], score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1))
             weight = tl.exp2(score - new_top[:, None])
@@ -214,6 +281,12 @@ def _decode_kernel(
             acc = acc * shrink[:, None]
             acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
             top = new_top
+        if TILE.queries > 1:  # noqa: SIM102  one is decided by the compiler
+            if (queries > 1) & (item == first + splits - 1):
+                top, denominator, acc = _attend_own_keys(
+                    query, top, denominator, acc, slope, query_of, k_cache, v_cache, table,
+                    last + 1, queries - 1, head, scale_log2, cap_log2, HEADS, DIMS, SCORES,
+                )  # fmt: skip
         # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
         acc = acc / denominator[:, None]
@@ -221,7 +294,8 @@ def _decode_kernel(
             where_out = out + head_rows[:, None] + dims[None, :]
             tl.store(where_out, acc.to(out.dtype.element_ty), mask=tile_mask)
         else:
-            at = item.to(tl.int64) * NUM_HEADS + head * HEADS.group + rows
+            split = item.to(tl.int64) * TILE.queries + query_of
+            at = split * NUM_HEADS + head * HEADS.group + head_of
             tl.store(partial + at[:, None] * HEADS.head_dim + dims[None, :], acc, mask=tile_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
             if TILE.last_merges:
@@ -231,12 +305,23 @@ def _decode_kernel(
                 if before == splits - 1:
                     tl.atomic_xchg(arrivals, 0, sem="acquire")
                     tl.debug_barrier()
-                    merge_into(
-                        out, partial, partial_lse, entry, first, splits, head,
-                        NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS, TILE.merge, TILE.merge_rows,
-                    )  # fmt: skip
+                    if queries == 1:
+                        merge_into(
+                            out, partial, partial_lse,
+                            entry, first * TILE.queries, splits, head, 1,
+                            NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS,
+                            TILE.merge, TILE.merge_rows, TILE.queries,
+                        )  # fmt: skip
+                    else:
+                        merge_into(
+                            out, partial, partial_lse,
+                            entry, first * TILE.queries, splits, head, queries,
+                            NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS, 2, ROWS, TILE.queries,
+                        )  # fmt: skip
         work = next_work
         entry, begin, end = next_item
+        if TILE.queries > 1:
+            last, queries = next_run
 
 
 def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
@@ -275,12 +360,13 @@ def attention_decode(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) 
             num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size
         ),
         TILE=DecodeTile(
-            rows=max(16, triton.next_power_of_2(group)),
+            rows=max(MIN_ROWS, triton.next_power_of_2(group)),
             dims=dims,
             keys=shape.keys,
             merge=max(2, shape.merge // (merge_rows * dims)),
             merge_rows=merge_rows,
             last_merges=plan.last_merges,
+            queries=plan.queries,
         ),
         SCORES=Scores(softcap=softcap > 0, sinks=sinks is not None, slopes=slopes is not None),
         **pdl(q.device),
@@ -307,6 +393,7 @@ def merge(out: Tensor, plan: DecodePlan, pieces: int = 1) -> None:
         HEAD_DIM=size,
         DIMS=dims,
         MERGE=max(2, 8192 // dims),
+        QUERIES=plan.queries,
         num_warps=4,
         **pdl(out.device),
     )

@@ -1,4 +1,8 @@
-"""The plan of a step's decode attention: the split of requests over keys, and the launch."""
+"""The plan of a step's decode attention: the split of requests over keys, and the launch.
+
+Adjacent entries of the same row at consecutive positions, which verify drafts, form a run. Up to
+`queries` of them are planned as one: their keys are read once, for all of their queries.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +22,7 @@ CUTS = 8  # splits a program may get on average, at most; 3 where entries are ma
 # What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
 # is something to merge, and once for merging at all. Measured on an H200; they need not be exact.
 WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
+MIN_ROWS = 16  # queries of a tile, the fewest that the matrix unit takes
 TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
 
 
@@ -75,27 +80,55 @@ class DecodePlan:
     """The splits of one step, and the memory that all its layers use in turn."""
 
     count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
-    # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item, the
-    # query's position
+    # [max splits, 8] int32: first entry of a run, first key, end key, splits of the run, its first
+    # item, position of its first query, number of queries. No split has keys behind that position.
     items: Tensor
-    entries: Tensor  # [num_entries, 2] int32: first item, splits
+    entries: Tensor  # [num_entries, 3] int32: first item and splits of its run, place in the run
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
-    partial: Tensor  # [max splits, num_heads, head_dim] float32: outputs before the merge
-    partial_lse: Tensor  # [max splits, num_heads] float32: log2 of the sum of exponentials
+    # [max splits * queries, num_heads, head_dim] float32: outputs before the merge
+    partial: Tensor
+    # [max splits * queries, num_heads] float32: log2 of the sum of exponentials
+    partial_lse: Tensor
     # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
     # grid.
     last_merges: bool
     shape: DecodeLaunch
+    queries: int = 1  # the most entries of a run
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _runs(kv_len, rows, index, num_entries, length, QUERIES: tl.constexpr):
+    """Find the runs of entries. Returns each entry's place in its run, and how many entries the run
+    has from it on, up to QUERIES."""
+    real = index < num_entries
+    row = tl.load(rows + index, mask=real, other=-1)
+    before = real & (index > 0)
+    follows = tl.load(rows + index - 1, mask=before, other=-2) == row
+    follows &= tl.load(kv_len + index - 1, mask=before, other=0) + 1 == length
+    place = index - tl.associative_scan(tl.where(follows, 0, index), 0, _later)
+    count = tl.full(index.shape, 1, tl.int32)
+    for ahead in tl.static_range(1, QUERIES):
+        after = index + ahead < num_entries
+        joins = tl.load(rows + index + ahead, mask=after, other=-2) == row
+        joins &= tl.load(kv_len + index + ahead, mask=after, other=0) == length + ahead
+        count += joins.to(tl.int32)
+    return place % QUERIES, count
 
 
 # Values that depend on the number of entries are not constants, as a step may have a number that no
-# graph has. 20 parameters: the 12 constants are one cost model's, and a struct would have one user.
+# graph has. 22 parameters: the 13 constants are one cost model's, and a struct would have one user.
 @triton.jit(
     do_not_specialize=["fill", "merge_once"],
-    do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"],
+    do_not_specialize_on_alignment=["kv_len", "rows", "arrived", "counted", "decodes"],
 )
 def _plan_kernel(
     kv_len,
+    rows,
     counted,
     items,
     entries,
@@ -115,11 +148,23 @@ def _plan_kernel(
     WRITE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     entry = tl.program_id(0)
     index = tl.arange(0, ENTRIES)
     num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
+    real = index < num_entries  # and the first of its run
+    runs = num_entries
+    leader, place, queries = entry, 0, 1
+    if QUERIES > 1:
+        places, counts = _runs(kv_len, rows, index, num_entries, length, QUERIES)
+        real &= places == 0
+        runs = tl.sum(real.to(tl.int32), axis=0)
+        length = tl.where(real, length, 0)
+        place = tl.sum(tl.where(index == entry, places, 0), axis=0)
+        leader = entry - place
+        queries = tl.sum(tl.where(index == leader, counts, 0), axis=0)
     start_key = 0
     if WINDOW:
         start_key = tl.maximum(tl.load(kv_len + entry) - WINDOW, 0)
@@ -127,7 +172,6 @@ def _plan_kernel(
     if CHUNK:
         start_key = tl.maximum(tl.load(kv_len + entry) - 1, 0) // CHUNK * CHUNK
         length = length - tl.maximum(length - 1, 0) // CHUNK * CHUNK
-    real = index < num_entries
     # Try sizes from "one split for each program" down (and "no split"), and take the one that
     # should end first: programs walk equal shares of the keys, then wait for the longest split.
     total = tl.sum(length, axis=0)
@@ -145,23 +189,24 @@ def _plan_kernel(
         end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
         end += tl.cdiv(count, fill) * WALK_COST
         merges = merge_once + tl.cdiv(count, fill) * MERGE_COST
-        end += tl.where(count > num_entries, merges, 0)
+        end += tl.where(count > runs, merges, 0)
         # Only what fits into the workspace.
         better = (end < best) & (count <= fill * CUTS + num_entries)
         size = tl.where(better, tried, size)
         best = tl.where(better, end, best)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
-    mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)  # 0 beyond num_entries
-    own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
-    before = (length > own_length) | ((length == own_length) & (index < entry))
+    mine = tl.sum(tl.where(index == leader, splits, 0), axis=0)  # 0 beyond num_entries
+    own_length = tl.sum(tl.where(index == leader, length, 0), axis=0)
+    before = (length > own_length) | ((length == own_length) & (index < leader))
     first = tl.sum(tl.where(before, splits, 0), axis=0)
     even = (
         tl.cdiv(tl.cdiv(own_length, tl.maximum(mine, 1)), TILE) * TILE
     )  # <= size, and leaves no split empty
-    for start in range(0, mine, WRITE):
+    listed = tl.where(entry == leader, mine, 0)
+    for start in range(0, listed, WRITE):
         split = start + tl.arange(0, WRITE)
         target = items + (first + split) * 8
-        mask = split < mine
+        mask = split < listed
         tl.store(target, entry, mask=mask)
         tl.store(target + 1, start_key + split * even, mask=mask)
         last = start_key + tl.minimum((split + 1) * even, own_length)
@@ -169,8 +214,10 @@ def _plan_kernel(
         tl.store(target + 3, mine, mask=mask)
         tl.store(target + 4, first, mask=mask)
         tl.store(target + 5, start_key + own_length - 1, mask=mask)
-    tl.store(entries + entry * 2, first)
-    tl.store(entries + entry * 2 + 1, mine)
+        tl.store(target + 6, queries, mask=mask)
+    tl.store(entries + entry * 3, first)
+    tl.store(entries + entry * 3 + 1, mine)
+    tl.store(entries + entry * 3 + 2, place)
     heads = tl.arange(0, HEADS)
     tl.store(arrived + entry * NUM_KV_HEADS + heads, 0, mask=heads < NUM_KV_HEADS)
     if entry == 0:
@@ -186,18 +233,26 @@ def plan(
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
     window: int = 0,
     chunk: int = 0,
+    rows: Tensor | None = None,  # [num_entries] int32: the entries' rows; None: no runs
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes, those that window and chunk let their queries see."""
+    """Cut the keys of a step's decodes, those that window and chunk let their queries see.
+
+    Runs are planned as one where a tile has room for several queries, in caches of the model's own
+    numbers whose keys are all seen.
+    """
     sms = num_sms(kv_len.device)
     _, num_kv_heads, _, head_dim = k_cache.shape
     pairs = kv_len.shape[0] * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     if isinstance(k_cache, QuantizedKV):
+        rows = None
         shape = _quantized_launch(pairs, sms, dims)
     else:
         shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
+    if window or chunk or 2 * num_heads > MIN_ROWS * num_kv_heads:
+        rows = None
     sizes = (num_heads, num_kv_heads, head_dim)
-    return cut(kv_len, sizes, shape, 2 * pairs > sms, max_kv_len, decodes, window, chunk)
+    return cut(kv_len, sizes, shape, 2 * pairs > sms, max_kv_len, decodes, window, chunk, rows)
 
 
 def cut(
@@ -209,13 +264,16 @@ def cut(
     decodes: Tensor,
     window: int = 0,
     chunk: int = 0,
+    rows: Tensor | None = None,
 ) -> DecodePlan:
     """Cut the keys of a step's decodes for a kernel whose launch is given.
 
     sizes: query heads, parts of the heads that each walk an entry's keys, elements of a head's
         result.
+    rows: the entries' rows, [num_entries] int32, if the kernel computes runs at once.
     """
     num_heads, num_kv_heads, head_dim = sizes
+    queries = 1 if rows is None else MIN_ROWS * num_kv_heads // num_heads
     num_entries = kv_len.shape[0]
     device = kv_len.device
     fill = max(1, num_sms(device) * shape.per_sm // num_kv_heads)
@@ -225,15 +283,19 @@ def cut(
     result = DecodePlan(
         count=torch.empty(2, dtype=torch.int32, device=device),
         items=torch.empty((most, 8), dtype=torch.int32, device=device),
-        entries=torch.empty((num_entries, 2), dtype=torch.int32, device=device),
+        entries=torch.empty((num_entries, 3), dtype=torch.int32, device=device),
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
-        partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
-        partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
+        partial=torch.empty(
+            (most * queries, num_heads, head_dim), dtype=torch.float32, device=device
+        ),
+        partial_lse=torch.empty((most * queries, num_heads), dtype=torch.float32, device=device),
         last_merges=last_merges,
         shape=shape,
+        queries=queries,
     )
     _plan_kernel[(num_entries,)](
         kv_len,
+        kv_len if rows is None else rows,
         result.count,
         result.items,
         result.entries,
@@ -254,6 +316,7 @@ def cut(
         WRITE=128,
         WINDOW=window,
         CHUNK=chunk,
+        QUERIES=queries,
         num_warps=4,
     )
     return result

@@ -230,7 +230,7 @@ def _quantized_decode_kernel(
                     tl.atomic_xchg(arrivals, 0, sem="acquire")
                     tl.debug_barrier()
                     merge_into(
-                        out, partial, partial_lse, entry, first, splits, head,
+                        out, partial, partial_lse, entry, first, splits, head, 1,
                         NUM_HEADS, HEADS.group, HEADS.head_dim, DIMS, TILE.merge, TILE.merge_rows,
                     )  # fmt: skip
         work = next_work

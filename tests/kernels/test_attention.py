@@ -103,6 +103,56 @@ def test_decode_merges_splits(lengths: list[int]) -> None:
     assert not meta.plan.arrived.any()
 
 
+# Rows and lengths of entries: runs of two to eight, and neighbours that are none.
+RUNS = [
+    (3, [41, 42, 43]),
+    (5, [200]),
+    (8, [60]),
+    (9, [61]),  # another request, one token longer than the one before it
+    (2, [1, 2, 3, 4]),
+    (7, [*range(145, 153)]),
+    (1, [128, 129]),
+]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 2), (8, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "runs",
+    [RUNS, [(0, [2045, 2046, 2047])], [(4, [2558, 2559, 2560, 2561]), (1, [7])]],
+    ids=["mixed", "grid", "last"],
+)
+def test_runs_of_one_request(runs: list[tuple[int, list[int]]], heads: tuple[int, int]) -> None:
+    """Entries of one request at consecutive positions, as drafts are verified: a query that sees a
+    later one's key, a neighbour taken for the same request, splits that a query sees nothing of."""
+    num_heads, num_kv_heads = heads
+    how = (3.0, random(num_heads).float(), random(num_heads).abs().float())
+    kv_len = [max(lengths) for _, lengths in runs]
+    k_cache, v_cache, whole = paged(
+        kv_len, [1] * len(runs), num_kv_heads, 64, 16, len(runs), torch.float32
+    )
+    entry_of = [index for index, (_, lengths) in enumerate(runs) for _ in lengths]
+    q = random(len(entry_of), num_heads, 64)
+    entries = torch.tensor(entry_of, device=DEVICE)
+    lengths = [length for _, lengths in runs for length in lengths]
+    meta = rows_of(lengths, [1] * len(q), len(q), whole.block_table[entries], q)
+    rows = [row for row, lengths in runs for _ in lengths]
+    meta.runs = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    cuda.prepare(meta, num_heads, k_cache)
+    for softcap, sinks, slopes in ((0.0, None, None), how):
+        ref = attention(
+            q, k_cache, v_cache, 0.125, meta, softcap=softcap, sinks=sinks, slopes=slopes
+        )
+        inputs = AttentionInputs(q, k_cache, v_cache, 0.125, softcap, sinks, slopes)
+        out = cuda.attention(inputs, meta)
+        assert row_error(out.view(q.shape), ref) < BOUND[torch.float32]
+    queries = 16 * num_kv_heads // num_heads
+    planned = sum(-(-len(lengths) // queries) for _, lengths in runs)
+    assert {int(entry) for entry in meta.plan.items[: int(meta.plan.count[0]), 0]} == {
+        at for at in range(len(q)) if int(meta.plan.entries[at, 2]) == 0
+    }
+    assert sum(int(meta.plan.entries[at, 2]) == 0 for at in range(len(q))) == planned
+
+
 def test_decode_with_nothing_cached_is_finite() -> None:
     """0 / 0 in a padding row of a graph; NaN would spread through whatever is shared by rows."""
     k_cache, v_cache, meta = paged([5, 9], [1, 1], 2, 64, 16, 2, torch.float32)

@@ -72,6 +72,9 @@ def attention(model: str) -> None:
         q = bf16(entries, d.num_heads, dim)
         inputs = AttentionInputs(q, k_cache, v_cache, dim**-0.5)
         attention_decode(inputs, step, torch.empty_like(q))
+        counts = int32(1)
+        step.plan = plan(step.kv_len, d.num_heads, k_cache, 8192, counts, rows=int32(entries))
+        attention_decode(inputs, step, torch.empty_like(q))
     # What some layers see and how their scores are changed (tests/kernels/test_masks.py).
     heads32 = torch.empty(d.num_heads)
     for window, chunk, how in (
