@@ -132,6 +132,7 @@ class Router:
             secret = secrets.token_bytes(32)
         name = f"router-{secrets.token_hex(4)}"
         front = self._front = ModelsBackend(name, several=settings.models is None)
+        self._training = RouterTraining(front)
         self._peers = AllRouters(context.deployment, app)
         self._models = ModelLoader(front, app, settings.stream_seconds)
         for model in settings.models or ():
@@ -180,7 +181,7 @@ class Router:
             models=None
             if settings.change_models is None
             else RouterChanges(settings.change_models, front, self._models),
-            training=RouterTraining(front),
+            training=self._training,
             observe=lambda route, status, _: front.metrics.http.inc(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster and needs no key.
@@ -232,6 +233,26 @@ class Router:
         """
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
+
+    async def update_weights(self, folder: str, version: str = "", model: str = "") -> str:
+        """Replace the weights at all replicas by a checkpoint; return the version's name.
+
+        folder: one that all replicas' nodes can read, until the next update.
+        model: the model's name; "" if only one model is served.
+        Raises UpdateFailed, after which the old weights serve on, InvalidRequest, and Overloaded.
+        """
+        return await self._training.update(model, folder, version)
+
+    async def pause(self, mode: str = "keep", model: str = "") -> None:
+        """Pause all replicas; modes are those of `engine.LLM.pause`.
+
+        Raises InvalidRequest, Overloaded.
+        """
+        await self._training.pause(model, mode)
+
+    async def resume(self, model: str = "") -> None:
+        """End the pause of all replicas. Raises InvalidRequest, Overloaded."""
+        await self._training.resume(model)
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body that has none, if only one model is served."""

@@ -14,8 +14,9 @@ import msgspec
 from deployments.cluster_store import prefix, store
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
-from engine.errors import Overloaded, UpdateFailed
+from engine.errors import InvalidRequest, Overloaded, UpdateFailed
 from engine.messages import Answer, Control, EngineStats, UpdateWeights
+from engine.scheduling.updates import MODES
 
 logger = logging.getLogger("manta.router")
 
@@ -157,6 +158,8 @@ class FleetWeights:
 
     async def pause(self, mode: str) -> None:
         """Pause all replicas; see `engine.scheduling.updates.Pause`. Raises MantaError."""
+        if mode not in MODES:
+            raise InvalidRequest(f"mode is one of {', '.join(MODES)}", param="mode")
         await self._write(paused=mode)
         await self._order_all(lambda ticket: Control("pause", ticket, mode))
 

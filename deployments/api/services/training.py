@@ -31,9 +31,9 @@ from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
 from engine.errors import UpdateFailed, context_too_long
 from engine.sampling_params import SamplingParams
+from engine.scheduling.updates import MODES
 
 GENERATE = "/inference/v1/generate"
-MODES = ("abort", "wait", "keep")
 # SGLang's words for the modes of a pause.
 _THEIRS = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -56,17 +56,10 @@ async def _say(exchange: HttpExchange, answer: JsonObject, status: int = 200) ->
 
 async def pause(context: ApiContext, exchange: HttpExchange) -> None:
     """Pause all replicas, as vLLM has it. Raises ApiError, MantaError."""
-    mode = exchange.parameters().get("mode", "abort")
-    await _pause(context, exchange, mode)
+    await _training(context).pause(_model(exchange), exchange.parameters().get("mode", "abort"))
     if exchange.parameters().get("clear_cache", "true").lower() != "false":
         await _training(context).reset_prefix_cache(_model(exchange))
     await _say(exchange, {"status": "paused"})
-
-
-async def _pause(context: ApiContext, exchange: HttpExchange, mode: str) -> None:
-    if mode not in MODES:
-        raise invalid(f"mode is one of {', '.join(MODES)}", "mode")
-    await _training(context).pause(_model(exchange), mode)
 
 
 async def resume(context: ApiContext, exchange: HttpExchange) -> None:
@@ -129,7 +122,7 @@ async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
     mode = body.mode or "abort"
     if mode not in _THEIRS:
         raise invalid(f"mode is one of {', '.join(_THEIRS)}", "mode")
-    await _pause(context, exchange, _THEIRS[mode])
+    await _training(context).pause(_model(exchange), _THEIRS[mode])
     await _say(exchange, {"status": "ok"})
 
 

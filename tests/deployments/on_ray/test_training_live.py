@@ -1,0 +1,98 @@
+"""A trainer's orders to a deployed application: several routers, and a replica that comes anew."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.app import assemble
+from deployments.config.load import parse_config
+from engine.errors import InvalidRequest, UpdateFailed
+from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+ROLLOUT = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from ray import serve
+
+    config = parse_config(
+        {
+            "model": str(tiny_model(tmp_path_factory.mktemp("training") / "tiny")),
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.5}},
+            "router": {"replicas": 2},
+            "limits": {"drain_seconds": 2.0},
+        },
+        {},
+    )
+    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
+    yield shared_cluster
+    serve.delete("manta")
+
+
+def until(good: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not good():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.2)
+
+
+def told(cluster: Cluster) -> set[str]:
+    """The versions of a few rollouts, at any router and replica."""
+    versions = set()
+    for _ in range(8):
+        (choice,) = cluster.post("/inference/v1/generate", **ROLLOUT)["choices"]
+        versions |= {part["version"] for part in choice["weight_versions"]}
+    return versions
+
+
+def info(cluster: Cluster) -> Any:
+    return json.loads(cluster.get("/weight_info"))
+
+
+def test_all_routers_and_replicas_have_the_weights(served: Cluster, tmp_path: Path) -> None:
+    """A router does not learn of an update, or a replica that restarts serves with the old."""
+    until(lambda: len(info(served)["replicas"]) == 2)
+    assert told(served) == {"0"}
+    update = {"model_path": str(tmp_path), "weight_version": "one"}
+    assert served.post("/update_weights_from_disk", **update)["weight_version"] == "one"
+    assert told(served) == {"one"}
+    until(lambda: all(info(served)["weight_version"] == "one" for _ in range(6)))
+    from ray import serve
+
+    victim = serve.get_deployment_handle("engine-cpu", "manta").stats.remote().result()
+    before = set(info(served)["replicas"])
+    os.kill(victim["engine_pid"], signal.SIGKILL)
+
+    def renewed() -> bool:
+        replicas = info(served)["replicas"]
+        now = {replica["weight_version"] for replica in replicas.values()}
+        return len(replicas) == 2 and set(replicas) != before and now == {"one"}
+
+    until(renewed)
+    assert told(served) == {"one"}
+
+
+def test_by_handle(served: Cluster, tmp_path: Path) -> None:
+    """A trainer in the same cluster gets other weights, or another error, than over HTTP."""
+    from ray import serve
+
+    router = serve.get_app_handle("manta")
+    assert router.update_weights.remote(str(tmp_path), "two").result() == "two"
+    assert told(served) == {"two"}
+    router.pause.remote("keep").result()
+    until(lambda: all(replica["paused"] for replica in info(served)["replicas"].values()))
+    router.resume.remote().result()
+    assert told(served) == {"two"}
+    with pytest.raises(UpdateFailed, match="no such folder"):
+        router.update_weights.remote(str(tmp_path / "none")).result()
+    with pytest.raises(InvalidRequest, match="mode is one of"):
+        router.pause.remote("later").result()
