@@ -252,7 +252,6 @@ MESSAGES_REFUSED = {
 MESSAGES = struct_body(
     Messages,
     ignored=MESSAGES_IGNORED,
-    silent=frozenset({"cache_control"}),
     refused=dict.fromkeys(MESSAGES_REFUSED, NOTHING),
     rejected=_not_supported(MESSAGES_REFUSED),
     generates=True,

@@ -202,13 +202,16 @@ SYSTEM = [
 
 def test_history_and_count() -> None:
     """Blocks that come in another order, or not at all; a hash at the front of the prompt, which
-    then is in no cache; a count that is not the request's own."""
+    then is in no cache; a count that is not the request's own; a `cache_control` of the whole
+    body that was dropped without a word."""
     backend = backend_with(TEMPLATES["hermes"])
     client = client_of(backend)
     body = {**BODY, "messages": HISTORY, "system": SYSTEM, "tools": TOOLS}
+    body["cache_control"] = {"type": "ephemeral"}
     reply = asyncio.run(client.post("/v1/messages", body))
     assert reply.status == 200, reply.body
-    assert reply.header("x-ignored-fields") == "tools[2], messages[1].content[1]"
+    ignored = "cache_control, tools[2], messages[1].content[1]"
+    assert reply.header("x-ignored-fields") == ignored
     prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
     assert "system\nBe short.\n\nBe kind.<|im_end|>" in prompt and "billing" not in prompt
     calls = written(("now", {})) + written(("weather", PARIS))
