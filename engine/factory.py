@@ -26,7 +26,7 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Activations, Open, Place, alone, first, other
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
-from engine.resolve import Resolved, resolve
+from engine.resolve import Resolved, acting, resolve
 from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
@@ -73,6 +73,7 @@ from engine.weights import load_weights
 from engine.weights.stream import Loading
 from kernels.dispatch import Kernels, kernels_for
 from kernels.launch.compiling import Compilers
+from kernels.launch.device import act_as
 
 logger = logging.getLogger("manta.engine")
 
@@ -241,6 +242,8 @@ def _build_part(
     device = resolved.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if config.gpu_capability is not None:
+            act_as(acting(config, "", torch.cuda.get_device_capability(device)))
         # creates the CUDA context here, so that its memory is not counted elsewhere
         torch.zeros(1, device=device)
     else:

@@ -16,6 +16,7 @@ from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
 from kernels.kv.format import FORMATS, KVFormat
+from kernels.launch.device import LEAST, SHARED_MEMORY, Capability
 from kernels.packed import FLOAT8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -105,9 +106,30 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
                 param=config.ranks_key,
             )
         return resolved
-    able = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
+    able = acting(config, name, torch.cuda.get_device_capability(device))
     return decide(config, model, device, name, able)
+
+
+def acting(config: EngineConfig, name: str, own: Capability) -> Capability:
+    """Return the compute capability whose kernels a GPU runs: `gpu_capability`, or its own.
+
+    name: the GPU's name, for messages.
+
+    Raises ConfigError if `gpu_capability` is none that kernels compile for, or a later one.
+    """
+    if config.gpu_capability is None:
+        return own
+    tenths = round(10 * config.gpu_capability)
+    wanted = divmod(tenths, 10)
+    known = [capability for capability in SHARED_MEMORY if LEAST <= capability <= own]
+    if wanted not in known or wanted[0] > own[0]:
+        raise ConfigError(
+            f"gpu_capability: {config.gpu_capability:g} is not one that {name} can act as; give "
+            f"one of {', '.join(f'{major}.{minor}' for major, minor in known)}, or leave it out",
+            param="gpu_capability",
+        )
+    return wanted
 
 
 def decide(
@@ -124,6 +146,13 @@ def decide(
     """
     cuda = device.type == "cuda"
     if capability is not None:
+        if capability < LEAST:
+            raise ConfigError(
+                f"device: {name} has compute capability {capability[0]}.{capability[1]}, for which "
+                f"the assembler makes no code; use device: cpu, or a GPU of {LEAST[0]}.{LEAST[1]} "
+                "(T4, RTX 20) or later",
+                param="device",
+            )
         _check_capability(config.quantization, name, capability)
 
     def without(least: tuple[int, int]) -> str | None:

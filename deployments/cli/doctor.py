@@ -34,8 +34,9 @@ from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config, parse_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
-from deployments.plan.memory import GIB, DoesNotFit, Hardware, check_files
-from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
+from deployments.plan.gpus import GIB, abilities
+from deployments.plan.memory import DoesNotFit, Hardware, check_files
+from engine.config.engine_config import BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
@@ -271,10 +272,7 @@ def _devices() -> Iterator[DoctorCheck]:
             properties = torch.cuda.get_device_properties(index)
             text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, "
             text += f"CUDA {torch.version.cuda}"
-            if (properties.major, properties.minor) >= BFLOAT16:
-                yield DoctorCheck(f"gpu {index}", "ok", text)
-            else:
-                yield DoctorCheck(f"gpu {index}", "note", f"{text}; it {NO_BFLOAT16}")
+            yield _gpu(f"gpu {index}", text, (properties.major, properties.minor))
         if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
             yield DoctorCheck("C compiler", "MISSING", "Triton needs one", "apt-get install gcc")
         elif not Path(f"{sys.base_prefix}/include").exists():
@@ -287,6 +285,22 @@ def _devices() -> Iterator[DoctorCheck]:
         yield DoctorCheck("gpu", "note", text, "install a CUDA build of torch that fits the driver")
     else:
         yield DoctorCheck("gpu", "ok", "none; models run on the CPU")
+
+
+def _gpu(name: str, text: str, capability: tuple[int, int]) -> DoctorCheck:
+    """Return what a GPU of this compute capability can do, as a check."""
+    from kernels.launch.device import LEAST
+
+    text += f", compute capability {capability[0]}.{capability[1]}"
+    if capability < LEAST:
+        way_out = f"device: cpu, or a GPU of compute capability {LEAST[0]}.{LEAST[1]} or later"
+        return DoctorCheck(name, "note", f"{text}, for which no kernel compiles", way_out)
+    native, otherwise = abilities(capability)
+    text += f": {native}"
+    if not otherwise:
+        return DoctorCheck(name, "ok", text)
+    state = "ok" if capability >= BFLOAT16 else "note"
+    return DoctorCheck(name, state, f"{text}. {otherwise}")
 
 
 def _memory() -> DoctorCheck:

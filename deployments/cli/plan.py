@@ -12,9 +12,8 @@ from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_mode
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
+from deployments.plan.gpus import GIB, GPUS, abilities
 from deployments.plan.memory import (
-    GIB,
-    GPUS,
     DoesNotFit,
     EnginePlan,
     Hardware,
@@ -247,6 +246,20 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     if result.nodes > 1:
         ranks += f" on {result.nodes} nodes of {result.ranks_per_node}"
     yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{ranks}"
+    if device.capability is not None:
+        native, otherwise = abilities(device.capability)
+        major, minor = device.capability
+        yield "", f"compute capability {major}.{minor}: {native}"
+        if otherwise:
+            yield "", otherwise
+    if device.bandwidth:
+        read = result.weights * result.stages * result.active_parameters / result.parameters
+        least = read / device.bandwidth / 1e6  # ms
+        yield (
+            "",
+            f"{device.bandwidth:,} GB/s, {device.teraflops:,} TFLOP/s in 16 bits (data sheet): a "
+            f"token of one request waits {least:,.1f} ms for weights at least",
+        )
     notes = {
         "weights": result.weights_kind,
         "request rows": f"{result.max_num_seqs} requests at once",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from deployments.plan.gpus import GIB, GPUS
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
@@ -21,33 +22,6 @@ if TYPE_CHECKING:  # importing torch takes seconds, and `manta --help` does not 
     from engine.models.registry import Model
     from engine.resolve import Resolved
     from engine.runner.memory import MemoryPlan
-
-GIB = 1 << 30
-
-# Total bytes as the driver reports them, which are fewer than advertised.
-GPUS = {
-    "b200": int(178.4 * GIB),
-    "h200": int(139.8 * GIB),
-    "h100": int(79.2 * GIB),
-    "a100": int(79.2 * GIB),
-    "a100-40g": int(39.4 * GIB),
-    "l40s": int(44.4 * GIB),
-    "a10g": int(22.0 * GIB),
-    "l4": int(22.0 * GIB),
-    "t4": int(14.6 * GIB),
-}
-# CUDA compute capabilities.
-_CAPABILITIES = {
-    "b200": (10, 0),
-    "h200": (9, 0),
-    "h100": (9, 0),
-    "a100": (8, 0),
-    "a100-40g": (8, 0),
-    "l40s": (8, 9),
-    "a10g": (8, 6),
-    "l4": (8, 9),
-    "t4": (7, 5),
-}
 
 _CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including libraries' workspaces
 _CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
@@ -62,11 +36,16 @@ class Hardware:
     memory: int  # bytes
     cores: int = 0  # cores of a CPU machine; 0: unknown
     capability: tuple[int, int] | None = None  # CUDA compute capability; None: unknown
+    bandwidth: int = 0  # reads of memory, GB/s; 0: unknown
+    teraflops: int = 0  # dense products of 16-bit numbers, TFLOP/s; 0: unknown
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
         """Return the hardware of a GPU by its name in GPUS."""
-        return cls(name.upper(), "cuda", GPUS[name], capability=_CAPABILITIES[name])
+        gpu = GPUS[name]
+        return cls(
+            name.upper(), "cuda", gpu.memory, 0, gpu.capability, gpu.bandwidth, gpu.teraflops
+        )
 
 
 class DoesNotFit(ConfigError):

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.config import yaml_lines
 from deployments.config.load import PoolConfig
-from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, plan
+from deployments.plan.gpus import GIB, GPUS
+from deployments.plan.memory import EnginePlan, Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError

@@ -128,6 +128,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of
         random weights, where None is 0.
+    gpu_capability: run what a GPU of this older compute capability would (7.5, 8.0, 8.6, 8.9, 9.0):
+        kernels are compiled without later features (8.0: no TMA, wgmma and fp8) and within its
+        shared memory. For tests and comparisons. None = the GPU's own.
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
         and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
         defaults (temperature 1).
@@ -174,6 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline_nodes: int = 1
     sleep_in_host_memory: bool = False
     seed: int | None = None
+    gpu_capability: float | None = None
     generation_config: Literal["auto", "none"] = "auto"
     log_level: Literal["info", "debug"] = "info"
 

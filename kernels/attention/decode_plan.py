@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.launch.device import KIB, shared_memory, stages_within
 from kernels.launch.pdl import num_sms
 
 TILE = 64  # split sizes are multiples of this
@@ -246,9 +247,13 @@ def plan(
     dims = triton.next_power_of_2(head_dim)
     if isinstance(k_cache, QuantizedKV):
         rows = None
-        shape = _quantized_launch(pairs, sms, dims)
+        shape, element_size = _quantized_launch(pairs, sms, dims), 1  # or less
     else:
-        shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
+        element_size = k_cache.element_size()
+        shape = _decode_launch(pairs, sms, dims, element_size)
+    stage = 2 * shape.keys * dims * element_size
+    room = shared_memory(kv_len.device) - 8 * KIB  # queries, and what threads hand each other
+    shape = shape._replace(num_stages=stages_within(room, shape.num_stages, stage))
     if window or chunk or 2 * num_heads > MIN_ROWS * num_kv_heads:
         rows = None
     sizes = (num_heads, num_kv_heads, head_dim)

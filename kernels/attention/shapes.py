@@ -39,9 +39,9 @@ class LatentHeads(NamedTuple):
     block_size: int
 
 
-def head_parts(num_heads: int) -> int:
-    """Return into how many equal parts heads over latents are cut, each of at most MOST_HEADS."""
-    parts = -(-num_heads // MOST_HEADS)
+def head_parts(num_heads: int, most: int = MOST_HEADS) -> int:
+    """Return into how many equal parts heads over latents are cut, each of at most `most`."""
+    parts = -(-num_heads // most)
     while num_heads % parts:
         parts += 1
     return parts

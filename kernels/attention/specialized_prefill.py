@@ -41,6 +41,7 @@ from kernels.attention.decode import LOG2E
 from kernels.attention.inputs import AttentionInputs, attention_form
 from kernels.attention.shapes import Heads, Scores
 from kernels.kv.quantized import QuantizedKV
+from kernels.launch.device import compute_capability
 from kernels.launch.hopper import PIECE, SWIZZLED, barrier, clear_rows_from, load_box, reinterpret
 from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
@@ -499,9 +500,9 @@ def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bo
     q, k_cache = inputs.q, inputs.k_cache
     if isinstance(k_cache, QuantizedKV) or not q.is_cuda:
         return False
-    capability = torch.cuda.get_device_capability(q.device)
     plain = q.dtype == k_cache.dtype and k_cache.is_contiguous()
-    return plain and takes_specialized_prefill(attention_form(inputs), capability)
+    form = attention_form(inputs)
+    return plain and takes_specialized_prefill(form, compute_capability(q.device))
 
 
 @lru_cache

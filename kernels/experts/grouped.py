@@ -22,7 +22,8 @@ from kernels.experts.gate import code, gated
 from kernels.experts.mixture import Mixture
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.sorting import Sorted, sort
-from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
+from kernels.launch.device import HOPPER, compute_capability, shared_memory
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Tile(NamedTuple):
@@ -335,7 +336,7 @@ def tma_fits(x: Tensor, size: int) -> bool:
     element_size = x.dtype.itemsize
     if element_size > 2 or x.shape[1] * element_size % 16 or size * element_size % 16:
         return False
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return compute_capability(x.device) >= HOPPER
 
 
 def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:

@@ -5,7 +5,6 @@ program of the first product sees some of a pair's outputs, and a scale for so m
 multiplied in between the steps of the second product.
 """
 
-import torch
 from torch import Tensor
 
 from kernels.experts.grouped import Scales, Tile, Tiles, by_expert, grouped_down, grouped_up
@@ -13,7 +12,8 @@ from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.sorting import Sorted
 from kernels.gemm.packed.codes import bytes_fit
 from kernels.gemm.packed.round_rows import E4M3, round_rows
-from kernels.packed import FLOAT8_PRODUCTS, PackedWeight
+from kernels.launch.device import compute_capability
+from kernels.packed import PackedWeight
 
 # As `grouped.TILES`: what a sweep of bench.kernels.experts found on an H200 with 128 experts of
 # which 8 are chosen, at 1 to 4,096 tokens. One token too takes less time so than pair by pair.
@@ -33,9 +33,8 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
     """Whether the products are made for these: e4m3 weights with a scale an output in formats that
     round x too, and x of 16 bits on a device that multiplies such numbers."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (FLOAT8_PRODUCTS, 0)
     return x.dtype.itemsize == 2 and all(
-        bytes_fit(weight) and weight.form.rounds_experts(capability)
+        bytes_fit(weight) and weight.form.rounds_experts(compute_capability(x.device))
         for weight in (stack.gate_up, stack.down)
     )
 

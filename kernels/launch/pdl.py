@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl", "shared_memory"]
+from kernels.launch.device import HOPPER, compute_capability
+
+__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
 
 
 @lru_cache
@@ -25,18 +27,10 @@ def num_sms(device: torch.device) -> int:
 
 
 @lru_cache
-def shared_memory(device: torch.device) -> int:
-    """Return the largest shared memory of a program in bytes; Hopper's without a device."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
-@lru_cache
 def pdl(device: torch.device) -> dict[str, Any]:
     """Return launch options: the kernel's constexpr PDL, and the launch attribute if the device
     supports it.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type != "cuda" or compute_capability(device) < HOPPER:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -35,7 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch.pdl import num_sms, shared_memory
+from kernels.launch.device import shared_memory
+from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
@@ -81,8 +82,14 @@ def pass_launch(
     def cost(launch: PassLaunch) -> int:
         return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
 
-    narrow = [shape for shape in _PASSES if shape.columns <= values]
-    best = min(narrow or _PASSES, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
+    def held(launch: PassLaunch) -> int:
+        """Bytes of the state and of a chunk: W, keys, queries, their overlaps and U."""
+        chunk = CHUNK * (3 * keys + CHUNK + launch.columns)
+        return (keys * launch.columns + chunk) * element_size
+
+    fitting = [shape for shape in _PASSES if held(shape) <= room] or [min(_PASSES, key=held)]
+    narrow = [shape for shape in fitting if shape.columns <= values]
+    best = min(narrow or fitting, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
     best = best._replace(columns=min(best.columns, values))
     # W, keys, queries, their overlaps and U of each chunk in the pipeline, and the state.
     chunk = CHUNK * (3 * keys + CHUNK + best.columns) * element_size

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.plan.memory import GIB, Hardware, plan
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups

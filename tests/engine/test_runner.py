@@ -535,6 +535,28 @@ def test_a_gpu_without_bfloat16_says_what_to_do(tmp_path: Path, monkeypatch) -> 
     assert resolve(EngineConfig(model=str(path), device="cpu")).dtype is torch.bfloat16
 
 
+def test_a_gpu_acts_as_an_older_one(tmp_path: Path, monkeypatch) -> None:
+    """Bug: kernels of an older device with settings that it has not, such as keys in fp8; a
+    capability that the device's own code does not contain."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    path = str(folder(tmp_path))
+    resolve(EngineConfig(model=path, device="cuda", kv_dtype="fp8"))
+    resolve(EngineConfig(model=path, device="cuda", gpu_capability=8.0))
+    with pytest.raises(ConfigError, match=r"H100 cannot hold 'fp8'|8\.9"):
+        resolve(EngineConfig(model=path, device="cuda", gpu_capability=8.0, kv_dtype="fp8"))
+    with pytest.raises(ConfigError, match="set dtype: float16"):
+        resolve(EngineConfig(model=path, device="cuda", gpu_capability=7.5, dtype="bfloat16"))
+    for capability in (7.0, 8.1, 10.0):
+        with pytest.raises(ConfigError, match=r"gpu_capability: .* give one of 7\.5, 8\.0, 8\.6"):
+            resolve(EngineConfig(model=path, device="cuda", gpu_capability=capability))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(ConfigError, match=r"H100 has compute capability 7\.0.* device: cpu"):
+        resolve(EngineConfig(model=path, device="cuda", dtype="float16"))
+
+
 def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     """Too small a cache, or more than the machine has, is found when the first prompt comes."""
     path = folder(tmp_path)

@@ -18,11 +18,14 @@ class Hopper:
         return 0
 
 
-class Ampere(Hopper):
-    """An A100."""
+class Older(Hopper):
+    """A GPU of another compute capability."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._arch = 10 * capability[0] + capability[1]
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> str:
-        return "none older"
+        return f"none of {self._arch}"

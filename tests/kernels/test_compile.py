@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import kernels
+from engine.config.engine_config import BFLOAT16
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 triton = pytest.importorskip("triton")
@@ -52,13 +53,16 @@ from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.inputs import RopeInputs  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
+from kernels.launch import device as device_module  # noqa: E402
+from kernels.launch.device import SHARED_MEMORY as ROOMS  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
 from kernels.recurrent import delta_chunks_cuda  # noqa: E402
 from kernels.recurrent.chunks_cuda import PassLaunch  # noqa: E402
-from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
+from tests.kernels import launches as launch_modules  # noqa: E402
+from tests.kernels.hopper import Hopper, Older  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
-from tests.kernels.launches.attention import latent, quantized_attention  # noqa: E402
+from tests.kernels.launches.attention import latent  # noqa: E402
 from tests.kernels.launches.experts import (  # noqa: E402
     experts,
     experts_in_fewer_bits,
@@ -69,6 +73,16 @@ from tests.kernels.launches.recurrent import delta  # noqa: E402
 from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, int64  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
+HOPPERS = ("experts_in_floats", "experts_in_fragments")
+# The parts that are compiled for other devices. 8.6 has the least memory of those with bfloat16.
+DEVICES: dict[tuple[int, int], tuple[str, ...]] = {
+    (7, 5): ("layers", "attention", "sampling", "assembly"),  # in float16
+    (8, 0): ("attention", "quantized_attention", "latent", "delta"),
+    (8, 6): tuple(part for part in PARTS if part not in HOPPERS),
+    (8, 9): ("packed", "quantized_attention"),
+    (10, 0): ("attention", "latent"),
+    (12, 0): ("layers", "attention", "latent"),
+}
 # These read tiles of bfloat16, 16 bytes at once: element by element they are hundreds of loads.
 WIDE = {
     *("_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"),
@@ -152,6 +166,25 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
             assert compiled.asm["ptx"].count("ld.global.b16") < 64, name
 
 
+@pytest.mark.slow
+def test_hopper_acts_as_an_older_device(
+    launches: Launches, of_device: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a switch that changes the choice of kernels, and leaves the compiler at Hopper's
+    instructions; or code that Hopper cannot load."""
+    of_device((8, 0))
+    monkeypatch.setattr(driver, "_active", Hopper())
+    with triton.knobs.runtime.scope():
+        device_module.act_as((8, 0))
+        PARTS["attention"]("smollm2-135m")
+    assert launches.seen
+    for name, compiled in launches.seen:
+        ptx = compiled.asm["ptx"]
+        assert ".target sm_90" in ptx, name
+        assert not re.search(r"wgmma|cp\.async\.bulk|griddepcontrol", ptx), name
+        assert compiled.metadata.shared <= ROOMS[8, 0], name
+
+
 def unwritten(cubin: bytes, path: Path) -> list[str]:
     """Additions to a register that no line above has written."""
     path.write_bytes(cubin)
@@ -199,21 +232,57 @@ def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
         assert first.count("ld.global.v4.b32") >= 8  # of 128 x 32 elements, 32 a thread
 
 
-def on_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_active", Ampere())
-    for module in modules():
-        if hasattr(module, "pdl") and module.__name__ != "kernels.launch.pdl":
-            monkeypatch.setattr(module, "pdl", lambda device: {"PDL": False})
+@pytest.fixture
+def of_device(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Compiles for another compute capability than Hopper's, with what its launchers know of it."""
+
+    def become(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(device_module, "_acting", [capability])
+        device_module.forget()
+        monkeypatch.setattr(driver, "_active", Older(capability))
+        dependent = capability >= (9, 0)
+        options = {"PDL": dependent} | ({"launch_pdl": True} if dependent else {})
+        for module in modules():
+            if hasattr(module, "pdl") and module.__name__ != "kernels.launch.pdl":
+                monkeypatch.setattr(module, "pdl", lambda device: options)
+        if capability < BFLOAT16:
+            for info in pkgutil.iter_modules(launch_modules.__path__, "tests.kernels.launches."):
+                module = importlib.import_module(info.name)
+                if hasattr(module, "bf16"):
+                    monkeypatch.setattr(module, "bf16", fp16)
+
+    yield become
+    monkeypatch.undo()
+    device_module.forget()
 
 
-@pytest.mark.nightly
-def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion that begins with Hopper, or tiles for its memory: int8 and int4 keys run on an
-    A100 too."""
-    on_ampere(monkeypatch)
-    quantized_attention("llama-8b")
+def fp16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float16)
+
+
+def other_devices() -> Iterator[Any]:
+    """The parts of DEVICES; CI has two of them."""
+    smoke = (((8, 6), "attention"), ((12, 0), "layers"))
+    for capability, parts in DEVICES.items():
+        for part in parts:
+            mark = pytest.mark.slow if (capability, part) in smoke else pytest.mark.nightly
+            name = f"{capability[0]}.{capability[1]}-{part}"
+            yield pytest.param(capability, part, marks=mark, id=name)
+
+
+@pytest.mark.parametrize(("capability", "part"), list(other_devices()))
+def test_compiles_for_other_devices(
+    capability: tuple[int, int], part: str, launches: Launches, of_device: Callable[..., None]
+) -> None:
+    """Bug: tiles for Hopper's memory, which an L40S or an RTX 4090 does not have; instructions
+    that begin with a later device."""
+    of_device(capability)
+    small = part in ("layers", "plain") or capability < BFLOAT16
+    PARTS[part]("smollm2-135m" if small else "llama-8b")
+    assert launches.seen
     for name, compiled in launches.seen:
-        assert compiled.metadata.shared <= 163 * 1024, name
+        assert compiled.asm["cubin"], name
+        assert compiled.metadata.shared <= ROOMS[capability], name
 
 
 @pytest.mark.nightly
@@ -239,11 +308,10 @@ def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
 
 
 @pytest.mark.nightly
-def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_compile_for_ampere(launches: Launches, of_device: Callable[..., None]) -> None:
     """8-bit floats, which it does not convert, and products of 8-bit integers in tiles for
     Hopper."""
-    on_ampere(monkeypatch)
-    monkeypatch.setattr("kernels.gemm.packed.codes.converts", lambda device: False)
+    of_device((8, 0))
     device = torch.device("cpu")
     for form in (
         Format(8, 4096, torch.float32, code="e4m3", activations=8),

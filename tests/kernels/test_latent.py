@@ -121,9 +121,9 @@ def test_decodes_are_merged(rank: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_heads_are_parts(dtype: torch.dtype) -> None:
     """Heads of the second part that read the first one's queries."""
-    assert [head_parts(n) for n in (16, 20, 64, 96, 128)] == [1, 1, 1, 2, 2]
     torch.manual_seed(3)
     cache, meta = latents([70, 5, 30], [1, 1, 4], 2, 16, dtype=dtype)
+    assert [head_parts(n) for n in (16, 20, 64, 96, 128)] == [1, 1, 1, 2, 2]
     check("cuda", 96, cache, meta, 16)
 
 

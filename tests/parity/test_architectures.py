@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deployments.plan.memory import GIB, Hardware, plan
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig

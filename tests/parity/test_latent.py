@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from deployments.plan.memory import GIB, Hardware, plan
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, kv_groups
 from engine.config.model_config import ModelConfig

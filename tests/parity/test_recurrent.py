@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from deployments.cli.plan import keys_and_values
-from deployments.plan.memory import GIB, Hardware, plan
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, kv_groups
 from engine.config.model_config import ModelConfig

@@ -244,7 +244,7 @@ class Messages(ItemChat, kw_only=True):
     metadata: Any = None
 
 
-MESSAGES_IGNORED = frozenset({"service_tier", "context_management", "betas"})
+MESSAGES_IGNORED = frozenset({"service_tier", "cache_control", "context_management", "betas"})
 MESSAGES_REFUSED = {
     "container": "run tools beside the client",
     "mcp_servers": "give the servers' tools as tools",

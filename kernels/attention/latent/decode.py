@@ -16,9 +16,20 @@ from torch import Tensor
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
 from kernels.attention.inputs import AbsorbedInputs
-from kernels.attention.shapes import LatentHeads, LatentTile, head_parts
-from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
+from kernels.attention.shapes import MOST_HEADS, LatentHeads, LatentTile, head_parts
+from kernels.launch.device import KIB, shared_memory
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.metadata import AttentionMeta
+
+
+def parts_within(num_heads: int, cache: Tensor) -> int:
+    """Return into how many parts heads are cut such that the queries of each take at most two
+    thirds of the device's shared memory."""
+    row = cache.shape[3] * cache.element_size()
+    most = MOST_HEADS
+    while most > 16 and most * row > shared_memory(cache.device) * 2 // 3:
+        most //= 2
+    return head_parts(num_heads, most)
 
 
 @triton.jit
@@ -226,7 +237,7 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
     A tile gets fewer keys where shared memory has no room for two tiles.
     """
     row = cache.shape[3] * cache.element_size()
-    room = shared_memory(cache.device) - rows * row
+    room = shared_memory(cache.device) - rows * row - 4 * KIB
     while launch.keys > 16 and room < 2 * launch.keys * row:
         launch = launch._replace(keys=launch.keys // 2)
     return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
@@ -256,7 +267,7 @@ def plan_latent(
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
 ) -> DecodePlan:
     """Cut the keys of a step's decodes."""
-    parts = head_parts(num_heads)
+    parts = parts_within(num_heads, cache)
     rows = max(16, triton.next_power_of_2(num_heads // parts))
     entries, sms = kv_len.shape[0], num_sms(kv_len.device)
     shape = _fitting(_launch(entries, rows, rank, cache.element_size(), sms), rows, cache)
@@ -275,7 +286,7 @@ def latent_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> N
     num_heads, _, rank = absorbed.shape
     head_dim, block_size = q.shape[2], cache.shape[2]
     rope = cache.shape[3] - rank
-    parts = head_parts(num_heads)
+    parts = parts_within(num_heads, cache)
     shape = plan.shape
     ranks = max(16, triton.next_power_of_2(rank))
     _latent_decode_kernel[(num_sms(q.device) * shape.per_sm,)](

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.attention.inputs import LatentInputs
+from kernels.launch.device import shared_memory
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -263,14 +264,22 @@ class ExpandedLaunch(NamedTuple):
     num_stages: int
 
 
-def expanded_launch(widest: int, element_size: int) -> ExpandedLaunch:
+def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> ExpandedLaunch:
     """Return the launch that fits into registers and shared memory.
 
-    widest: the wider of a key, before its shared part, and a value, padded.
+    room: bytes of shared memory.
     """
     if element_size > 2:
         return ExpandedLaunch(16, 16, 4, 1)
-    return ExpandedLaunch(128, 32, 8, 2) if widest > 128 else ExpandedLaunch(128, 64, 8, 3)
+    wide = max(sizes.nopes, sizes.values) > 128
+    launch = ExpandedLaunch(128, 32, 8, 2) if wide else ExpandedLaunch(128, 64, 8, 3)
+    queries = (sizes.nopes + sizes.ropes) * element_size  # bytes of a row
+    stage = launch.keys * (queries + sizes.values * element_size)
+    if launch.rows * queries + (launch.num_stages - 1) * stage > room:
+        launch = launch._replace(num_stages=2)
+    if launch.rows * queries + stage > room:
+        launch = launch._replace(rows=64, keys=launch.keys // 2, num_warps=4)
+    return launch
 
 
 def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> None:
@@ -289,7 +298,7 @@ def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> N
     size = min(keys, max(num_tokens, LEAST_PIECE))
     padded = (max(16, triton.next_power_of_2(size)) for size in (nope, rope, value))
     sizes = ExpandedSizes(heads, nope, rope, rank, value, *padded)
-    shape = expanded_launch(max(sizes.nopes, sizes.values), q.element_size())
+    shape = expanded_launch(sizes, q.element_size(), shared_memory(q.device))
     blocks = num_tokens // shape.rows + entries - meta.num_decodes + 1
     gathered = cache.new_empty(size, width)
     carried = q.new_empty(num_tokens, heads, value, dtype=torch.float32)

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.inputs import AbsorbedInputs
-from kernels.attention.latent.decode import aligned, latent_tile
-from kernels.attention.shapes import LatentHeads, LatentTile, head_parts
+from kernels.attention.latent.decode import aligned, latent_tile, parts_within
+from kernels.attention.shapes import LatentHeads, LatentTile
+from kernels.launch.device import shared_memory
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -118,9 +119,20 @@ class _Launch(NamedTuple):
     num_stages: int
 
 
-def _launch(element_size: int) -> _Launch:
-    """Return the launch that fits into registers and shared memory."""
-    return _Launch(16, 16, 4, 2) if element_size > 2 else _Launch(64, 32, 8, 2)
+_LAUNCHES = (_Launch(64, 32, 8, 2), _Launch(32, 32, 4, 2), _Launch(16, 16, 4, 2))
+
+
+def _launch(group: int, cache: Tensor) -> _Launch:
+    """Return the largest launch that fits into registers and shared memory.
+
+    group: heads of a part, which a program has all of.
+    """
+    row, room = cache.shape[3] * cache.element_size(), shared_memory(cache.device)
+    for launch in _LAUNCHES[0 if cache.element_size() == 2 else 2 :]:
+        rows = max(launch.rows, group)
+        if (rows + launch.keys) * row + rows * 256 <= room:
+            return launch
+    return _LAUNCHES[-1]._replace(num_stages=1)
 
 
 def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:
@@ -131,10 +143,11 @@ def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> 
     absorbed, q, cache, scale = inputs
     num_heads, num_tokens, rank = absorbed.shape
     rope = cache.shape[3] - rank
-    parts = head_parts(num_heads)
+    parts = parts_within(num_heads, cache)
     group = num_heads // parts
-    shape = _launch(q.element_size())
-    rows = max(shape.rows, triton.next_power_of_2(group))
+    group_rows = triton.next_power_of_2(group)
+    shape = _launch(group_rows, cache)
+    rows = max(shape.rows, group_rows)
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = num_tokens // (rows // group) + meta.kv_len.shape[0] + 1
     _latent_prefill_kernel[(parts, blocks)](

@@ -21,7 +21,6 @@ beside the kernel of latent/decode.py:
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,6 +44,7 @@ from kernels.attention.decode_plan import DecodePlan
 from kernels.attention.inputs import AbsorbedInputs, latent_form
 from kernels.attention.latent.decode import aligned, merge_pieces
 from kernels.attention.shapes import LatentHeads, head_parts
+from kernels.launch.device import compute_capability
 from kernels.launch.hopper import (
     PIECE,
     SWIZZLED,
@@ -457,8 +457,7 @@ def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool
     device = inputs.q.device
     if device.type != "cuda" or not aligned(inputs.absorbed):
         return False
-    capability = torch.cuda.get_device_capability(device)
-    return takes_specialized_decode(latent_form(inputs), capability)
+    return takes_specialized_decode(latent_form(inputs), compute_capability(device))
 
 
 def specialized_decode(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> None:

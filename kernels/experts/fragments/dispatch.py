@@ -14,6 +14,7 @@ from kernels.experts.grouped import by_expert
 from kernels.experts.reference import PackedExperts
 from kernels.fragments import GROUP, INPUTS, ROWS
 from kernels.gemm.packed.codes import E2M1_CODE, code_of
+from kernels.launch.device import HOPPER, compute_capability
 from kernels.packed import PackedWeight
 
 
@@ -37,7 +38,7 @@ def _form_fits(weight: PackedWeight) -> bool:
         and (form.group, form.rows, form.offset) == (GROUP, 1, "none")
         and form.scale == torch.bfloat16
         and weight.codes.is_cuda
-        and torch.cuda.get_device_capability(weight.codes.device)[0] == 9  # where it was swept
+        and compute_capability(weight.codes.device)[0] == HOPPER[0]  # where it was swept
     )
 
 

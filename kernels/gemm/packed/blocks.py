@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels.gemm.packed.dot import add_parts
 from kernels.gemm.packed.round_rows import E4M3
+from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from kernels.packed import FLOAT8_PRODUCTS, PackedWeight
+from kernels.packed import PackedWeight
 
 
 @triton.jit
@@ -88,13 +89,12 @@ def fits(x: Tensor, weight: PackedWeight) -> bool:
     """Whether `block_linear` is made for these: e4m3 weights with a float32 scale for 128 x 128, in
     a format that rounds x too, and x of 16 bits on a device that multiplies such numbers."""
     form = weight.form
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (FLOAT8_PRODUCTS, 0)
     return (
         form.code == "e4m3"
         and form.rows > 1
         and form.scale == torch.float32
         and x.dtype in (torch.bfloat16, torch.float16)
-        and form.rounds(capability)
+        and form.rounds(compute_capability(x.device))
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch.device import compute_capability
 from kernels.packed import E2M1, FLOAT8, PackedWeight
 
 # Kinds of codes. The last two have 8 bits; the last is E4M3_CODE where the device has no
@@ -60,7 +61,7 @@ def eight_bits(codes, CODE: tl.constexpr):
 
 def converts(device: torch.device) -> bool:
     """Whether this device, or the interpreter, has 8-bit floats."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8
+    return compute_capability(device) >= FLOAT8
 
 
 def code_of(weight: PackedWeight) -> int:

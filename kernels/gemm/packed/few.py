@@ -28,6 +28,7 @@ from kernels.gemm.packed.codes import (
     integers,
     integers_fit,
 )
+from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
@@ -212,7 +213,7 @@ def few_fits(x: Tensor, weight: PackedWeight) -> bool:
     form, (rows, columns) = weight.form, weight.shape
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
         return False
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
+    if compute_capability(x.device) < (8, 0):
         return False
     if columns % (_AHEAD * _WORDS * 16 // form.bits):
         return False

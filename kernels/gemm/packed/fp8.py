@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from kernels.gemm.packed.round_rows import E4M3
+from kernels.launch.device import compute_capability
 from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
@@ -58,7 +59,7 @@ def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
     else:
         sizes = outputs % form.rows == 0 and width % (_FOUR * form.group) == 0
         sizes = sizes and weight.bias is None and _has_blocks()
-    return sizes and x.is_cuda and form.rounds(torch.cuda.get_device_capability(x.device))
+    return sizes and x.is_cuda and form.rounds(compute_capability(x.device))
 
 
 def _has_blocks() -> bool:

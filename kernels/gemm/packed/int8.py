@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from kernels.packed import INT8_PRODUCTS, PackedWeight
+from kernels.packed import PackedWeight
 
 FIXED = (64, 128, 128, 4, 3)  # as `tile`, where numbers may not depend on how many rows there are
 _TOGETHER = 8  # tiles of rows of x that share a weight in the cache
@@ -112,12 +113,11 @@ def fits(weight: PackedWeight, x: Tensor) -> bool:
     """Whether `int8_linear` is made for these: whole numbers with a scale an output, in a format
     that rounds x too, on a device that multiplies them."""
     form = weight.form
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else INT8_PRODUCTS
     return (
         form.code == "int"
         and form.group == weight.shape[1]
         and form.scale == torch.float32
-        and form.rounds(capability)
+        and form.rounds(compute_capability(x.device))
     )
 
 

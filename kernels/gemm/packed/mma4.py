@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from kernels.activation import CODES, _act
 from kernels.gemm.gemv import GATES
 from kernels.gemm.packed.codes import INT, OFFSETS, code_of
+from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
@@ -383,7 +384,7 @@ def mma4_fits(x: Tensor, weight: PackedWeight) -> bool:
     """Whether these are multiplied by the kernel: `form_fits`, and a table and a device say so."""
     return (
         x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and compute_capability(x.device) >= (8, 0)
         and form_fits(x, weight)
         and tile(x.shape[0], *weight.shape) is not None
     )

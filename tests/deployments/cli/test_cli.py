@@ -31,7 +31,8 @@ from deployments.cli.target import read_planned, read_target
 from deployments.config.endpoint import TlsConfig
 from deployments.config.load import load_config, parse_config
 from deployments.environment import make_auth_token
-from deployments.plan.memory import GIB, GPUS, Hardware, plan
+from deployments.plan.gpus import GIB, GPUS
+from deployments.plan.memory import Hardware, plan
 from deployments.serve import proxy
 from engine import private_folder
 from engine.config.engine_config import EngineConfig
@@ -371,24 +372,24 @@ def llama_8b() -> ModelConfig:
 
 def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
     """The figures people size clusters by: 16 GB of weights, 128 KiB of KV a token."""
-    result = plan(llama_8b, EngineConfig(model="x"), Hardware("H100", "cuda", GPUS["h100"]))
+    result = plan(llama_8b, EngineConfig(model="x"), Hardware("H100", "cuda", GPUS["h100"].memory))
     assert result.parameters == 8_030_261_248
     assert result.weights == 2 * result.parameters + 131072 * 128 * 4  # and the rotary table
     assert result.block_bytes == 16 * 128 * 1024
-    assert 0.88 * GPUS["h100"] < result.used <= 0.9 * GPUS["h100"]
+    assert 0.88 * GPUS["h100"].memory < result.used <= 0.9 * GPUS["h100"].memory
     assert 380_000 < result.kv_tokens < 460_000
 
 
 def test_plan_refuses_with_figures(llama_8b: ModelConfig) -> None:
     """Out of memory is cheapest before the download."""
     with pytest.raises(ConfigError, match=r"does not fit on L4: .* GiB are left .*lower"):
-        plan(llama_8b, EngineConfig(model="x"), Hardware("L4", "cuda", GPUS["l4"]))
+        plan(llama_8b, EngineConfig(model="x"), Hardware("L4", "cuda", GPUS["l4"].memory))
     config = EngineConfig(model="x", max_model_len=4096, max_num_seqs=16)
-    small = plan(llama_8b, config, Hardware("L4", "cuda", GPUS["l4"]))
+    small = plan(llama_8b, config, Hardware("L4", "cuda", GPUS["l4"].memory))
     assert small.full_length_requests >= 1
     with pytest.raises(ConfigError, match="131072"):
         long = EngineConfig(model="x", max_model_len=131073)
-        plan(llama_8b, long, Hardware("L4", "cuda", GPUS["l4"]))
+        plan(llama_8b, long, Hardware("L4", "cuda", GPUS["l4"].memory))
 
 
 def test_plan_command(default_model: Path) -> None:
@@ -426,9 +427,9 @@ def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "80.0 KiB in 10 layers that keep all tokens" in said
         assert "800.0 KiB in 50 layers that keep the last 1,024 tokens" in said
     planned = read_planned(str(tmp_path))
-    (check,) = doctor.model_checks(*planned, Hardware("L4", "cuda", GPUS["l4"]))
+    (check,) = doctor.model_checks(*planned, Hardware("L4", "cuda", GPUS["l4"].memory))
     assert check.state == "MISSING" and "weights need" in check.text
-    (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"]))
+    (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"].memory))
     assert check.state == "ok" and "880.0 KiB of keys and values a token" in check.text
 
 

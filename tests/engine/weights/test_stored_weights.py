@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deployments.checkpoints.gguf import convert
-from deployments.plan.memory import GIB, Hardware, plan
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine import factory
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig

@@ -180,7 +180,8 @@ def latent(model: str) -> None:
         latent_expanded(LatentInputs(q, cache, up, 0.1), meta, out[:, :, :128].contiguous())
         for entries in (20, 64):  # the launch of a few, and that of many
             latent_decode(queries, _latent_decodes(entries, heads, rank, cache), out)
-            if dtype == torch.bfloat16 and entries == 64:
+            hopper = driver.active.get_current_target().arch == 90
+            if hopper and dtype == torch.bfloat16 and entries == 64:
                 q, tall = bf16(entries, 128, nope + rope), bf16(128, entries, rank)
                 step = _latent_decodes(entries, 128, rank, cache)
                 inputs = AbsorbedInputs(tall, q, cache, 0.1)

@@ -15,8 +15,9 @@ from kernels.gemm.packed.int8 import FIXED, int8_linear
 from kernels.gemm.packed.mma4 import mma4
 from kernels.gemm.packed.round_rows import round_rows
 from kernels.gemm.small_m import few_rows
+from kernels.launch.device import compute_capability
 from kernels.norm import layer_norm, rms_norm
-from kernels.packed import E2M1, Format, PackedWeight
+from kernels.packed import E2M1, FLOAT8, INT8_PRODUCTS, Format, PackedWeight, multiplies
 from tests.kernels.launches.sizes import EPS, MODELS, bf16
 
 
@@ -59,6 +60,7 @@ def packed(model: str) -> None:
     ]
     qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     x, norm, device = bf16(1, d.hidden), bf16(d.hidden), torch.device("cpu")
+    capability = compute_capability(device)
     for form in forms:
         weight = PackedWeight(form, qkv, d.hidden, None, device)
         gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
@@ -74,26 +76,29 @@ def packed(model: str) -> None:
         forms[-3],
         forms[-2],
     ]
-    for form in few if d.hidden % 256 == 0 else ():
+    matrix_units = capability >= (8, 0)
+    for form in few if d.hidden % 256 == 0 and matrix_units else ():
         packed_few(bf16(4, d.hidden), PackedWeight(form, qkv, d.hidden, bf16(qkv), device))
         packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
     for form in (*few[:3], forms[0], forms[1]) if d.hidden % 128 == 0 else ():
         gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
         gemv4(x, gated, norm=norm, eps=EPS, gate="silu")
         gemv4(x, PackedWeight(form, qkv, d.hidden, bf16(qkv), device), residual=bf16(1, qkv))
-    for form in few[:3] if d.hidden % 128 == 0 else ():
+    for form in few[:3] if d.hidden % 128 == 0 and matrix_units else ():
         gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
         square = PackedWeight(form, d.hidden, d.hidden, bf16(d.hidden), device)
         for tokens in (1, 5):
             residual = bf16(tokens, d.hidden)
             mma4(residual, gated, gate="silu")
             mma4(residual, square, residual=residual)
-    floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
-    gemv8(x, floats, norm=norm, eps=EPS)
-    gemv8(x, floats, residual=bf16(1, qkv))
-    floats = PackedWeight(forms[-2], 2 * d.intermediate, d.hidden, None, device)
-    gemv8(x, floats, norm=norm, eps=EPS, gate="silu")
-    if d.hidden % 128 == 0:
+    if capability >= FLOAT8:
+        floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
+        gemv8(x, floats, norm=norm, eps=EPS)
+        gemv8(x, floats, residual=bf16(1, qkv))
+        floats = PackedWeight(forms[-2], 2 * d.intermediate, d.hidden, None, device)
+        gemv8(x, floats, norm=norm, eps=EPS, gate="silu")
+    rounds = multiplies("e4m3", capability)
+    if d.hidden % 128 == 0 and rounds:
         blocks = Format(8, 128, torch.float32, code="e4m3", rows=128, activations=8)
         gated = PackedWeight(blocks, 2 * d.intermediate, d.hidden, None, device)
         gemv8(x, gated, norm=norm, eps=EPS, gate="silu")
@@ -103,12 +108,14 @@ def packed(model: str) -> None:
             rows, scales = round_rows(bf16(tokens, d.hidden), group=128)
             residual = bf16(tokens, d.hidden)
             block_linear(rows, scales, square, tokens, torch.bfloat16, residual)
-    round_rows(bf16(64, d.hidden))
-    round_rows(bf16(64, d.hidden), norm, EPS)
+    if rounds:
+        round_rows(bf16(64, d.hidden))
+        round_rows(bf16(64, d.hidden), norm, EPS)
     round_rows(bf16(64, 2 * d.intermediate), to=torch.int8, gate="silu")
     whole = PackedWeight(forms[-3], qkv, d.hidden, bf16(qkv), device)
     rows, scales = round_rows(bf16(2048, d.hidden), norm, EPS, torch.int8)
-    for tokens, config in ((32, None), (256, None), (2048, None), (2048, FIXED)):
+    tokens_and_tiles = ((32, None), (256, None), (2048, None), (2048, FIXED))
+    for tokens, config in tokens_and_tiles if capability >= INT8_PRODUCTS else ():
         residual = bf16(tokens, qkv) if tokens < 2048 else None
         int8_linear(rows[:tokens], scales[:tokens], whole, torch.bfloat16, residual, config)
     for tokens in (32, 64, 256):

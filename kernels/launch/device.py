@@ -1,0 +1,75 @@
+"""The abilities of a CUDA device that kernels and their launch parameters follow.
+
+`act_as` makes a process run what an older device would: its kernels are compiled without what
+begins later (TMA, wgmma, dependent launches, products of 8-bit floats), within the older shared
+memory.
+"""
+
+from functools import lru_cache
+
+import torch
+
+Capability = tuple[int, int]  # of CUDA
+
+KIB = 1024
+# The largest shared memory of a program in bytes, by compute capability.
+SHARED_MEMORY: dict[Capability, int] = {
+    (7, 5): 64 * KIB,
+    (8, 0): 163 * KIB,
+    (8, 6): 99 * KIB,
+    (8, 7): 163 * KIB,
+    (8, 9): 99 * KIB,
+    (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB,
+    (10, 3): 227 * KIB,
+    (12, 0): 99 * KIB,
+    (12, 1): 99 * KIB,
+}
+LEAST: Capability = (7, 5)  # the assembler of the pinned Triton makes no older code
+HOPPER: Capability = (9, 0)
+_acting: list[Capability] = []  # the capability of `act_as`, if there was one
+
+
+def act_as(capability: Capability) -> None:
+    """Let this process run on its devices what one of this compute capability would.
+
+    To be called before the first kernel. Triton compiles its code for `capability`; only the last
+    step, from PTX, is for the device that is there.
+    """
+    from triton import knobs
+
+    knobs.runtime.override_arch = f"sm{capability[0]}{capability[1]}"  # in the environment too
+    _acting[:] = [capability]
+    forget()
+
+
+def forget() -> None:
+    """Let the next question about a device be answered anew."""
+    compute_capability.cache_clear()
+    shared_memory.cache_clear()
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> Capability:
+    """Return the compute capability whose kernels a device runs; Hopper's without a device."""
+    if _acting:
+        return _acting[0]
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Return the largest shared memory of a program in bytes; Hopper's without a device."""
+    if device.type != "cuda" or _acting:
+        return SHARED_MEMORY[compute_capability(device)]
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def stages_within(room: int, stages: int, stage_bytes: int) -> int:
+    """Return the pipeline stages, at most `stages`, whose tiles fit into shared memory.
+
+    Of n stages n - 1 lie there beside what a program has besides.
+
+    room: bytes of shared memory for tiles. stage_bytes: bytes of a stage's tiles.
+    """
+    return max(1, min(stages, 1 + room // stage_bytes))
