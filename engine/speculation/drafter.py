@@ -1,0 +1,52 @@
+"""Drafter, Drafts: the interface between the scheduler and what guesses next tokens.
+
+    drafts = drafter.begin(token_ids, num_prompt, prediction, key)   when a request first drafts
+    drafts.extend(tokens)                                            text that came since, in order
+    drafts.propose(most)                                             0 to `most` next tokens
+    drafts.end()                                                     when the request ends
+
+`extend` may come late: the scheduler need not call it in steps without drafts, so speculation that
+is off costs nothing. `Drafts.num_tokens` says from where on tokens are missing.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Drafts(Protocol):
+    """The drafts of one request. They depend on the request's text and on no step's result."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the known text, prompt and output, in tokens."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append accepted tokens to the text."""
+        ...
+
+    def propose(self, most: int) -> list[int]:
+        """Return 0 to `most` tokens that may continue the text; it changes nothing."""
+        ...
+
+    def end(self) -> None:
+        """Let later requests of the same key draft from the answer. Legal once, as the last
+        call."""
+        ...
+
+
+class Drafter(Protocol):
+    """A source of drafts; one for each engine."""
+
+    def begin(
+        self, token_ids: Sequence[int], num_prompt: int, prediction: Sequence[int], key: bytes
+    ) -> Drafts:
+        """Return the drafts of a request.
+
+        token_ids: the prompt and the output known so far, without virtual tokens.
+        num_prompt: the index in token_ids where the output begins.
+        prediction: tokens that the client expects in the answer; may be empty.
+        key: the root of the request's prefix hashes (model, adapter, salt). Requests of different
+            keys never draft from each other's answers.
+        """
+        ...

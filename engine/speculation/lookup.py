@@ -1,0 +1,163 @@
+"""Look-up: drafts are what followed the end of the text before, as in edits, summaries and code.
+
+Sources, the longest match first: the client's `prediction`, the prompt and the answer so far, and
+earlier answers of the same key. A draft is no longer than its match (times `factor`), which gives
+the tokens a step of n-gram look-up for a third fewer rows. Texts without repeats get no drafts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.speculation.answers import Answers
+from engine.speculation.suffixes import BYTES_PER_TOKEN, Suffixes
+
+_TRIES = 8  # places of a pair of tokens that a look-up compares
+_WINDOW = 16_384  # tokens of a request that are places: the newest ones
+_PIECE = 4_096  # tokens indexed in one call, so that a long prompt delays no step: under 1 ms
+_LEAD = 16  # tokens of the prompt before a shared answer, which its first tokens are found by
+
+
+@dataclass(frozen=True, slots=True)
+class LookupOptions:
+    """The settings of look-up.
+
+    min_match, max_match: tokens before a draft that have to be equal, and that are compared.
+    factor: the most draft tokens for each token of the match.
+    min_probability: a draft ends where the shares of its tokens, among up to eight places with
+        equal matches, multiply to less.
+    shared_tokens: tokens of earlier answers, of all keys; 0 = requests draft from their own text.
+    text_tokens: tokens of running requests that are indexed at once.
+    """
+
+    min_match: int = 1
+    max_match: int = 24
+    factor: float = 1.0
+    min_probability: float = 0.1
+    shared_tokens: int = 2**18
+    text_tokens: int = 2**20
+
+    def num_bytes(self, num_seqs: int, max_model_len: int) -> int:
+        """Return the most host memory that look-up takes, in bytes.
+
+        num_seqs, max_model_len: requests that run at once, and the most tokens of each.
+        """
+        texts = num_seqs * min(2 * _WINDOW, max_model_len)
+        return (self.shared_tokens + min(self.text_tokens, texts)) * BYTES_PER_TOKEN
+
+
+class Lookup:
+    """The Drafter of look-up."""
+
+    def __init__(self, options: LookupOptions) -> None:
+        self.options = options
+        self.answers = Answers(options.shared_tokens)
+        self.room = options.text_tokens  # tokens of running requests that may still be indexed
+
+    def begin(
+        self, token_ids: Sequence[int], num_prompt: int, prediction: Sequence[int], key: bytes
+    ) -> "LookupDrafts":
+        """Return the drafts of a request; see `Drafter.begin`."""
+        return LookupDrafts(self, token_ids, num_prompt, prediction, key)
+
+
+class LookupDrafts:
+    """The Drafts of one request."""
+
+    __slots__ = (
+        "_answer_begin",
+        "_answers",
+        "_following",
+        "_key",
+        "_lookup",
+        "_offset",
+        "_options",
+        "_text",
+    )
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        token_ids: Sequence[int],
+        num_prompt: int,
+        prediction: Sequence[int],
+        key: bytes,
+    ) -> None:
+        expected = list(prediction[: _WINDOW // 2])
+        cut = max(0, len(token_ids) - (_WINDOW - len(expected)))
+        self._lookup, self._options, self._answers = lookup, lookup.options, lookup.answers
+        self._key = key
+        self._text = Suffixes(expected + list(token_ids[cut:]))
+        # index in the list of tokens = index in the request's text + offset
+        self._offset = len(expected) - cut
+        self._answer_begin = num_prompt
+        # A draft is likely to go on where the last one ended: the list's length at the last
+        # proposal, and its place. A prediction goes with the answer from its first token.
+        self._following = (num_prompt + self._offset, 0) if expected else None
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the known text, prompt and output, in tokens."""
+        return len(self._text.tokens) - self._offset
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append accepted tokens to the text."""
+        self._text.tokens += tokens
+
+    def propose(self, most: int) -> list[int]:
+        """Return 0 to `most` tokens that may continue the text."""
+        text = self._text
+        if text.num_indexed < len(text.tokens):
+            text = self._index()
+        options, tokens = self._options, text.tokens
+        length, places = text.longest(tokens, options.min_match, options.max_match, _TRIES)
+        source = text
+        if self._following is not None:
+            then, place = self._following
+            place += len(tokens) - then
+            if place == 0:  # the answer's first token, with a prediction
+                return tokens[:most]
+            match = text.match(tokens, place, options.max_match)
+            if match >= max(length, options.min_match):
+                length, places = match, [place]
+        if length < options.max_match and (answers := self._answers.find(self._key)) is not None:
+            shared, shared_places = answers.longest(
+                tokens, options.min_match, options.max_match, _TRIES
+            )
+            if shared > length:
+                source, length, places = answers, shared, shared_places
+        if not length:
+            return []
+        if source is text:
+            self._following = len(tokens), places[0]
+        most = min(most, max(1, int(length * options.factor)))
+        return source.follow(places, most, options.min_probability)
+
+    def end(self) -> None:
+        """Give the answer to later requests of the same key."""
+        text = self._text
+        self._lookup.room += text.num_indexed
+        begin = max(0, self._answer_begin + self._offset)
+        if len(text.tokens) > begin:
+            self._answers.add(self._key, text.tokens[max(0, begin - _LEAD) :])
+
+    def _index(self) -> Suffixes:
+        """Index tokens that came since, within the bounds of one call and of the engine."""
+        text, lookup = self._text, self._lookup
+        if len(text.tokens) > 2 * _WINDOW:
+            text = self._forget()
+        known = text.num_indexed
+        end = min(len(text.tokens), known + _PIECE, known + lookup.room)
+        if end > known:
+            text.index(end)
+            lookup.room -= end - known
+        return text
+
+    def _forget(self) -> Suffixes:
+        """Keep the newest tokens of a long text alone."""
+        text = self._text
+        self._lookup.room += text.num_indexed
+        cut = len(text.tokens) - _WINDOW
+        self._text = Suffixes(text.tokens[cut:])
+        self._offset -= cut
+        self._following = None
+        return self._text

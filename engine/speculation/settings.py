@@ -1,0 +1,117 @@
+"""Speculation settings: `engine.speculation` of the configuration, with vLLM's names accepted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.speculation.lookup import LookupOptions
+
+TOKENS = 7  # of a draft; with the sampled one a step then gives up to eight
+MAX_TOKENS = 16
+MAX_MATCH = 256
+MAX_SHARED_TOKENS = 2**24
+_ANSWER_TOKENS = 256  # tokens that an answer counts as, where a setting counts answers
+_METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")  # one drafter; vLLM's names are aliases
+# vLLM's name -> ours
+_ALIASES = {
+    "num_speculative_tokens": "tokens",
+    "prompt_lookup_min": "min_match",
+    "prompt_lookup_max": "max_match",
+    "suffix_decoding_max_tree_depth": "max_match",
+    "suffix_decoding_max_spec_factor": "factor",
+    "suffix_decoding_min_token_prob": "min_probability",
+    "suffix_decoding_max_cached_requests": "shared_answers",
+}
+# name -> (type, least, greatest)
+_RANGES: Mapping[str, tuple[type, float, float]] = {
+    "tokens": (int, 1, MAX_TOKENS),
+    "min_match": (int, 1, MAX_MATCH),
+    "max_match": (int, 1, MAX_MATCH),
+    "factor": (float, 0.1, float(MAX_TOKENS)),
+    "min_probability": (float, 0.0, 1.0),
+    "shared_tokens": (int, 0, MAX_SHARED_TOKENS),
+    "shared_answers": (int, 0, MAX_SHARED_TOKENS // _ANSWER_TOKENS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """The settings of an engine that drafts.
+
+    tokens: the most draft tokens of a request in a step.
+    explicit: whether the configuration asks for it by itself, and not by "auto".
+    rates: of synthetic acceptance, see synthetic.py; () = drafts are accepted where they are right.
+    """
+
+    tokens: int = TOKENS
+    lookup: LookupOptions = field(default_factory=LookupOptions)
+    explicit: bool = False
+    rates: tuple[float, ...] = ()
+
+
+def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettings | None:
+    """Return the settings that a value of `engine.speculation` means; None = off.
+
+    YAML 1.1 reads `off` as false. Raises ConfigError.
+    """
+    if value == "auto" or value is True:
+        return SpeculationSettings()
+    if value == "off" or isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        value = {"method": value}
+    given = {key: item for key, item in value.items() if item is not None}
+    method = given.pop("method", "lookup")
+    if method == "synthetic":
+        return _synthetic(given)
+    if method not in _METHODS or "model" in given:
+        what = f"model {given['model']!r}" if method in _METHODS else f"method {method!r}"
+        raise _refused(
+            f"{what} is not there; Manta drafts by look-up, which needs no weights: set auto, or "
+            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off"
+        )
+    options: dict[str, Any] = {}
+    for key, item in given.items():
+        name = _ALIASES.get(key, key)
+        if name not in _RANGES:
+            names = ["method", *_RANGES, *_ALIASES]
+            raise _refused(f"unknown key {key!r}; the keys are {', '.join(names)}")
+        if name in options:
+            raise _refused(f"{key} is said twice, by vLLM's name and ours; leave one of them out")
+        options[name] = _number(key, item, *_RANGES[name])
+    if "shared_answers" in options:
+        options["shared_tokens"] = options.pop("shared_answers") * _ANSWER_TOKENS
+    elif method.startswith("ngram"):
+        options.setdefault("shared_tokens", 0)  # its drafts are of the request's own text
+    tokens = options.pop("tokens", TOKENS)
+    lookup = LookupOptions(**options)
+    if lookup.min_match > lookup.max_match:
+        raise _refused(
+            f"min_match {lookup.min_match} exceeds max_match {lookup.max_match}; lower it"
+        )
+    return SpeculationSettings(tokens, lookup, explicit=True)
+
+
+def _synthetic(given: Mapping[str, Any]) -> SpeculationSettings:
+    if given.keys() != {"rates"}:
+        raise _refused("method synthetic, of benchmarks, takes rates alone, such as 0.75 0.55 0.4")
+    try:
+        rates = tuple(map(float, str(given["rates"]).split()))
+    except ValueError:
+        rates = ()
+    if not 1 <= len(rates) <= MAX_TOKENS or not all(0 <= rate <= 1 for rate in rates):
+        raise _refused(f"rates must be 1 to {MAX_TOKENS} numbers in 0..1, with spaces between")
+    return SpeculationSettings(len(rates), explicit=True, rates=rates)
+
+
+def _number(key: str, value: Any, kind: type, least: float, greatest: float) -> Any:
+    numbers = int if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, numbers) or not least <= value <= greatest:
+        what = "an integer" if kind is int else "a number"
+        raise _refused(f"{key} must be {what} in {least}..{greatest}, got {str(value)[:64]!r}")
+    return value
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"speculation: {why}", param="speculation")

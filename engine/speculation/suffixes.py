@@ -1,0 +1,103 @@
+"""Suffixes: where in a list of tokens the end of a text stood before, and what came after it.
+
+    tokens    a  b  c  a  b  d  ...
+    place              3            of a text that ends with "... c": tokens[3] came next
+    chain     places after the same two tokens, each to the one before it
+
+A match is the number of equal tokens before a place, counted backwards. Building costs about
+0.2 us a token and 160 bytes of host memory, so that both can be bounded by tokens.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+BYTES_PER_TOKEN = 160  # measured in CPython 3.11: dictionary entries, their keys, list and chain
+
+
+class Suffixes:
+    """The places of all pairs of tokens in a text, and of single tokens their last ones.
+
+    tokens: the text. It may grow; `index` makes new tokens known. Ids are below 2**24.
+    """
+
+    __slots__ = ("_chain", "_pairs", "_singles", "num_indexed", "tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.num_indexed = 0  # leading tokens that are places
+        self._chain = array("i")
+        self._pairs: dict[int, int] = {}
+        self._singles: dict[int, int] = {}
+
+    def index(self, end: int) -> None:
+        """Make the tokens before `end` places, unless they are."""
+        tokens, chain, pairs, singles = self.tokens, self._chain, self._pairs, self._singles
+        for place in range(self.num_indexed, end):
+            if place < 2:
+                chain.append(-1)
+                if place:
+                    singles[tokens[0]] = place
+                continue
+            before = tokens[place - 1]
+            pair = tokens[place - 2] << 24 | before
+            chain.append(pairs.get(pair, -1))
+            pairs[pair] = singles[before] = place
+        self.num_indexed = max(self.num_indexed, end)
+
+    def longest(
+        self, text: Sequence[int], least: int, most: int, tries: int
+    ) -> tuple[int, list[int]]:
+        """Return the longest match of the text's end, and its places, newest first.
+
+        text: at least one token.
+        least, most: bounds of a match in tokens; below `least` it is (0, []).
+        tries: the most places to look at, newest first.
+        """
+        if len(text) < 2 or (place := self._pairs.get(text[-2] << 24 | text[-1], -1)) < 0:
+            place = self._singles.get(text[-1], -1) if least < 2 else -1
+            return (0, []) if place < 0 else (1, [place])
+        longest, places = max(least, 2) - 1, []
+        for _ in range(tries):
+            length = self.match(text, place, most)
+            if length > longest:
+                longest, places = length, [place]
+            elif length == longest and places:
+                places.append(place)
+            place = self._chain[place]
+            if place < 0:
+                break
+        return (longest, places) if places else (0, [])
+
+    def match(self, text: Sequence[int], place: int, most: int) -> int:
+        """Return how many tokens before `place` equal the text's last ones, up to `most`."""
+        tokens = self.tokens
+        most = min(most, place, len(text))
+        length = 0
+        while length < most and tokens[place - 1 - length] == text[-1 - length]:
+            length += 1
+        return length
+
+    def follow(self, places: list[int], most: int, floor: float) -> list[int]:
+        """Return up to `most` tokens, each the one that most of the places go on with.
+
+        floor: the draft ends where the product of the tokens' shares falls below it.
+        """
+        tokens = self.tokens
+        if len(places) == 1:
+            return tokens[places[0] : places[0] + most]
+        draft: list[int] = []
+        likely = 1.0
+        while len(draft) < most:
+            counts: dict[int, int] = {}
+            for place in places:
+                if place < len(tokens):
+                    counts[tokens[place]] = counts.get(tokens[place], 0) + 1
+            if not counts:
+                break
+            token = max(counts, key=counts.__getitem__)
+            likely *= counts[token] / sum(counts.values())
+            if likely < floor:
+                break
+            draft.append(token)
+            places = [p + 1 for p in places if p < len(tokens) and tokens[p] == token]
+        return draft

@@ -1,0 +1,60 @@
+"""SyntheticAcceptance, AnyDrafter: speculation of stated success, to measure steps without a model
+that drafts well.
+
+As many drafts are accepted as a hash of seed and position says, whatever they are; the text goes on
+with what the model sampled. It is not the text without speculation: this is for benchmarks alone.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+
+class SyntheticAcceptance:
+    """The acceptance of drafts at stated rates.
+
+    rates: the probability of each draft of a step, if all before it are accepted.
+    """
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        self.rates = tuple(rates)
+
+    def accepted(self, seed: int, choice: int, position: int, drafted: int) -> int:
+        """Return how many of a step's drafts, the first at this position, are accepted."""
+        key = f"{seed} {choice} {position}".encode()
+        numbers = hashlib.blake2b(key, digest_size=4 * len(self.rates)).digest()
+        count = 0
+        for rate in self.rates[:drafted]:
+            if int.from_bytes(numbers[4 * count : 4 * count + 4], "little") >= rate * 2**32:
+                break
+            count += 1
+        return count
+
+
+class AnyDrafts:
+    """Drafts that repeat the text's last token."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens = len(token_ids)
+        self._last = token_ids[-1]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append accepted tokens to the text."""
+        self.num_tokens += len(tokens)
+        self._last = tokens[-1]
+
+    def propose(self, most: int) -> list[int]:
+        """Return `most` tokens."""
+        return [self._last] * most
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+class AnyDrafter:
+    """The drafter of synthetic acceptance, which always has drafts."""
+
+    def begin(
+        self, token_ids: Sequence[int], num_prompt: int, prediction: Sequence[int], key: bytes
+    ) -> AnyDrafts:
+        """Return the drafts of a request."""
+        return AnyDrafts(token_ids)

@@ -1,0 +1,84 @@
+"""engine.speculation: our names and vLLM's, and clear refusals of what is not there."""
+
+from typing import Any
+
+import pytest
+
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError
+from engine.speculation.settings import SpeculationSettings, read_speculation
+
+
+@pytest.mark.parametrize("value", ["off", False])
+def test_off(value: Any) -> None:
+    """YAML 1.1 reads off as false, and it meant the default."""
+    assert read_speculation(EngineConfig(model="x", speculation=value).speculation) is None
+
+
+@pytest.mark.parametrize("value", ["auto", True, "lookup", {}, {"method": "suffix"}])
+def test_on(value: Any) -> None:
+    """A way to say the default that means something else."""
+    settings = read_speculation(EngineConfig(model="x", speculation=value).speculation)
+    assert settings is not None
+    assert settings.explicit == (value not in ("auto", True))
+    assert settings.lookup == SpeculationSettings().lookup and settings.tokens == 7
+
+
+def test_names_of_vllm() -> None:
+    """A configuration that moves here from vLLM was refused, or lost its numbers."""
+    ngram = read_speculation(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 5,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+            "model": None,
+        }
+    )
+    assert ngram is not None and ngram.tokens == 5
+    assert (ngram.lookup.min_match, ngram.lookup.max_match) == (2, 4)
+    assert ngram.lookup.shared_tokens == 0, "vLLM's ngram looks into the request's own text"
+    suffix = read_speculation(
+        {
+            "method": "suffix",
+            "suffix_decoding_max_tree_depth": 16,
+            "suffix_decoding_max_spec_factor": 2,
+            "suffix_decoding_min_token_prob": 0.2,
+            "suffix_decoding_max_cached_requests": 100,
+        }
+    )
+    assert suffix is not None
+    options = suffix.lookup
+    assert (options.max_match, options.factor, options.min_probability) == (16, 2, 0.2)
+    assert options.shared_tokens == 100 * 256
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("mtp", "method 'mtp' is not there; Manta drafts by look-up"),
+        ({"method": "eagle3", "model": "draft"}, "method 'eagle3' is not there"),
+        ({"method": "draft_model"}, "'draft_model'"),
+        ({"model": "llama-1b", "num_speculative_tokens": 3}, "model 'llama-1b' is not there"),
+        ({"tokens": 0}, "tokens must be an integer in 1..16, got '0'"),
+        ({"tokens": True}, "tokens must be an integer"),
+        ({"factor": "2"}, "factor must be a number"),
+        ({"min_match": 5, "max_match": 4}, "min_match 5 exceeds max_match 4"),
+        ({"num_speculative_tokens": 3, "tokens": 3}, "said twice"),
+        ({"draft_tensor_parallel_size": 1}, "unknown key 'draft_tensor_parallel_size'; the keys"),
+        (3, "speculation must be"),
+        ({"tokens": [1]}, "speculation must be"),
+    ],
+)
+def test_refusals_name_the_way_out(value: Any, words: str) -> None:
+    """A method that is not there was ignored, and its user waited for its speed."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(model="x", speculation=value)
+    assert caught.value.param == "speculation" and words in caught.value.message
+
+
+def test_memory_is_bounded() -> None:
+    """`manta plan` told less host memory than look-up takes, or more than there can be texts."""
+    options = SpeculationSettings().lookup
+    assert options.num_bytes(1024, 131_072) == (2**18 + 2**20) * 160
+    assert options.num_bytes(2, 100) == (2**18 + 200) * 160
