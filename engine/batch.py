@@ -8,6 +8,15 @@ knows the tokens of batch n:
 
   entry e computes tokens[row, start : start + length]
   and, if it samples, writes tokens[row, start + length]
+
+With drafts a row has several decodes in a batch, one after the other. Each layer writes all keys of
+the step before any is read, and a decode reads those before its own position. So the decode after a
+draft samples what the row would sample next, if the draft is what the decode before it samples:
+
+  drafts       tokens[row, start + 1 : start + 1 + k] = d1 .. dk
+  decodes      at start .. start + k, which sample y0 .. yk
+  accepted     d1 .. da, where d1 = y0, d2 = y1, ...; the text goes on with y0 .. ya, which the
+               sampler has written over the drafts
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +74,8 @@ class Batch:
     """A step's work: first entries that decode one token and sample, then chunks of any length."""
 
     step: int
-    rows: list[int] = field(default_factory=list)  # [num_entries]
+    # [num_entries]; only decodes may have the same row
+    rows: list[int] = field(default_factory=list)
     # [num_entries] tokens whose keys are computed already
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # [num_entries] tokens to compute, >= 1
@@ -75,6 +85,8 @@ class Batch:
     new_rows: list[NewRow] = field(default_factory=list)  # applied before anything else
     # (row, index in its block table, entry of the table as in block_manager.py)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    # (row, position of the first, token ids): written into the rows before anything reads them
+    drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
     # (row, slot): recurrent states to copy from rows to snapshots, as the previous step left them;
     # then from snapshots to rows, in this order. A slot is a row that no request has, or lies after

@@ -62,9 +62,11 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.snapshots import SnapshotPlan
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import SchedulerCounters
 from engine.scheduling.updates import WeightLoader
 from engine.shards import weight_files
+from engine.speculation.settings import read_speculation
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids
@@ -137,30 +139,31 @@ def build(
     assert plan is not None
     snapshots = _snapshot_plan(resolved, plan)
     head = None if pooling is None else read_head(pooling, resolved.model.hidden_size)
+    core_config = CoreConfig(
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        kv_ranks=resolved.kv_ranks,
+        kinds=kv_groups(resolved.model, resolved.head_ranks).kinds,
+        snapshots=snapshots,
+        prefix_caching=resolved.config.prefix_caching
+        and (snapshots is None or snapshots.slots > 0),
+        async_scheduling=resolved.async_scheduling,
+        micro_batches=resolved.stages,
+        target_tpot=config.target_tpot_ms / 1000,
+        admission=config.admission,
+        batching=config.batching,
+        eos_token_ids=tuple(resolved.model.eos_token_ids),
+        vocab_size=resolved.model.vocab_size,
+        model_key=_model_key(resolved),
+        pooling=head,
+        generates=resolved.model.generates,
+        whole_texts=resolved.model.whole_texts,
+    )
     core = EngineCore(
-        CoreConfig(
-            max_num_seqs=resolved.max_num_seqs,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            max_model_len=resolved.max_model_len,
-            num_blocks=plan.num_blocks,
-            block_size=config.block_size,
-            kv_ranks=resolved.kv_ranks,
-            kinds=kv_groups(resolved.model, resolved.head_ranks).kinds,
-            snapshots=snapshots,
-            prefix_caching=resolved.config.prefix_caching
-            and (snapshots is None or snapshots.slots > 0),
-            async_scheduling=resolved.async_scheduling,
-            micro_batches=resolved.stages,
-            target_tpot=config.target_tpot_ms / 1000,
-            admission=config.admission,
-            batching=config.batching,
-            eos_token_ids=tuple(resolved.model.eos_token_ids),
-            vocab_size=resolved.model.vocab_size,
-            model_key=_model_key(resolved),
-            pooling=head,
-            generates=resolved.model.generates,
-            whole_texts=resolved.model.whole_texts,
-        ),
+        core_config,
         part.runner if ranks is None else RankedRunner(part.runner, part.place, ranks),
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
@@ -168,6 +171,7 @@ def build(
         part.memory,
         Masked.memory(resolved.device),
         _weights(part, ranks),
+        Speculation.of(read_speculation(config.speculation), core_config),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -369,6 +373,8 @@ def _rehearse(core: EngineCore) -> None:
         core.reset_prefix_cache()
     core.check_integrity()
     core.scheduler.counters = SchedulerCounters()
+    if core.scheduler.speculation is not None:
+        core.scheduler.speculation.forget_steps()
 
 
 def _model_key(resolved: Resolved) -> str:

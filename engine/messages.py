@@ -24,6 +24,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
         the weights that it began with); "" = the model itself.
     priority: smaller runs earlier; ties by arrival.
     request_id: the caller's id of the request, only for logs.
+    prediction: tokens that the client expects in the output, for drafts.
+    speculate: whether the engine may draft for the request; the text is the same without drafts.
     """
 
     id: int
@@ -36,6 +38,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     adapter: str = ""
     priority: int = 0
     request_id: str = ""
+    prediction: list[int] = []
+    speculate: bool = True
 
     @property
     def urgency(self) -> tuple[int, bool]:
@@ -215,6 +219,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     weights_version: str = "0"  # of the weights that sampled this frame's tokens
     weight_updates: int = 0  # since start
     update_seconds: float = 0.0  # seconds that the last update kept steps waiting
+    # Speculation, since start: drafts (one of a request in a step), their tokens, and how often
+    # the draft token of position 0, 1, ... was accepted.
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = []
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

@@ -2,7 +2,7 @@
 
 Two kernels and no host synchronisation, so that both can sit in front of, or inside, a CUDA graph:
 
-    apply_updates   tokens of requests that take a row, and block ids that extend a row's table
+    apply_updates   tokens of new rows, drafts, and block ids that extend a row's table
     assemble        per token: id, position, KV slots; per entry: kv_len and its block tables
 
 One upload a step feeds both: a packed int32 buffer, laid out as engine/runner/inputs.py says.
@@ -13,31 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_texts", "num_blocks"])
 def _apply_updates_kernel(
-    updates,  # [num_rows * 3 + num_blocks * 3 + num_tokens] int32
+    updates,  # [num_texts * 4 + num_blocks * 3 + num_tokens] int32
     tokens,
     tokens_stride,
     table,
     table_stride,
-    num_rows,
+    num_texts,
     num_blocks,
     BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    if pid < num_rows:  # one request's tokens: (row, offset of its tokens in updates, count)
-        row = tl.load(updates + pid * 3).to(tl.int64)
-        offset = tl.load(updates + pid * 3 + 1)
-        count = tl.load(updates + pid * 3 + 2)
+    if pid < num_texts:  # tokens of one row: (row, position, offset in updates, count)
+        row = tl.load(updates + pid * 4).to(tl.int64)
+        position = tl.load(updates + pid * 4 + 1)
+        offset = tl.load(updates + pid * 4 + 2)
+        count = tl.load(updates + pid * 4 + 3)
         for start in range(0, count, BLOCK):
             i = start + tl.arange(0, BLOCK)
             mask = i < count
             ids = tl.load(updates + offset + i, mask=mask)
-            tl.store(tokens + row * tokens_stride + i, ids, mask=mask)
+            tl.store(tokens + row * tokens_stride + position + i, ids, mask=mask)
     else:  # BLOCK (row, index, block id) triples
-        i = (pid - num_rows) * BLOCK + tl.arange(0, BLOCK)
+        i = (pid - num_texts) * BLOCK + tl.arange(0, BLOCK)
         mask = i < num_blocks
-        triples = updates + num_rows * 3 + i * 3
+        triples = updates + num_texts * 4 + i * 3
         rows = tl.load(triples, mask=mask, other=0).to(tl.int64)
         indices = tl.load(triples + 1, mask=mask, other=0)
         blocks = tl.load(triples + 2, mask=mask, other=0)
@@ -45,15 +46,15 @@ def _apply_updates_kernel(
 
 
 def apply_updates(
-    updates: Tensor, tokens: Tensor, block_table: Tensor, num_rows: int, num_blocks: int
+    updates: Tensor, tokens: Tensor, block_table: Tensor, num_texts: int, num_blocks: int
 ) -> None:
-    """Write new rows' tokens [row, i] and new block ids [row, index].
+    """Write new tokens [row, position + i] and new block ids [row, index].
 
-    updates, int32 on the device: num_rows times (row, offset of its tokens in updates, count), then
-    num_blocks times (row, index in its table, block id), then the tokens.
+    updates, int32 on the device: num_texts times (row, position, offset of the tokens in updates,
+    count), then num_blocks times (row, index in its table, block id), then the tokens.
     """
     block = 512
-    grid = (num_rows + triton.cdiv(num_blocks, block),)
+    grid = (num_texts + triton.cdiv(num_blocks, block),)
     if grid[0]:
         _apply_updates_kernel[grid](
             updates,
@@ -61,7 +62,7 @@ def apply_updates(
             tokens.stride(0),
             block_table,
             block_table.stride(0),
-            num_rows,
+            num_texts,
             num_blocks,
             BLOCK=block,
         )

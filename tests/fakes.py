@@ -2,6 +2,7 @@
 block table, so a wrong block, a stale row or a lost token changes the text."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.speculation import Speculation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 1
@@ -92,6 +94,7 @@ class _Step:
     entries: list[tuple[int, int, int, bool]]  # row, start, length, samples
     rows: list[NewRow]
     blocks: list[tuple[int, int, int]]
+    drafts: list[tuple[int, int, list[int]]]
     prefixes: list[PrefixCopy]
     saved: list[tuple[int, int]]
     resumed: list[tuple[int, int]]
@@ -171,6 +174,7 @@ class FakeRunner:
             entries,
             list(batch.new_rows),
             list(batch.new_blocks),
+            [(row, first, list(drafts)) for row, first, drafts in batch.drafts],
             list(batch.prefixes),
             list(batch.saved_states),
             list(batch.resumed_states),
@@ -196,7 +200,10 @@ class FakeRunner:
         config = self.config
         assert batch.rows, "an empty batch was launched"
         assert batch.num_tokens <= config.max_num_batched_tokens, "over the token budget"
-        assert len(set(batch.rows)) == len(batch.rows), "a row is in the batch twice"
+        drafted = [row for row, _, drafts in batch.drafts for _ in drafts]
+        twice = Counter(batch.rows) - Counter(set(batch.rows))
+        assert twice == Counter(drafted), "a row is in the batch twice"
+        assert not (drafted and self.in_flight), "drafts beside a token that is not known"
         assert len(batch.rows) <= config.max_num_seqs, "more requests than rows"
         single = [n == 1 and s for n, s in zip(batch.lengths, batch.samples, strict=True)]
         assert all(single[: batch.num_decodes]) and not any(single[batch.num_decodes :])
@@ -254,6 +261,8 @@ class FakeRunner:
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
+        for row, first, drafts in step.drafts:
+            self.tokens[row, first : first + len(drafts)] = drafts
         for prefix in step.prefixes:
             key = 0
             for at in range(prefix.stop):
@@ -405,13 +414,17 @@ def make_store(
 
 
 def make_core(
-    *, fail: Sequence[int] = (), adapters: AdapterStore | None = None, **changes: Any
+    *,
+    fail: Sequence[int] = (),
+    adapters: AdapterStore | None = None,
+    speculation: Speculation | None = None,
+    **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
-    return EngineCore(config, runner, store), runner
+    return EngineCore(config, runner, store, speculation=speculation), runner
 
 
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:

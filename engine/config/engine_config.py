@@ -9,6 +9,7 @@ import msgspec
 
 from engine.config.quant_formats import Quantization
 from engine.errors import ConfigError
+from engine.speculation.settings import read_speculation
 from engine.typecheck import fits, words
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -19,7 +20,7 @@ BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has bfloat16
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 
-class _Hashable(dict[str, str | float | bool]):
+class _Hashable(dict[str, str | float | bool | None]):
     """A hashable dictionary, so that a frozen config with this field can be a cache key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -134,6 +135,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
         and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
         defaults (temperature 1).
+    speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
+        "auto" drafts what followed the same tokens before, in prompt, answer and earlier answers,
+        where measured steps gain by it; "off" never. A mapping sets it by hand, in our names or
+        vLLM's: {method: lookup, tokens: 7, shared_tokens: 0}. docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
@@ -179,6 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int | None = None
     gpu_capability: float | None = None
     generation_config: Literal["auto", "none"] = "auto"
+    speculation: str | bool | dict[str, str | float | bool | None] = "auto"
     log_level: Literal["info", "debug"] = "info"
 
     @property
@@ -216,6 +222,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         msgspec.structs.force_setattr(self, "graph_sizes", tuple(self.graph_sizes))
         if self.rope_scaling is not None:
             msgspec.structs.force_setattr(self, "rope_scaling", _Hashable(self.rope_scaling))
+        read_speculation(self.speculation)  # raises ConfigError
+        if isinstance(self.speculation, dict):
+            msgspec.structs.force_setattr(self, "speculation", _Hashable(self.speculation))
         if self.block_size < 1 or self.block_size > 256:
             raise ConfigError(
                 f"block_size must be 1..256, got {self.block_size}", param="block_size"

@@ -62,6 +62,8 @@ class RequestManager:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        prediction: str | Sequence[int] = "",
+        speculate: bool = True,
     ) -> RequestHandle:
         """Start a request from text, token ids or chat messages, and return at once.
 
@@ -69,8 +71,17 @@ class RequestManager:
         priority: smaller runs earlier.
         cache_salt: only requests of the same salt share cached prefixes.
         adapter: a name known by `add_adapter`.
+        prediction: text or tokens that the answer is expected to have, for drafts.
+        speculate: whether the engine may draft; the answer is the same.
         Raises InvalidRequest, EngineDead.
         """
+        expected: Sequence[int] = ()
+        if not isinstance(prediction, str):
+            expected = prediction
+        elif prediction and self.tokenizer is None:
+            raise InvalidRequest("a prediction of text needs a tokenizer", param="prediction")
+        elif self.tokenizer is not None:
+            expected = self.tokenizer.encode(prediction, add_special_tokens=False)
         (params,) = each_params(params, 1, self.tokenizer)
         return self._submit(
             self._prompts.encode(prompt),
@@ -80,6 +91,8 @@ class RequestManager:
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
+            prediction=expected,
+            speculate=speculate,
         )
 
     def _submit(
@@ -92,6 +105,8 @@ class RequestManager:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        prediction: Sequence[int] = (),
+        speculate: bool = True,
     ) -> RequestHandle:
         """Start one engine request for each of n choices of a checked prompt, all with one seed."""
         params.check_vocabulary(self.ready.vocab_size)
@@ -123,6 +138,8 @@ class RequestManager:
                         cache_salt,
                         adapter,
                         priority,
+                        prediction=list(prediction),
+                        speculate=speculate,
                     )
                 )
         except MantaError:

@@ -6,11 +6,13 @@ memory, one copy a step, then the kernels of kernels/batch.py. Layout of the pac
 
  rows [E] | starts [E] | mask_of [E] | query_start [E + 1] | last [E] | which [E] | counts [2] |
  updates
- updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
+ updates: new tokens * 4 (row, position, offset, count) | new blocks * 3 (row, index, block) |
+ tokens ...
 
 `last` is, for each sampling entry, the index of its last token in the step's tokens. `which` is its
 entry, and `mask_of` its mask or -1, written only if the batch has masks. `counts` are the numbers
-of decodes and entries. Offsets count from the start of the updates.
+of decodes and entries. New tokens are those of new rows and drafts. Offsets count from the start
+of the updates.
 
 There are as many pinned buffers as steps in flight: two, or more in a pipeline. Step n + 1 is
 packed while n runs. Step n + 2 reuses n's buffer, after n has been waited for.
@@ -67,6 +69,8 @@ class CpuInputs:
     def assemble(self, batch: Batch) -> DeviceStep:
         for new in batch.new_rows:
             self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+        for row, first, drafts in batch.drafts:
+            self._tokens[row, first : first + len(drafts)] = drafts
         for row, index, block in batch.new_blocks:
             self._table[row, index] = block
 
@@ -209,10 +213,9 @@ class CudaInputs:
 
         self._buffer = (self._buffer + 1) % len(self._staging)
         entries, count = self._entries, len(batch.rows)
-        num_rows, num_blocks = len(batch.new_rows), len(batch.new_blocks)
-        num_updates = 3 * (num_rows + num_blocks) + sum(
-            len(new.token_ids) for new in batch.new_rows
-        )
+        new_tokens = [(new.row, 0, new.token_ids) for new in batch.new_rows] + batch.drafts
+        num_texts, num_blocks = len(new_tokens), len(batch.new_blocks)
+        num_updates = 4 * num_texts + 3 * num_blocks + sum(len(ids) for _, _, ids in new_tokens)
         staging, packed = self._staging[self._buffer], self._packed
         if num_updates > UPDATE_CAPACITY:  # e.g. a hundred long, fully cached prompts at once
             staging = _Staging(self._updates_at + num_updates)
@@ -248,14 +251,14 @@ class CudaInputs:
 
         if num_updates:
             updates = array[self._updates_at : self._updates_at + num_updates]
-            at = 3 * (num_rows + num_blocks)
-            for i, new in enumerate(batch.new_rows):
-                length = len(new.token_ids)
-                updates[3 * i : 3 * i + 3] = (new.row, at, length)
-                updates[at : at + length] = new.token_ids
+            at = 4 * num_texts + 3 * num_blocks
+            for i, (row, first, ids) in enumerate(new_tokens):
+                length = len(ids)
+                updates[4 * i : 4 * i + 4] = (row, first, at, length)
+                updates[at : at + length] = ids
                 at += length
             if num_blocks:
-                updates[3 * num_rows : 3 * (num_rows + num_blocks)] = np.asarray(
+                updates[4 * num_texts : 4 * num_texts + 3 * num_blocks] = np.asarray(
                     batch.new_blocks, dtype=np.int32
                 ).reshape(-1)
 
@@ -268,7 +271,7 @@ class CudaInputs:
                 packed[self._updates_at : used],
                 self._rows.tokens,
                 self._rows.block_table,
-                num_rows,
+                num_texts,
                 num_blocks,
             )
 

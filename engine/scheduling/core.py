@@ -6,7 +6,8 @@ One call of `step`, one batch ahead (async_scheduling):
 
 so that the device has the next step before the host has seen the last result. Otherwise a step is
 scheduled, launched, waited for and updated at once. In a pipeline there is also a step of each
-micro-batch in flight, and the oldest is waited for.
+micro-batch in flight, and the oldest is waited for. A step with drafts is waited for at once, and
+launched when no other is in flight.
 A grammar needs a token before it can tell what may follow. So if a constrained request has its last
 token in flight, the step's forward pass is launched without its sampling:
 
@@ -51,6 +52,7 @@ from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sleeping import EngineSleep, Sleeper
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
 from engine.scheduling.step_failure import MemoryShortages, StepBlame
 from engine.scheduling.updates import Pause, WeightLoader, WeightUpdates
@@ -136,18 +138,20 @@ class EngineCore:
         memory: Sleeper | None = None,
         mask_memory: HostMemory = host_memory,
         weights: WeightLoader | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Set up the core.
 
         weights: replaces the model's weights; None = they cannot be replaced.
         memory: the memory of an engine that may sleep; None = it cannot.
         mask_memory: allocates the host memory from which the device copies masks.
+        speculation: the drafts of steps; None = each decode gets one token a step.
         """
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
         self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
-        self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, speculation)
         self.draining = False
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
@@ -276,7 +280,7 @@ class EngineCore:
             self._take_prepared()
         batch = None if held else scheduler.schedule()
         deltas, self._outbox = self._outbox + scheduler.take_failed(), []
-        depth = 1 if self._bisection is not None else self._depth
+        depth = 1 if self._bisection is not None or scheduler.verifying else self._depth
         result: StepResult | None = None
         done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
@@ -311,6 +315,9 @@ class EngineCore:
             if self.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
+            if scheduler.speculation is not None:
+                entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
+                scheduler.speculation.observe_step(entries, done.num_drafts, seconds)
         return deltas
 
     def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
@@ -575,6 +582,9 @@ class EngineCore:
             weights_version=self._updates.version,
             weight_updates=self._updates.count,
             update_seconds=self._updates.seconds,
+            drafts=counters.drafts,
+            draft_tokens=counters.draft_tokens,
+            accepted_by_position=counters.accepted_by_position.copy(),
             **_of_states(scheduler),
         )
 

@@ -96,6 +96,12 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
 
+    def advance(self, request: Request, count: int) -> None:
+        """Move a member forward between steps, by tokens that were accepted beyond its decode's."""
+        self.leave(request)
+        request.num_computed += count
+        self.join(request)
+
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.
 

@@ -12,7 +12,8 @@ While a request decodes, its num_computed grows by one a step but is not written
 
 import enum
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine.batch import NewRow, TokenLogprobs
 from engine.errors import InvalidRequest, context_too_long, no_vectors
@@ -24,6 +25,9 @@ from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.prefix_hash import root_hash
 from engine.scheduling.snapshots import Marks
 from engine.structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from engine.scheduling.speculation import RequestDrafts
 
 
 class RequestPhase(enum.Enum):
@@ -52,6 +56,7 @@ class Request:
         "choice",
         "constraint",
         "delivered",
+        "drafts",
         "group_index",
         "hashes",
         "id",
@@ -71,6 +76,7 @@ class Request:
         "params",
         "phase",
         "pooled",
+        "prediction",
         "prompt_logprobs",
         "queued_tokens",
         "queued_us",
@@ -78,6 +84,7 @@ class Request:
         "root",
         "row",
         "seed",
+        "speculates",
         "stop_ids",
         "token_ids",
     )
@@ -139,6 +146,9 @@ class Request:
         self.arrived = time.monotonic_ns()
         self.queued_us = -1  # microseconds from arrival to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
+        self.prediction: Sequence[int] = message.prediction
+        self.speculates = message.speculate  # whether steps may draft for it
+        self.drafts: RequestDrafts | None = None  # once a step has asked for its drafts
         self.delivered = False  # whether its first delta was returned
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]

@@ -11,13 +11,16 @@ So `schedule` does not know the tokens of the step in flight, only that each sam
 have one. Three rules follow. A result for a request that has ended is dropped. Rows and blocks are
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
+A request with drafts may get more than one token, so its next step waits for the result, and
+`schedule` returns None meanwhile.
 In a pipeline, `schedule` takes a micro-batch that is in none of the newest steps, of which there
 are one fewer than micro-batches. The last tokens of its requests have then returned to the first
 stage, or will have when the step is computed. The rules are the same.
 The token budget of a step is spent in this order:
 1. requests that decode;
 2. running requests that lack a block or still compute their prompt, in the order of service;
-3. waiting requests, in the order of service, while admission accepts the first of them.
+3. waiting requests, in the order of service, while admission accepts the first of them;
+4. drafts of requests that decode.
 The order of service is (priority, arrival).
 """
 
@@ -48,6 +51,7 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_memory import RequestMemory
 from engine.scheduling.request_start import find_start
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
@@ -64,8 +68,11 @@ class Scheduler:
         config: CoreConfig,
         adapters: AdapterStore | None = None,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
+        self.speculation = speculation
+        self.verifying = False  # whether a step with drafts is in flight
         self._adapters = adapters or AdapterStore.disabled()
         # Every running request must be able to decode in every step, so the token budget bounds
         # rows.
@@ -172,6 +179,9 @@ class Scheduler:
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
+        self.verifying = False
+        if self.speculation is not None:
+            self.speculation.awaited = None
         if self.memory.snapshots is not None:
             self.memory.snapshots.forget_after(self.done_step)
         self.done_step = self.step
@@ -215,6 +225,9 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched; return None if nothing can run now."""
+        speculation = self.speculation
+        if speculation and self.in_flight and (self.verifying or speculation.awaited):
+            return None
         builder = StepBuilder(Batch(self.step + 1))
         if len(self.decode_groups) > 1:
             newest = islice(reversed(self.in_flight), len(self.decode_groups) - 1)
@@ -228,6 +241,8 @@ class Scheduler:
             self._schedule_running(builder)
         if self.queue.waiting and not builder.preempted:
             self._admit(builder)
+        if speculation and not self.in_flight and self.queue.only is None:
+            self._add_drafts(speculation, builder)
         if not (self.decoding.requests or builder.sampling or builder.prefill_only):
             return None
         return self._build(builder)
@@ -263,6 +278,33 @@ class Scheduler:
             self.decoding.extended(request)
             if self.memory.snapshots is not None:
                 self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
+
+    def _add_drafts(self, speculation: Speculation, builder: StepBuilder) -> None:
+        """Add drafts of decoding requests, as far as rows, tokens and free blocks allow.
+
+        No request is preempted for drafts, and each running request keeps a free block.
+        """
+        group, size = self.decoding, self.config.block_size
+        num_chunks = len(builder.sampling) + len(builder.prefill_only)
+        tokens = self.token_limit - len(group) - builder.chunk_tokens
+        room = min(self.rows - len(group) - num_chunks, tokens)
+        for verification in speculation.choose(group.requests, room):
+            request, drafts = verification.request, verification.drafts
+            pool, start = self.memory.pool(request), request.base + group.step_index + 1
+            missing = start + 1 + len(drafts) - len(request.blocks) // pool.num_groups * size
+            if missing > 0:
+                # a table with more blocks than a window needs would break the other strategies
+                free = pool.num_free - len(self.running) * pool.next_cost(request)
+                count = max(0, min(-(-missing // size), free // pool.next_cost(request)))
+                if not pool.whole and self.config.admission != "optimistic":
+                    count = 0
+                if count:
+                    builder.batch.new_blocks += pool.extend((request,), count)
+                    group.extended(request)
+                if missing > count * size:
+                    del drafts[count * size - missing :]
+            if drafts:
+                builder.verifications.append(verification)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, first those with one token left."""
@@ -489,7 +531,8 @@ class Scheduler:
             group.leave(launched.requests[entry])
             launched.requests[entry].phase = RequestPhase.FINISHING
         chunks = builder.sampling + builder.prefill_only
-        for entry, (request, length) in enumerate(chunks, start=builder.batch.num_decodes):
+        num_decodes = launched.decodes - launched.num_drafts
+        for entry, (request, length) in enumerate(chunks, start=num_decodes):
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
@@ -507,6 +550,7 @@ class Scheduler:
                     group.join(request)
         if self.num_constrained:
             self._constrain(launched, builder.batch)
+        self.verifying = launched.num_drafts > 0
         self.in_flight.append(launched)
         return builder.batch
 
@@ -520,6 +564,9 @@ class Scheduler:
                 constraint.sampled_in = launched.step
                 entries.append(entry)
         launched.constrained = batch.masked = entries
+        if launched.num_drafts:  # whose entries lie between the other decodes and the chunks
+            first, count = launched.decodes - launched.num_drafts, launched.num_drafts
+            batch.masked = [entry if entry < first else entry + count for entry in entries]
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -528,8 +575,11 @@ class Scheduler:
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
+        self.verifying = False  # as such a step is the only one
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
+        if self.speculation is not None:
+            self._observe_drafts(self.speculation, launched)
         for request in outcome.failed:
             self.memory.discard_cached(request)
             self._end(request)
@@ -537,7 +587,18 @@ class Scheduler:
             self._end(request)
         if self.memory.deferred:
             self._give_back()
+        if self.speculation is not None and self.in_flight:
+            self.speculation.peek(self.decoding.requests)
         return outcome.deltas
+
+    def _observe_drafts(self, speculation: Speculation, launched: LaunchedStep) -> None:
+        """Move requests past the tokens that they gained by drafts, and count these."""
+        for verification in launched.verifications:
+            request = verification.request
+            if verification.gained and request.phase is RequestPhase.DECODING:
+                self.decode_groups[request.micro_batch].advance(request, verification.gained)
+            self.counters.count_drafts(len(verification.drafts), verification.accepted)
+        speculation.observe(launched.verifications)
 
     # ---- internal changes of phase -------------------------------------------------------------
 
@@ -577,6 +638,8 @@ class Scheduler:
             self._release(request)
         if request.adapter is not None:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
+        if self.speculation is not None:
+            self.speculation.end(request)
 
     def _release(self, request: Request) -> None:
         """Release the request's row and blocks when no step in flight uses them."""

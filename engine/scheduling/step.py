@@ -6,13 +6,17 @@ they run for every request in every step.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from engine.batch import Batch, StepResult
+from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.request import Request, RequestPhase
+from engine.scheduling.speculation import Verification
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True)
@@ -27,7 +31,10 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Lists are in batch order: sampling entries first, then the others."""
+    """A launched step. Lists are in batch order: sampling entries first, then the others.
+
+    Entries of drafts, which come after the other decodes, are not counted in lists and indices.
+    """
 
     step: int
     requests: list[Request]  # [num_entries]
@@ -38,8 +45,10 @@ class LaunchedStep:
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
-    decodes: int = 0
+    decodes: int = 0  # those of drafts too
+    verifications: Sequence[Verification] = ()  # in the order of their drafts' entries
     context: int = 0  # tokens whose keys the decodes read
+    num_drafts: int = 0
     prompt_tokens: int = 0  # tokens of its chunks
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
@@ -53,8 +62,12 @@ class LaunchedStep:
         end_tokens: end tokens of all requests. Only if one of them was sampled, the request is
             asked whether the token ends it.
         """
+        assert result.step == self.step
+        drafted: _DraftResult | None = None
+        if self.verifications:
+            result, drafted = self._split(result)
         tokens, requests = result.tokens, self.requests
-        assert result.step == self.step and len(tokens) == len(self.ids)
+        assert len(tokens) == len(self.ids)
         dropped: list[int] = []  # entries of requests that ended before
         if self.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is RequestPhase.ENDED]
@@ -97,6 +110,11 @@ class LaunchedStep:
                     deltas[entry].stop_token = tokens[entry]
                     ended.append(entry)
         over.update(ended)
+        num_tokens = len(tokens) - len(unseen)
+        if drafted is not None:
+            num_tokens += self._accept_drafts(
+                drafted, tokens, deltas, over, failed, ended, end_tokens
+            )
         for entry in self.finishing:
             if entry in over:
                 continue
@@ -113,10 +131,83 @@ class LaunchedStep:
                 del deltas[entry]
         return StepOutcome(
             deltas,
-            len(tokens) - len(unseen),
+            num_tokens,
             failed=[requests[entry] for entry in failed],
             ended=[requests[entry] for entry in ended],
         )
+
+    def _split(self, result: StepResult) -> tuple[StepResult, "_DraftResult"]:
+        """Return the result without the entries of drafts, and the result of these."""
+        first, stop = self.decodes - self.num_drafts, self.decodes
+
+        def without(items: Mapping[int, _Item]) -> dict[int, _Item]:
+            earlier = {entry: item for entry, item in items.items() if entry < first}
+            later = {entry: item for entry, item in items.items() if entry >= stop}
+            return earlier | {entry - self.num_drafts: item for entry, item in later.items()}
+
+        def only(items: Mapping[int, _Item]) -> dict[int, _Item]:
+            return {entry - first: item for entry, item in items.items() if first <= entry < stop}
+
+        drafted = _DraftResult(
+            result.tokens[first:stop], only(result.logprobs), only(result.errors)
+        )
+        others = replace(
+            result,
+            tokens=result.tokens[:first] + result.tokens[stop:],
+            logprobs=without(result.logprobs),
+            prompt_logprobs=without(result.prompt_logprobs),
+            pooled=without(result.pooled),
+            errors=without(result.errors),
+        )
+        return others, drafted
+
+    def _accept_drafts(
+        self,
+        drafted: "_DraftResult",
+        tokens: list[int],
+        deltas: list[Delta],
+        over: set[int],
+        failed: dict[int, str],
+        ended: list[int],
+        end_tokens: set[int],
+    ) -> int:
+        """Append the tokens that follow right drafts; return their number.
+
+        tokens: of the other entries, which have been accepted.
+        over: entries whose requests go no further. The call adds to `failed` and `ended`.
+        """
+        first = gained = 0
+        for verification in self.verifications:
+            drafts, entry = verification.drafts, verification.entry
+            sampled = drafted.tokens[first : first + len(drafts)]
+            verification.accepted = _agreeing(drafts, [tokens[entry], *sampled])
+            if verification.synthetic >= 0:  # blocks may have cut drafts since
+                verification.accepted = min(verification.synthetic, len(drafts))
+            request, delta = verification.request, deltas[entry]
+            for at, token in enumerate(sampled[: verification.accepted], start=first):
+                if entry in over:
+                    break
+                if at in drafted.errors:
+                    failed[entry] = delta.error = drafted.errors[at]
+                    delta.finish = "error"
+                    over.add(entry)
+                    break
+                request.token_ids.append(token)
+                delta.token_ids.append(token)
+                if delta.logprobs is not None:
+                    delta.logprobs.append(drafted.logprobs[at])
+                verification.gained += 1
+                if token in end_tokens and request.stops_at(token):
+                    delta.finish, delta.stop_token = "stop", token
+                elif len(request.token_ids) == request.limit:
+                    delta.finish = "length"
+                else:
+                    continue
+                ended.append(entry)
+                over.add(entry)
+            first += len(drafts)
+            gained += verification.gained
+        return gained
 
     def _complete(
         self, tokens: list[int], dropped: list[int], failed: dict[int, str]
@@ -142,6 +233,23 @@ class LaunchedStep:
 
 
 @dataclass(slots=True)
+class _DraftResult:
+    """What the entries of drafts sampled. The keys of the maps are indices of `tokens`."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+def _agreeing(drafts: list[int], sampled: list[int]) -> int:
+    """Return how many drafts, from the first on, equal the tokens sampled at their positions."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count]:
+        count += 1
+    return count
+
+
+@dataclass(slots=True)
 class SchedulerCounters:
     """Counts since the engine's start."""
 
@@ -153,6 +261,20 @@ class SchedulerCounters:
     finished: int = 0
     out_of_memory: int = 0
     snapshots_taken: int = 0
+    drafts: int = 0  # decodes with drafts
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = field(
+        default_factory=list
+    )  # drafts that were right, by position
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count a decode with drafts."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        while len(self.accepted_by_position) < drafted:
+            self.accepted_by_position.append(0)
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
 
 
 @dataclass(slots=True)
@@ -160,6 +282,7 @@ class StepBuilder:
     """A step while it is being built."""
 
     batch: Batch
+    verifications: list[Verification] = field(default_factory=list)
     joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
     # (request, length) of each sampling chunk
     sampling: list[tuple[Request, int]] = field(default_factory=list)
@@ -173,7 +296,7 @@ class StepBuilder:
     owed: Counter[int] = field(default_factory=Counter)
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch: one token for each decode, then the chunks; no request changes.
+        """Complete the batch: one token for each decode, drafts, then chunks; no request changes.
 
         It counts as a step of the decode group.
         """
@@ -185,11 +308,16 @@ class StepBuilder:
         batch.num_decodes = num_decodes
         batch.rows = group.rows.copy()
         batch.starts = [base + index for base in group.bases]
+        starts = batch.starts
+        requests, ids = group.requests.copy(), group.ids.copy()
+        token_lists = group.token_lists.copy()
+        if self.verifications:
+            starts = batch.starts.copy()
+            context += self._add_drafts()
+            num_decodes = batch.num_decodes
         batch.lengths = [1] * num_decodes
         num_samples = num_decodes + len(self.sampling)
         batch.samples = [True] * num_samples + [False] * len(self.prefill_only)
-        requests, ids = group.requests.copy(), group.ids.copy()
-        token_lists = group.token_lists.copy()
         for request, _ in self.sampling:
             ids.append(request.id)
             token_lists.append(request.token_ids)
@@ -198,10 +326,12 @@ class StepBuilder:
             batch.starts.append(request.num_computed)
             batch.lengths.append(length)
             requests.append(request)
+        if self.verifications:
+            starts += batch.starts[num_decodes:]
         return LaunchedStep(
             step,
             requests,
-            batch.starts,
+            starts,
             ids,
             token_lists,
             firsts=[r.group_index for r in self.joined if r.group_index >= 0 and not r.delivered],
@@ -209,6 +339,21 @@ class StepBuilder:
             micro_batch=group.micro_batch,
             began=time.perf_counter(),
             decodes=num_decodes,
+            verifications=self.verifications,
+            num_drafts=num_decodes - len(ids) + len(self.sampling),
             context=context,
             prompt_tokens=self.chunk_tokens,
         )
+
+    def _add_drafts(self) -> int:
+        """Add a decode for each draft; return the number of tokens whose keys these read."""
+        batch, context = self.batch, 0
+        for verification in self.verifications:
+            verification.entry = entry = verification.request.group_index
+            row, first, drafts = batch.rows[entry], batch.starts[entry] + 1, verification.drafts
+            batch.drafts.append((row, first, drafts))
+            batch.rows += [row] * len(drafts)
+            batch.starts += range(first, first + len(drafts))
+            context += sum(range(first + 1, first + 1 + len(drafts)))
+        batch.num_decodes = len(batch.rows)
+        return context

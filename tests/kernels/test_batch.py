@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from engine.batch import Batch, NewRow
 from engine.runner import inputs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.request_rows import RequestRows
+from engine.sampling_params import SamplingParams
 from kernels.metadata import AttentionMeta
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps
 from tests.kernels.oracle import DEVICE
@@ -85,6 +87,24 @@ def test_equal_to_the_cpu(seed: int, groups: int, monkeypatch: pytest.MonkeyPatc
         assert pair.rows[0].tokens.tolist() == pair.rows[1].tokens.tolist()
         assert pair.rows[0].block_table.tolist() == pair.rows[1].block_table.tolist()
         pair.sampled(steps, want)
+
+
+def test_drafts_are_read_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a draft lands at another position, or a new row's tokens or blocks move by it."""
+    pair = Pair(monkeypatch)
+    params = SamplingParams()
+    fresh = NewRow(1, [3, 4, 5], 3, params, seed=0, choice=0, stop_ids=())
+    first = Batch(1, [1], [0], [3], [True], 0, [fresh], [(1, 0, 7), (1, 1, 2)])
+    second = Batch(2, [1, 1, 1, 4], [2, 3, 4, 0], [1] * 3 + [2], [True] * 4, 3)
+    second.new_rows = [NewRow(4, [8, 9], 2, params, seed=0, choice=0, stop_ids=())]
+    second.new_blocks = [(4, 0, 5)]
+    second.drafts = [(1, 3, [11, 12])]
+    for batch in (first, second):
+        want = pair.cpu.assemble(batch)
+        same(pair.cuda.assemble(batch), want)
+    assert want.token_ids.tolist() == [5, 11, 12, 8, 9]
+    assert want.sample_positions.tolist() == [3, 4, 5, 2]
+    assert pair.rows[0].tokens.tolist() == pair.rows[1].tokens.tolist()
 
 
 def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.process import rank as rank_process
+from tests import drafters
 from tests.engine.lora.adapters import save_prompt
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
@@ -77,6 +78,15 @@ def test_texts_are_those_of_one_rank(
         if not by_requests:  # where they may have gone: see test_attention_by_requests.py
             assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
+        drafted = [
+            msgspec.structs.replace(
+                m, prediction=m.token_ids[m.num_prompt_tokens :] + first[m.id].tokens
+            )
+            for m in requests
+        ]
+        core.scheduler.speculation = drafters.told("mixed", [3, 7])
+        assert told(serve(core, drafted)) == told(first) and core.stats().draft_tokens > 0
+        core.scheduler.speculation = None
         greedy = [message for message in requests if not message.params.temperature]
         assert told(serve(core, greedy)).items() <= told(first).items()
         outputs.append(first)

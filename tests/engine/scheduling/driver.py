@@ -55,6 +55,8 @@ class Driver:
         self._scopes[message.id] = (message.adapter, message.cache_salt)
         self.expected[message.id] = self._expect(message)
         self.core.add_request(message)
+        if message.id in self.scheduler.requests:  # for drafters that are told
+            self.scheduler.requests[message.id].prediction = self.expected[message.id][0]
         return message.id
 
     def _expect(self, message: EngineRequest) -> tuple[list[int], str]:

@@ -238,7 +238,7 @@ def test_what_is_reserved_and_what_is_used() -> None:
         stats = core.stats()
         assert stats.reserved_blocks == stats.running * (15 + max_tokens) // 4 == 48
         assert stats.total_blocks - stats.free_blocks < 48
-        metrics = {metric.name: metric.read(stats) for metric in REPLICA_METRICS}
+        metrics = {metric.key: metric.read(stats) for metric in REPLICA_METRICS}
         assert metrics["kv_cache_usage_perc"] < metrics["kv_cache_reserved_perc"] == 1
         seen[max_tokens] = stats.running
         run(core)

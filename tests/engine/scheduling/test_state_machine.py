@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.drafters import KINDS, told
 from tests.engine.scheduling.driver import Driver, random_run
 
 STEM = [2 + i * i % 47 for i in range(48)]
@@ -34,8 +35,20 @@ class EngineMachine(RuleBasedStateMachine):
         spare=st.integers(0, 20),
         prefix_caching=st.booleans(),
         admission=st.sampled_from(["optimistic", "optimistic", "peak", "sum", "reserved"]),
+        drafts=st.sampled_from(["", *KINDS]),
+        lengths=st.lists(st.sampled_from([0, 1, 3, 7]), min_size=1, max_size=4),
     )
-    def start(self, block_size: int, budget: int, spare: int, **changes: Any) -> None:
+    def start(
+        self,
+        block_size: int,
+        budget: int,
+        spare: int,
+        drafts: str,
+        lengths: list[int],
+        **changes: Any,
+    ) -> None:
+        if drafts and changes["admission"] != "peak":
+            changes["speculation"] = told(drafts, lengths)
         self.driver = Driver(
             block_size=block_size,
             max_num_batched_tokens=budget,

@@ -1,0 +1,221 @@
+"""Speculation, Verification: which drafts a step verifies, and what became of them.
+
+engine/speculation/ proposes tokens and lengths. This file asks it for the requests of a step, and
+`LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
+no token in flight. So `Scheduler.schedule` lets the device become idle first, and one step runs at
+a time while any request has drafts.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.request import Request
+from engine.speculation.drafter import Drafter, Drafts
+from engine.speculation.lengths import DraftLengths, DraftRecord
+from engine.speculation.lookup import Lookup
+from engine.speculation.settings import SpeculationSettings
+from engine.speculation.synthetic import AnyDrafter, SyntheticAcceptance
+
+logger = logging.getLogger("manta.engine")
+
+
+@dataclass(slots=True)
+class RequestDrafts:
+    """What a request keeps between steps: its drafts' source, and how often it was right."""
+
+    source: Drafts
+    record: DraftRecord
+
+
+@dataclass(slots=True)
+class Verification:
+    """The drafts of a decode in a step.
+
+    entry: index of the request's decode among the step's entries.
+    synthetic: how many drafts to accept whatever is sampled; -1 = those that are right.
+    accepted: drafts that equal the sampled tokens, once the step is done.
+    gained: tokens that the text got beyond the decode's own; fewer than `accepted` if it ended.
+    """
+
+    request: Request
+    drafts: list[int]
+    entry: int = -1
+    synthetic: int = -1
+    accepted: int = 0
+    gained: int = 0
+
+
+class Speculation:
+    """The drafts of an engine's steps.
+
+    awaited: a request whose drafts wait for its token in flight, so that no step may be launched
+        before; None = there is none.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        lengths: DraftLengths,
+        acceptance: SyntheticAcceptance | None = None,
+    ) -> None:
+        """Set up the speculation of an engine.
+
+        acceptance: accepts drafts by chance, for benchmarks.
+        """
+        self.awaited: Request | None = None
+        self._awaited_length = 0  # drafts that were worth waiting for
+        self._drafter = drafter
+        self._lengths = lengths
+        self._acceptance = acceptance
+
+    @classmethod
+    def of(cls, settings: SpeculationSettings | None, config: CoreConfig) -> "Speculation | None":
+        """Return the speculation of an engine; None = off.
+
+        settings: of `engine.speculation`; None = off.
+        Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" it
+        is off then.
+        """
+        if settings is None or not config.generates:
+            return None
+        if why := cls.obstacle(config):
+            if settings.explicit:
+                raise ConfigError(
+                    f"engine.speculation: {why}; set it to auto, which leaves it out here, "
+                    "or to off",
+                    param="speculation",
+                )
+            logger.info("no speculation: %s", why)
+            return None
+        if settings.rates:
+            rates = " ".join(map(str, settings.rates))
+            logger.warning(
+                "speculation accepts drafts by chance (%s), so texts are not the model's: "
+                "engine.speculation has method synthetic, which is for benchmarks",
+                rates,
+            )
+            synthetic = SyntheticAcceptance(settings.rates)
+            return cls(AnyDrafter(), DraftLengths(settings.tokens), synthetic)
+        return cls(Lookup(settings.lookup), DraftLengths(settings.tokens))
+
+    @staticmethod
+    def obstacle(config: CoreConfig) -> str:
+        """Return why an engine of this configuration cannot speculate; "" = it can."""
+        if config.snapshots is not None or not all(kind.by_position for kind in config.kinds):
+            return "the model has recurrent states, which a step cannot take back"
+        if config.micro_batches > 1:
+            return "pipeline stages compute several steps at a time"
+        if config.admission == "peak":
+            return "engine.admission peak counts on one token a step"
+        if min(config.max_num_seqs, config.max_num_batched_tokens) < 2:
+            return "a step has room for one token; raise engine.max_num_seqs"
+        return ""
+
+    def peek(self, requests: Sequence[Request]) -> None:
+        """Set `awaited` to the first of these requests with drafts beyond its token in flight."""
+        self.awaited = None
+        if not requests or not self._lengths.begin_step(len(requests)):
+            return
+        for request in requests:
+            drafts = self._propose(request, ahead=1)
+            if len(drafts) > 1 and (length := self._worth(request, len(drafts) - 1)):
+                self.awaited, self._awaited_length = request, length
+                return
+
+    def choose(self, requests: Sequence[Request], room: int) -> list[Verification]:
+        """Return drafts of these decoding requests, whose tokens are all known.
+
+        room: the most drafts in all.
+        """
+        awaited, self.awaited = self.awaited, None
+        if not requests or room <= 0:
+            return []
+        if awaited is None and not self._lengths.begin_step(len(requests)):  # else `peek` began it
+            return []
+        chosen = []
+        for request in requests:
+            drafts = self._propose(request)
+            length = self._worth(request, len(drafts))
+            if request is awaited:
+                length = max(length, self._awaited_length)
+            if drafts and length:
+                chosen.append(Verification(request, drafts[:length]))
+        chosen = _cut(chosen, room)
+        if self._acceptance is not None:
+            for verification in chosen:
+                request, drafted = verification.request, len(verification.drafts)
+                verification.synthetic = self._acceptance.accepted(
+                    request.seed, request.choice, len(request.token_ids), drafted
+                )
+        return chosen
+
+    def observe(self, verifications: Sequence[Verification]) -> None:
+        """Note what a step accepted."""
+        for verification in verifications:
+            own: RequestDrafts | None = verification.request.drafts
+            if own is not None:
+                drafted = len(verification.drafts)
+                self._lengths.observe_drafts(own.record, drafted, verification.accepted)
+
+    def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
+        """Note a step; see `DraftLengths.observe_step`. entries: 0 if it computed prompts too."""
+        self._lengths.observe_step(entries, drafts, seconds)
+
+    def forget_steps(self) -> None:
+        """Forget the times of steps, as those of the start are of compilers."""
+        self._lengths.forget_steps()
+
+    def end(self, request: Request) -> None:
+        """Forget a request that ends, and let later requests draft from its answer."""
+        if request.drafts is not None:
+            self._text_known(request, request.drafts.source)
+            request.drafts.source.end()
+            request.drafts = None
+
+    def _worth(self, request: Request, length: int) -> int:
+        own: RequestDrafts | None = request.drafts
+        return 0 if own is None else self._lengths.worth(own.record, length)
+
+    def _propose(self, request: Request, ahead: int = 0) -> list[int]:
+        """Return the request's drafts, as many as its length and the controller allow.
+
+        ahead: tokens in flight, which the first drafts guess.
+        """
+        room = request.limit - len(request.token_ids) - 1
+        if not request.speculates or request.constraint is not None or room <= ahead:
+            return []
+        if request.drafts is None:
+            virtual = request.num_virtual
+            source = self._drafter.begin(
+                request.token_ids[virtual:],
+                request.num_prompt - virtual,
+                request.prediction,
+                request.root,
+            )
+            request.drafts = RequestDrafts(source, DraftRecord())
+        own = request.drafts
+        most = self._lengths.limit(own.record)
+        if not most:
+            return []
+        self._text_known(request, own.source)
+        return own.source.propose(min(room, most + ahead))
+
+    @staticmethod
+    def _text_known(request: Request, source: Drafts) -> None:
+        missing = len(request.token_ids) - request.num_virtual - source.num_tokens
+        if missing > 0:
+            source.extend(request.token_ids[-missing:])
+
+
+def _cut(chosen: list[Verification], room: int) -> list[Verification]:
+    """Cut the longest drafts until at most `room` are left; none is cut to nothing before all are
+    one long."""
+    longest = max((len(verification.drafts) for verification in chosen), default=0)
+    while longest > 1 and sum(min(longest, len(v.drafts)) for v in chosen) > room:
+        longest -= 1
+    for verification in chosen:
+        del verification.drafts[longest:]
+    return chosen[:room] if longest == 1 else chosen

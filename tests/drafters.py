@@ -1,0 +1,89 @@
+"""Drafters that are told the answer, and a controller that follows a list: for tests of
+verification. A request's `prediction` is the answer."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+from engine.scheduling.speculation import Speculation
+from engine.speculation.lengths import DraftLengths, DraftRecord
+
+KINDS = ("right", "wrong", "mixed")
+
+
+class ToldDrafts:
+    """Right, wrong at once, or right for as many tokens as the position says, then wrong."""
+
+    def __init__(self, kind: str, text: Sequence[int], num_prompt: int, answer: Sequence[int]):
+        self.kind = kind
+        self.text = list(text)
+        self.num_prompt = num_prompt
+        self.answer = answer
+        self.ended = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+    def propose(self, most: int) -> list[int]:
+        assert not self.ended and most > 0
+        done = len(self.text) - self.num_prompt
+        assert self.text[self.num_prompt :] == list(self.answer[:done]), "not the text"
+        right = {"right": most, "wrong": 0, "mixed": done * done % 5}[self.kind]
+        drafts = self.answer[done : done + most]
+        return [token if i < right else (token + 1) % 50 for i, token in enumerate(drafts)]
+
+    def end(self) -> None:
+        assert not self.ended
+        self.ended = True
+
+
+class ToldDrafter:
+    """answers: of each prompt, for requests without a prediction."""
+
+    def __init__(self, kind: str, answers: Mapping[tuple[int, ...], list[int]] | None = None):
+        self.kind = kind
+        self.answers = answers or {}
+        self.begun: list[ToldDrafts] = []
+
+    def begin(
+        self, token_ids: Sequence[int], num_prompt: int, prediction: Sequence[int], key: bytes
+    ) -> ToldDrafts:
+        answer = prediction or self.answers.get(tuple(token_ids[:num_prompt]), ())
+        self.begun.append(ToldDrafts(self.kind, token_ids, num_prompt, answer))
+        return self.begun[-1]
+
+
+class ListedLengths(DraftLengths):
+    """Takes its lengths from a list, over and over."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self._next = cycle(lengths)
+        self._now = 0
+        self.drafted = self.accepted = 0
+        self.steps: list[tuple[int, int]] = []
+
+    def begin_step(self, entries: int) -> int:
+        self._now = next(self._next)
+        return self._now
+
+    def limit(self, record: DraftRecord) -> int:
+        return self._now
+
+    def worth(self, record: DraftRecord, length: int) -> int:
+        return length
+
+    def observe_drafts(self, record: DraftRecord, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
+        self.steps.append((entries, drafts))
+
+
+def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:
+    return Speculation(ToldDrafter(kind), ListedLengths(lengths))

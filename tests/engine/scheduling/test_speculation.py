@@ -1,0 +1,186 @@
+"""Drafts in the scheduler: the same texts in fewer steps, whatever the drafter says."""
+
+from typing import Any
+
+import pytest
+
+from engine.config.kv_groups import Full, Window
+from engine.scheduling.snapshots import SnapshotPlan
+from engine.scheduling.speculation import Speculation, Verification, _cut
+from tests.drafters import KINDS, ListedLengths, ToldDrafter, told
+from tests.engine.scheduling.driver import Driver, random_run
+from tests.fakes import EOS, expected, make_config, make_core, make_request, run
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_right_drafts_are_all_accepted(most: int, ahead: bool) -> None:
+    """Bugs: verification is off by one; a right draft is dropped; steps with drafts bring one
+    token."""
+    driver = Driver(speculation=told("right", [most]), async_scheduling=ahead, eos_token_ids=())
+    for _ in range(3):
+        driver.add_request(8, max_tokens=41)
+    driver.finish()
+    lengths = driver.scheduler.speculation._lengths  # type: ignore[union-attr]
+    assert isinstance(lengths, ListedLengths)
+    assert lengths.accepted == lengths.drafted > 0
+    # the prompts; then most + 1 tokens a step; ahead, one token is in flight when drafts begin
+    assert driver.runner.num_steps <= 1 + ahead + -(-40 // (most + 1))
+    counters = driver.scheduler.counters
+    assert counters.output_tokens == 3 * 41
+    assert counters.draft_tokens == sum(counters.accepted_by_position) == lengths.drafted
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives_with_drafts(kind: str, ahead: bool) -> None:
+    """Bugs: a block or token is lost, or a text changes, in a rare order of drafts, preemption,
+    abort and end."""
+    configs: list[dict[str, Any]] = [
+        {},
+        {"num_blocks": 24, "max_model_len": 64},
+        {"max_num_batched_tokens": 7},
+        {"block_size": 1, "num_blocks": 130},
+        {"prefix_caching": False},
+        {"kinds": (Window(9), Window(4)), "num_blocks": 60},
+    ]
+    preemptions = accepted = 0
+    for seed, changes in enumerate(configs * 2):
+        speculation = told(kind, [7, 3, 0, 1])
+        driver = random_run(seed, async_scheduling=ahead, speculation=speculation, **changes)
+        preemptions += driver.scheduler.counters.preemptions
+        accepted += sum(driver.scheduler.counters.accepted_by_position)
+    assert preemptions > 5, "these runs are meant to preempt"
+    assert (accepted > 0) == (kind != "wrong")
+
+
+def test_wrong_drafts_cost_no_step() -> None:
+    """Bug: a request whose drafts are wrong gets no token in that step."""
+    plain, tried = (
+        Driver(speculation=speculation, async_scheduling=False)
+        for speculation in (None, told("wrong"))
+    )
+    for driver in (plain, tried):
+        for length in (8, 3):
+            driver.add_request(length, max_tokens=30)
+        driver.finish()
+    assert tried.runner.num_steps == plain.runner.num_steps
+
+
+def test_engine_runs_ahead_again_without_drafts() -> None:
+    """Bug: after a verification the device waits for the host in every step."""
+    lengths = [7, 7, 7] + [0] * 100
+    driver = Driver(speculation=told("right", lengths), eos_token_ids=())
+    driver.add_request(8, max_tokens=60)
+    depths = []
+    while driver.core.has_work():
+        driver.step()
+        depths.append(len(driver.runner.in_flight))
+    assert 0 in depths[2:6] and set(depths[8:-1]) == {1}
+
+
+def test_drafts_end_where_a_request_ends() -> None:
+    """Bugs: more tokens than max_tokens; tokens after an end token; an end token among drafts is
+    not reported."""
+    core, _ = make_core(speculation=told("right", [7]), async_scheduling=False)
+    for id in range(1, 60):
+        message = make_request(id, 6, max_tokens=20)
+        core.add_request(message)
+        core.scheduler.requests[id].prediction = expected(message, core.config)[0] + [5] * 9
+    outputs = run(core)
+    ends = [output.deltas[-1] for output in outputs.values()]
+    assert {delta.finish for delta in ends} == {"stop", "length"}
+    assert all((delta.stop_token == EOS) == (delta.finish == "stop") for delta in ends)
+    assert any(len(delta.token_ids) > 1 and delta.stop_token == EOS for delta in ends)
+
+
+def test_log_probabilities_come_with_their_tokens() -> None:
+    """Bug: log-probabilities of rejected drafts are told, or those of accepted ones are not."""
+    driver = Driver(speculation=told("mixed", [7, 3]))
+    for length in (4, 9):
+        driver.add_request(length, max_tokens=25, logprobs=0)
+    while driver.core.has_work():
+        driver.step()
+    for output in driver.outputs.values():
+        told_ids = [item.token_id for delta in output.deltas for item in delta.logprobs or []]
+        assert told_ids == output.tokens
+        positions = [-item.logprob for delta in output.deltas for item in delta.logprobs or []]
+        assert positions == sorted(positions) and len(set(positions)) == len(positions)
+    driver.finish()
+
+
+def test_entries_and_budget_bound_drafts() -> None:
+    """Bug: drafts make a step larger than buffers and graphs (FakeRunner asserts it), or one
+    request takes all the room."""
+    for limits in ({"max_num_seqs": 6}, {"max_num_batched_tokens": 9}):
+        driver = Driver(speculation=told("right", [7]), async_scheduling=False, **limits)
+        for _ in range(3):
+            driver.add_request(4, max_tokens=40, ignore_eos=True)
+        for _ in range(6):
+            driver.step()
+        drafts = [len(drafts) for _, _, drafts in driver.runner.batches[-1].drafts]
+        assert drafts in ([1, 1, 1], [2, 2, 2])
+        driver.finish()
+
+
+def test_cut_takes_from_the_longest() -> None:
+    """Rows for one request's long draft, and none for the first token of another's."""
+
+    def cut(lengths: list[int], room: int) -> list[int]:
+        request: Any = None
+        verifications = [Verification(request, [5] * length) for length in lengths]
+        return [len(verification.drafts) for verification in _cut(verifications, room)]
+
+    assert cut([7, 3, 1], 20) == [7, 3, 1]
+    assert cut([7, 3, 1], 8) == [4, 3, 1]
+    assert cut([7, 3, 1], 7) == [3, 3, 1]
+    assert cut([7, 7], 5) == [2, 2]
+    assert cut([7, 7, 7], 2) == [1, 1]
+    assert cut([], 2) == []
+
+
+def test_a_failure_at_a_draft_ends_the_request_only_if_the_draft_is_right() -> None:
+    """Bugs: logits that are not finite after a wrong draft fail a healthy request; after a right
+    draft they are overlooked."""
+    for kind in ("right", "wrong"):
+        core, runner = make_core(speculation=told(kind), async_scheduling=False)
+        message = make_request(1, 6, max_tokens=12, ignore_eos=True)
+        core.add_request(message)
+        answer = expected(message, core.config)[0]
+        core.scheduler.requests[1].prediction = answer
+        execute = runner.execute
+
+        def failing(step: Any, execute: Any = execute) -> Any:
+            result = execute(step)
+            if len(result.tokens) == 4 and step.entries[0][1] >= 10:
+                result.tokens[2], result.errors = -1, {2: "numerical_error: not finite"}
+            return result
+
+        runner.execute = failing  # type: ignore[method-assign]
+        output = run(core)[1]
+        if kind == "wrong":
+            assert (output.tokens, output.finish) == (answer, "length")
+        else:
+            assert output.finish == "error" and output.tokens == answer[: len(output.tokens)]
+
+
+def test_who_never_speculates() -> None:
+    """Bug: a model whose states cannot be taken back verifies drafts."""
+
+    assert Speculation.obstacle(make_config()) == ""
+    assert Speculation.obstacle(make_config(kinds=(Full(), Window(8)))) == ""
+    assert "states" in Speculation.obstacle(make_config(snapshots=SnapshotPlan(1, 4, 4)))
+    assert "stages" in Speculation.obstacle(make_config(micro_batches=2))
+    assert "peak" in Speculation.obstacle(make_config(admission="peak"))
+
+
+def test_drafter_learns_the_text_and_the_end() -> None:
+    """Bug: a drafter misses tokens of steps without drafts, or is never told of an end."""
+    drafter = ToldDrafter("right")
+    speculation = Speculation(drafter, ListedLengths([3, 3, 0, 0]))
+    driver = Driver(speculation=speculation)
+    ids = [driver.add_request(5, max_tokens=20, ignore_eos=True) for _ in range(2)]
+    answers = [driver.expected[id][0] for id in ids]
+    driver.finish()
+    assert [drafts.text[5:] for drafts in drafter.begun] == answers
+    assert all(drafts.ended for drafts in drafter.begun)

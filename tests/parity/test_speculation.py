@@ -1,0 +1,166 @@
+"""The text with speculation is the text without: requests of all kinds, whatever a drafter says.
+The scheduler's part alone, with a fake device: tests/engine/scheduling/test_speculation.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+from engine.scheduling.speculation import Speculation
+from tests.drafters import KINDS, ListedLengths, ToldDrafter
+from tests.engine.lora.adapters import save_adapter
+from tests.parity.engine_driver import Output, add_adapter, engine, run
+from tests.parity.test_deterministic import SIZES
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "logprobs": 3},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 50},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "min_p": 0.02},
+    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -100.0}, "logprobs": 0},
+    {"temperature": 1.0, "stop_token_ids": list(range(1, 40)), "min_tokens": 5},
+    {"temperature": 0.7, "max_tokens": 2},
+    {"temperature": 0.7, "ignore_eos": False, "stop_token_ids": list(range(300, 330))},
+    {"temperature": 0.0, "allowed_token_ids": list(range(100, 400))},
+    {"temperature": 0.9, "prompt_logprobs": 1, "logprobs": 1},
+    {"temperature": 0.0, "max_tokens": 1},
+]
+
+
+def model(kind: str, path: Path) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    built: Any
+    if kind == "llama":
+        built = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+        )
+    else:
+        built = transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(**SIZES, sliding_window=16, layer_types=WINDOWS)
+        )
+    built.save_pretrained(path)
+    save_adapter(built, path.with_name(f"{kind}-adapter"), target_modules=["q_proj", "down_proj"])
+    return path
+
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 15, 16, 17, 90, 150, 33, 64, 65, 7, 40]
+    prompts = [torch.randint(1, 512, (n,), generator=generator).tolist() for n in lengths]
+    prompts[7][:32] = prompts[8][:32] = prompts[9][:32]  # something for the prefix cache
+    return prompts
+
+
+PROMPTS = prompts()
+SAMPLING = [
+    SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | fields)) for fields in PARAMS
+]
+
+
+def plain_texts(core: EngineCore, adapter: str = "") -> list[Output]:
+    core.scheduler.speculation = None
+    return texts(core, adapter)
+
+
+def texts(core: EngineCore, adapter: str = "", **how: Any) -> list[Output]:
+    names = [adapter if at % 3 == 1 else "" for at in range(len(PROMPTS))]
+    return run(core, PROMPTS, SAMPLING, adapters=names, **how)
+
+
+def speculate(core: EngineCore, kind: str, answers: list[Output], *lengths: int) -> ListedLengths:
+    by_prompt = {tuple(p): o.token_ids for p, o in zip(PROMPTS, answers, strict=True)}
+    controller = ListedLengths(lengths)
+    core.scheduler.speculation = Speculation(ToldDrafter(kind, by_prompt), controller)
+    return controller
+
+
+def same(some: list[Output], others: list[Output]) -> None:
+    for at, (a, b) in enumerate(zip(some, others, strict=True)):
+        assert (a.token_ids, a.finish) == (b.token_ids, b.finish), SAMPLING[at]
+        assert [item.token_id for item in a.logprobs] == [item.token_id for item in b.logprobs]
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            assert abs(x.logprob - y.logprob) < 1e-3 and x.top_ids == y.top_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_with_drafts_is_the_text_without(folder: Path, kind: str) -> None:
+    """Bugs: noise, penalties, bans or positions of a draft's row are those of another; a key of a
+    rejected draft is read; a row of a batch reads keys that are not written yet."""
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    fields: dict[str, Any] = {"max_loras": 1, "num_threads": 1}
+    cuts: list[dict[str, Any]] = [{}, {"async_scheduling": True, "max_num_batched_tokens": 37}]
+    plain = None
+    for changes in cuts:
+        core = engine(folder, **fields | changes)
+        add_adapter(core, "lora", adapter)
+        if plain is None:
+            plain = plain_texts(core, "lora")
+        for together in (True, False):
+            controller = speculate(core, kind, plain, 7, 3, 1, 7, 0, 3)
+            same(texts(core, "lora", together=together), plain)
+            accepted = controller.accepted / controller.drafted
+            assert accepted == 1 if kind == "right" else accepted < 0.9 and kind != "right"
+
+
+def test_preempted_requests_too(folder: Path) -> None:
+    """Bug: a request that is computed again after a preemption goes on with rejected drafts."""
+    plain = plain_texts(engine(folder, num_threads=1))
+    for blocks in range(24, 11, -1):
+        core = engine(folder, num_threads=1, num_blocks=blocks, max_model_len=192)
+        speculate(core, "mixed", plain, 7, 3)
+        same(texts(core), plain)
+        if core.stats().preemptions:
+            return
+    pytest.fail("nothing was preempted")
+
+
+def test_deterministic_mode_bit_by_bit(folder: Path) -> None:
+    """Bug: a decode with drafts beside it goes through another kernel than one alone."""
+    core = engine(folder, num_threads=1, dtype="bfloat16", deterministic=True)
+    plain = plain_texts(core)
+    for kind in ("right", "mixed"):
+        speculate(core, kind, plain, 7, 3, 0)
+        for some, other in zip(texts(core), plain, strict=True):
+            assert (some.token_ids, some.logprobs) == (other.token_ids, other.logprobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
+def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
+    """Bug: a graph or kernel of decodes takes it that each of them has a row of its own."""
+    fields: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    core = engine(folder, **fields, **cut)
+    plain = plain_texts(core)
+    for kind in KINDS:
+        controller = speculate(core, kind, plain, 7, 3, 0, 1)
+        for some, other in zip(texts(core), plain, strict=True):
+            assert (some.token_ids, some.logprobs) == (other.token_ids, other.logprobs)
+        assert kind != "right" or controller.accepted == controller.drafted
+
+
+def test_right_drafts_save_steps(folder: Path) -> None:
+    """Bug: positions of drafts are off by one, which changes no text and accepts nothing."""
+    core = engine(folder, num_threads=1)
+    prompt, params = PROMPTS[5], SamplingParams(temperature=0.7, max_tokens=41, ignore_eos=True)
+    core.scheduler.speculation = None
+    (plain,) = run(core, [prompt], params)
+    before = core.stats().step
+    drafter = ToldDrafter("right", {tuple(prompt): plain.token_ids})
+    core.scheduler.speculation = Speculation(drafter, ListedLengths([3]))
+    (drafted,) = run(core, [prompt], params)
+    assert drafted.token_ids == plain.token_ids
+    assert core.stats().step - before == 1 + 10, "41 tokens, four a step after the first"
