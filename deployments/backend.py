@@ -66,6 +66,8 @@ class GenerationRequest:
     emitted: list[list[int] | None] = field(default_factory=list)
     # Weights (ModelIdentity) of the model that generated `emitted`; "" if unknown.
     weights: str = ""
+    prediction: list[int] = field(default_factory=list)  # tokens expected in the output
+    speculate: bool = True  # whether the engine may draft; the text is the same
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from deployments.observe.metrics import PREFIX, REPLICA_METRICS, MetricFamily, render
+from deployments.observe.metrics import MetricFamily, of_replicas, render, replica_readings
 from engine.messages import EngineStats
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class ApplicationMetrics:
         return msgspec.msgpack.encode(self._own_report())
 
     def _own_report(self) -> RouterReport:
-        heard = {name: _read(stats) for name, stats in self._heard().items()}
+        heard = {name: replica_readings(stats) for name, stats in self._heard().items()}
         # Forget replicas that this router is no longer connected to.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
@@ -77,7 +77,7 @@ class ApplicationMetrics:
             for name, figures in report.replicas.items():
                 replicas[name] = _newest(figures, replicas.get(name, figures))
         self._replicas |= {name: replicas[name] for name in own.replicas}
-        return render([*_labelled(reports), *_by_replica(replicas)], self._model)
+        return render([*_labelled(reports), *of_replicas(replicas, _replica_labels)], self._model)
 
 
 class SingleFlight(Generic[T]):
@@ -103,10 +103,6 @@ class SingleFlight(Generic[T]):
             await asyncio.wait({before})
         self._running, self._next = self._next, None
         return await self._work()
-
-
-def _read(stats: EngineStats) -> dict[str, float]:
-    return {figure.name: float(figure.read(stats)) for figure in REPLICA_METRICS}
 
 
 def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -138,16 +134,6 @@ def _labelled(reports: Iterable[RouterReport]) -> Iterable[MetricFamily]:
                 for suffix, labels, value in family.samples
             )
     return by_name.values()
-
-
-def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricFamily]:
-    for figure in REPLICA_METRICS:
-        samples = [
-            ("", _replica_labels(name), figures[figure.name])
-            for name, figures in sorted(replicas.items())
-            if figure.name in figures
-        ]
-        yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)
 
 
 def _replica_labels(name: str) -> dict[str, str]:

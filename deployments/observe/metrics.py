@@ -8,12 +8,14 @@ Names follow vLLM's, with the prefix `manta_`. Times are in seconds. Labels come
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from deployments.backend import BackendState
 from engine.messages import EngineStats
+from engine.speculation.settings import MAX_TOKENS
 
 PREFIX = "manta_"
 
@@ -202,12 +204,46 @@ class RouterMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """A metric of a replica, read from its EngineStats."""
+    """A metric of a replica, read from its EngineStats.
+
+    position: the label `position`, "" for none; metrics of one name with different positions are
+        one family.
+    """
 
     name: str
     kind: str
     help: str
     read: Callable[[EngineStats], float]
+    position: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name of this series in a reading of a replica."""
+        return f"{self.position}/{self.name}" if self.position else self.name
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"position": self.position} if self.position else {}
+
+
+def replica_readings(stats: EngineStats) -> dict[str, float]:
+    """Return the value of each series by its key; positions without a count are left out."""
+    values = ((figure, float(figure.read(stats))) for figure in REPLICA_METRICS)
+    return {figure.key: value for figure, value in values if value or not figure.position}
+
+
+def _accepted_at(position: int) -> ReplicaMetric:
+    def read(stats: EngineStats) -> float:
+        counts = stats.accepted_by_position
+        return counts[position] if position < len(counts) else 0
+
+    return ReplicaMetric(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "counter",
+        "Draft tokens that were accepted, by their position in the draft.",
+        read,
+        str(position),
+    )
 
 
 REPLICA_METRICS = (
@@ -330,6 +366,25 @@ REPLICA_METRICS = (
         lambda s: s.adapter_loads,
     ),
     ReplicaMetric(
+        "spec_decode_num_drafts_total",
+        "counter",
+        "Drafts that steps verified: one for each request and step with any.",
+        lambda s: s.drafts,
+    ),
+    ReplicaMetric(
+        "spec_decode_num_draft_tokens_total",
+        "counter",
+        "Draft tokens that steps verified.",
+        lambda s: s.draft_tokens,
+    ),
+    ReplicaMetric(
+        "spec_decode_num_accepted_tokens_total",
+        "counter",
+        "Draft tokens that were accepted: tokens beyond one for each request and step.",
+        lambda s: sum(s.accepted_by_position),
+    ),
+    *map(_accepted_at, range(MAX_TOKENS)),
+    ReplicaMetric(
         "replica_draining",
         "gauge",
         "1 while the replica drains and accepts no request.",
@@ -395,9 +450,26 @@ def of_model(figures: Iterable[MetricFamily], model: str) -> Iterator[MetricFami
 
 def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
     """Yield the metrics of a replica from its stats."""
-    for figure in REPLICA_METRICS:
-        samples: list[Sample] = [("", {}, figure.read(stats))]
-        yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)
+    return of_replicas({"": replica_readings(stats)}, lambda _: {})
+
+
+def of_replicas(
+    readings: Mapping[str, Mapping[str, float]], labels: Callable[[str], dict[str, str]]
+) -> Iterator[MetricFamily]:
+    """Yield the metrics of replicas.
+
+    readings: for each replica what `replica_readings` returned.
+    labels: function that returns the labels of a replica's series, by the replica's name.
+    """
+    for name, figures in groupby(REPLICA_METRICS, key=lambda figure: figure.name):
+        series = list(figures)
+        samples: list[Sample] = [
+            ("", {**labels(replica), **figure.labels}, values[figure.key])
+            for replica, values in sorted(readings.items())
+            for figure in series
+            if figure.key in values
+        ]
+        yield MetricFamily(PREFIX + name, series[0].kind, series[0].help, samples)
 
 
 def render(families: Iterable[MetricFamily], model: str) -> str:

@@ -115,6 +115,8 @@ class InflightChoice:
             adapter=request.adapter_key,
             priority=request.priority,
             request_id=request.request_id,
+            prediction=request.prediction,
+            speculate=request.speculate,
         )
 
     def passes(self, delta: Delta, context: int) -> bool:

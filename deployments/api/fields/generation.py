@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import (
+    MAX_MESSAGE_PARTS,
     MAX_SALT_BYTES,
     MAX_TAGS,
     MAX_TOOLS,
@@ -221,6 +222,15 @@ _TOOL_CHOICE = either(
     record({"type": one_of("allowed_tools"), "allowed_tools": _ALLOWED}),
 )
 
+PREDICTION: Schema = record(
+    {
+        "type": one_of("content"),
+        "content": either(
+            TEXT, list_of(record({"type": one_of("text"), "text": TEXT}), 1, MAX_MESSAGE_PARTS)
+        ),
+    }
+)
+
 
 class StreamOptions(Struct, kw_only=True, gc=False):
     """The field `stream_options`."""
@@ -247,6 +257,7 @@ class Generation(Sampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
+    speculation: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: TokenCut | None = None
@@ -281,6 +292,7 @@ class Chat(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Annotated[Any, of_schema(PREDICTION)] = None
 
 
 class Completion(Generation, kw_only=True):

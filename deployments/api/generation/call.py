@@ -32,6 +32,7 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
 _WORD_CHARS = 64  # a bad word is encoded three times, each with the overhead of a call
+_MOST_TOKEN_CHARS = 16  # of a prediction, on average; the rest of a longer one is of no use
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
 
@@ -156,7 +157,14 @@ def _prepared(
         request=request,
         card=card,
         tokenizer=tokenizer,
-        common=GenerationRequest("", card.id, [], params, seed=secrets.randbits(63)),
+        common=GenerationRequest(
+            "",
+            card.id,
+            [],
+            params,
+            seed=secrets.randbits(63),
+            speculate=request.speculation,
+        ),
         prompts=[],
         stream=request.stream,
         include_usage=request.usage,
@@ -185,6 +193,9 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     if not ids:
         raise invalid("the messages render to an empty prompt", "messages")
     call.prompts = [ids]
+    if request.prediction:
+        text = request.prediction[: limit * _MOST_TOKEN_CHARS]
+        call.common.prediction = tokenizer.encode(text, add_special_tokens=False)[:limit]
     check_choices(call, options)
     plan = plan_output(tokenizer, tools, ids, generation=request.template.opens)
     budget = None if request.thinking_budget == -1 else request.thinking_budget

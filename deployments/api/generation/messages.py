@@ -227,6 +227,34 @@ def check_messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
     return tuple(builder.messages)
 
 
+def take_prediction(value: Any) -> str:
+    """Return the text of OpenAI's `prediction`, "" for None. Raises ApiError 400."""
+    if value is None:
+        return ""
+    if not isinstance(value, dict):
+        raise wrong_type("prediction", "an object with type and content")
+    if value.get("type") != "content":
+        raise invalid('prediction.type must be "content"', "prediction.type")
+    content = value.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not 1 <= len(content) <= MAX_MESSAGE_PARTS:
+        kind = f"a string or a list of 1 to {MAX_MESSAGE_PARTS} parts"
+        raise wrong_type("prediction.content", kind)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise invalid(
+                f"prediction.content[{i}] must be a part of text",
+                f"prediction.content[{i}].type",
+                "modality_not_supported",
+            )
+        if not isinstance(part.get("text"), str):
+            raise wrong_type(f"prediction.content[{i}].text", "a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
 def take_messages(value: Any) -> list[Any]:
     """Return a list of an allowed length, its items as they are. Raises ApiError 400."""
     if value is None:

@@ -107,6 +107,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     model: the name that the client gave; None: the only model
     usage, continuous_usage: whether a stream reports usage at its end, and in each event
+    speculation: whether the engine may draft for the answer
     token_names: whether log-probabilities name tokens by their ids
     best_of: a number that has to equal the number of choices
     prompt_name: the client's name of the prompt
@@ -123,6 +124,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     continuous_usage: bool = False
     constraint: RequestedGrammar | None = None
     cut: PromptCut | None = None
+    speculation: bool = True
     return_token_ids: bool = False
     token_names: bool = False
     best_of: int | None = None
@@ -157,6 +159,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
     effort: how much the model should think; None: as its template has it
     thinking_budget: the most tokens of thinking; None, -1: any number
+    prediction: the text that the client expects in the answer
     """
 
     messages: tuple[ChatMessage, ...]
@@ -164,6 +167,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     tools: RequestedTools | None = None
     effort: str | None = None
     thinking_budget: int | None = None
+    prediction: str = ""
     shows_reasoning: bool = True
     separate_reasoning: bool = True
 

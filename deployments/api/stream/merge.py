@@ -8,6 +8,7 @@ import msgspec
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.output.chat_output import ParsedChoice
+from deployments.api.output.prediction import PredictionMatch
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import RequestFailed
@@ -116,6 +117,7 @@ class ChoiceOutput:
         "logprobs",
         "offsets",
         "parsed",
+        "predicted",
         "prompt_logprobs",
         "stop_reason",
         "text",
@@ -140,6 +142,9 @@ class ChoiceOutput:
             if self.parsed is None
             else self.parsed.decoder
         )
+        # counts tokens of the client's prediction; None: there is none
+        expected = call.common.prediction
+        self.predicted = PredictionMatch(expected) if expected else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -160,6 +165,8 @@ class ChoiceOutput:
             decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
         else:
             decoded = self.parsed.feed(delta)
+        if self.predicted is not None:
+            self.predicted.feed(delta.token_ids[: decoded.num_tokens])
         if delta.cached >= 0:
             self.cached = delta.cached
         if delta.prompt_logprobs:
@@ -171,6 +178,8 @@ class ChoiceOutput:
 
     def bring(self, token_ids: list[int]) -> None:
         """Take the tokens that the client has already, none of which ended the choice."""
+        if self.predicted is not None:
+            self.predicted.feed(token_ids)
         if self.parsed is None:
             self.decoder.feed(token_ids)
         else:

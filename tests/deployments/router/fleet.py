@@ -314,11 +314,10 @@ class Fleet:
     def generate(
         self, *, n: int = 1, max_tokens: int = 50, prompt: list[int] | None = None, **more: Any
     ) -> InflightRequest:
-        deadline = more.pop("deadline", None)
+        names = ("deadline", "prediction", "speculate")
+        fields = {name: more.pop(name) for name in names if name in more}
         params = SamplingParams(n=n, max_tokens=max_tokens, **more)
-        request = GenerationRequest(
-            "q", "m", list(prompt or PROMPT), params, seed=7, deadline=deadline
-        )
+        request = GenerationRequest("q", "m", list(prompt or PROMPT), params, seed=7, **fields)
         return self.dispatcher.generate(request)
 
 

@@ -206,3 +206,23 @@ def test_a_silent_router_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatc
 
     answers, seconds = asyncio.run(ask())
     assert answers == ["good", "good"] and 0.09 < seconds < 2 and cancelled == [True]
+
+
+def test_accepted_drafts_by_position() -> None:
+    """The figure by which operators choose a draft's length; a family with two HELP lines is
+    refused by Prometheus."""
+    router = Router("router-0", {})
+    stats = EngineStats(drafts=3, draft_tokens=9, accepted_by_position=[3, 2, 0, 1])
+    router.replicas = {"r": stats, "s": EngineStats()}
+    text = asyncio.run(router.figures.text())
+    name = "manta_spec_decode_num_accepted_tokens_per_pos_total"
+    metrics = parse_metrics(text)
+    positions = {key: value for key, value in metrics.items() if key.startswith(name)}
+    labels = 'model_name="m",replica="r",position='
+    assert positions == {
+        f'{name}{{{labels}"{position}"}}': count for position, count in ((0, 3), (1, 2), (3, 1))
+    }
+    assert text.count(f"# HELP {name} ") == 1
+    total = "manta_spec_decode_num_accepted_tokens_total"
+    assert metrics[f'{total}{{model_name="m",replica="r"}}'] == 6
+    assert metrics[f'{total}{{model_name="m",replica="s"}}'] == 0

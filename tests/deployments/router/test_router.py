@@ -443,6 +443,23 @@ def test_prompt_logprobs_and_cached_tokens_come_once_over_a_failover():
     run(case())
 
 
+def test_a_takeover_carries_the_prediction():
+    """A request that went on elsewhere had lost its prediction, and its speed with it."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            inflight = fleet.generate(prediction=[7, 8, 9], speculate=False)
+            await until(lambda: len(inflight.choices[0].emitted) > 3)
+            first = inflight.choices[0].place
+            fleet.engines[first].die()
+            await until(lambda: fleet.dispatcher.state().in_flight == 0)
+            for engine in fleet.engines.values():
+                assert engine.requests[0].prediction == [7, 8, 9]
+                assert engine.requests[0].speculate is False
+
+    run(case())
+
+
 def test_limits_and_deadlines():
     """A router without bounds; a deadline that only the caller keeps."""
 

@@ -6,7 +6,7 @@ from typing import Any
 from deployments.api.body_fields import take_int
 from deployments.api.fields.generation import CHAT, COMPLETION, Generation
 from deployments.api.generation.call import template_options
-from deployments.api.generation.messages import check_messages
+from deployments.api.generation.messages import check_messages, take_prediction
 from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
 from deployments.api.generation.sampling import agreed, take_sampling
 from deployments.api.generation.tenancy import take_queue
@@ -45,6 +45,7 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         thinking_budget=fields.thinking_token_budget,
         shows_reasoning=fields.include_reasoning is not False,
         separate_reasoning=fields.separate_reasoning is not False,
+        prediction=take_prediction(fields.prediction),
         ignored=tuple(ignored),
     )
 
@@ -113,6 +114,7 @@ def _common(
         "continuous_usage": bool(continuous),
         "constraint": take_constraint(fields),
         "cut": None if cut is None else PromptCut(cut, fields.truncation_side != "right"),
+        "speculation": fields.speculation is not False,
         "return_token_ids": bool(fields.return_token_ids),
         "token_names": bool(fields.return_tokens_as_token_ids),
         "best_of": fields.best_of,

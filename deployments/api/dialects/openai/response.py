@@ -224,9 +224,15 @@ class OpenAIResponse:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = {}
         if call.output is not None and call.output.reasoning is not None:
             thought = sum(c.parsed.reasoning_tokens for c in self.choices if c.parsed is not None)
-            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+            details["reasoning_tokens"] = thought
+        if matches := [c.predicted for c in self.choices if c.predicted is not None]:
+            details["accepted_prediction_tokens"] = sum(match.accepted for match in matches)
+            details["rejected_prediction_tokens"] = sum(match.rejected for match in matches)
+        if details:
+            usage["completion_tokens_details"] = details
         if call.timing:
             timing = generation.timing()
             usage["timing"] = {

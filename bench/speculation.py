@@ -1,0 +1,212 @@
+r"""Speculation by look-up: edits, summaries, copies and chat with and without drafts, in turns.
+
+    python -m bench.speculation --out bench/results
+    python -m bench.speculation --model FOLDER --device cuda --streams 1 64 256
+
+The sides are engines in this process: `off`, `own` (drafts from the request's own text, vLLM's
+ngram) and `auto` (also from earlier answers). Each round has new documents, whose names and numbers
+are random, so no answer is asked for twice. Sampling is greedy. A row has the output tokens a
+second of a side divided by those of `off`, in the best round of each, prompts included; and the
+texts that are equal. On the CPU in float32 all are: tests/parity/test_speculation.py.
+
+    edit       a text in which a name has to be replaced, and code with a function to rename
+    copy       a text to be repeated
+    summarise  a text to be put into three sentences
+    chat       a question
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import Line, print_ratios, ratio_row, write
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from engine.config.engine_config import EngineConfig
+from engine.factory import build
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+from engine.text.tokenizer import Tokenizer
+
+SIDES: Mapping[str, Any] = {"off": "off", "own": {"method": "ngram"}, "auto": "auto"}
+KINDS = ("edit", "copy", "summarise", "chat")
+_TOWNS = ("Lindau", "Aarau", "Nyborg", "Trieste", "Viana", "Galway", "Ronda", "Tartu", "Kotor")
+_WORKS = ("harbour", "library", "theatre", "station", "market hall", "observatory", "tram depot")
+_VERBS = ("mean", "total", "spread", "largest", "median", "scale", "shift", "trim", "pairs")
+_CHATS = (
+    "Explain to a child why the sky is {}.",
+    "Write a short story about a fox who learns to {}.",
+    "What should I think of before I {} a boat?",
+    "Give me three reasons to {} in winter.",
+)
+_WORDS = ("read", "sail", "paint", "sell", "mend", "blue", "dark", "walk", "cook", "sing")
+
+
+def article(rng: random.Random) -> tuple[str, str]:
+    """Return a text of about 130 tokens, and the name of the town in it."""
+    town, other = rng.sample(_TOWNS, 2)
+    work, second = rng.sample(_WORKS, 2)
+    year, number = rng.randrange(1820, 1990), rng.randrange(20, 900)
+    return (
+        f"The {work} of {town} was rebuilt in {year} after a fire. The new {second}, {number // 9} "
+        f"metres long, stands opposite the old gate. Every summer about {number} thousand people "
+        f"visit {town}, and most of them come from {other} by train. The council plans a wider "
+        f"bridge for bicycles and a ferry that runs on batteries. The ferry will carry "
+        f"{number // 3} passengers and cost {number / 100:.1f} million euros. It is to start in "
+        f"May {year + 150}, when the {work} of {town} has its next feast."
+    ), town
+
+
+def code(rng: random.Random) -> tuple[str, str]:
+    """Return a program of about 130 tokens, and the name of a function in it."""
+    first, second, third = rng.sample(_VERBS, 3)
+    return (
+        f"def {first}(values):\n    result = 0\n    for value in values:\n"
+        f"        result = result + value * {rng.randrange(2, 99)}\n    return result\n\n"
+        f"def {second}(values):\n    start = {first}(values)\n    result = {rng.randrange(99)}\n"
+        f"    for value in values:\n        result = result + (value - start) ** 2\n"
+        f"    return result / len(values)\n\n"
+        f"def {third}(values):\n    return {first}(values) - {second}(values)\n"
+    ), first
+
+
+def question(kind: str, rng: random.Random) -> str:
+    """Return a message of this kind."""
+    if kind == "chat":
+        return rng.choice(_CHATS).format(rng.choice(_WORDS))
+    if kind == "edit" and rng.random() < 0.5:
+        text, name = code(rng)
+        return f"Rename the function {name} to compute and print the whole file.\n\n```\n{text}```"
+    text, town = article(rng)
+    return {
+        "edit": f"Replace {town} by Bregenz everywhere, and leave all else as it is.\n\n{text}",
+        "copy": f"Repeat this text word by word:\n\n{text}",
+        "summarise": f"Summarise in three sentences:\n\n{text}",
+    }[kind] + "\n"
+
+
+class Side:
+    """An engine with one value of `speculation`."""
+
+    def __init__(self, config: Mapping[str, Any], speculation: Any) -> None:
+        self.core, _ = build(EngineConfig(**config, speculation=speculation))
+
+    def answer(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[list[int]], Line]:
+        """Return the answers to prompts that run at once, and the measured figures."""
+        core: EngineCore = self.core
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        before = core.stats()
+        began = time.perf_counter()
+        for number, ids in enumerate(prompts):
+            core.add_request(EngineRequest(number, list(ids), len(ids), params, 0))
+        answers: list[list[int]] = [[] for _ in prompts]
+        while core.has_work():
+            for delta in core.step():
+                assert not delta.error, delta.error
+                answers[delta.id] += delta.token_ids
+        seconds = time.perf_counter() - began
+        after = core.stats()
+        drafted = after.draft_tokens - before.draft_tokens
+        accepted = sum(after.accepted_by_position) - sum(before.accepted_by_position)
+        return answers, {
+            "seconds": seconds,
+            "tokens": sum(map(len, answers)),
+            "steps": after.step - before.step,
+            "drafted": drafted,
+            "accepted": accepted,
+        }
+
+
+def measure(
+    sides: Mapping[str, Side], tokenizer: Tokenizer, options: argparse.Namespace
+) -> Iterator[Line]:
+    """Yield a line for each side, kind, number of streams and round."""
+    for streams in options.streams:
+        for kind in options.kinds:
+            for number in range(options.rounds):
+                rng = random.Random(f"{kind} {streams} {number}")
+                prompts = [
+                    tokenizer.encode_chat(
+                        [{"role": "user", "content": question(kind, rng)}], max_tokens=4096
+                    )
+                    for _ in range(streams)
+                ]
+                expected: list[list[int]] = []
+                for name, side in sides.items():
+                    answers, figures = side.answer(prompts, options.max_tokens)
+                    expected = expected or answers
+                    equal = sum(map(list.__eq__, answers, expected))
+                    case = {"kind": kind, "streams": streams, "round": number, "side": name}
+                    line = {**case, **figures, "equal": equal}
+                    print(line, flush=True)
+                    yield line
+
+
+def table(lines: Sequence[Line]) -> list[Line]:
+    """Return a row for each case and side: tokens a second, against those of `off`."""
+    best: dict[tuple[str, int, str], Line] = {}
+    counts: dict[tuple[str, int, str], Line] = {}
+    for line in lines:
+        key = (line["kind"], line["streams"], line["side"])
+        if key not in best or rate(line) > rate(best[key]):
+            best[key] = line
+        sums = counts.setdefault(key, {"drafted": 0, "accepted": 0, "equal": 0, "texts": 0})
+        for name in ("drafted", "accepted", "equal"):
+            sums[name] += line[name]
+        sums["texts"] += line["streams"]
+    rows = []
+    for (kind, streams, side), line in best.items():
+        if side != "off":
+            off = best[kind, streams, "off"]
+            values = (round(rate(line), 1), round(rate(off), 1), "tok/s")
+            row = ratio_row(f"{kind}/{streams}/{side}", *values)
+            rows.append({**row, **counts[kind, streams, side]})
+    return rows
+
+
+def rate(line: Line) -> float:
+    return float(line["tokens"] / line["seconds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="speculation")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chosen = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "quantization": options.quantization,
+    }
+    blocks = options.model == "default" and keeps_blocks(chosen)
+    folder = resolve_model(options.model, blocks=blocks)
+    config = {
+        "model": str(folder),
+        **chosen,
+        "quantization": "gguf" if blocks else options.quantization,
+        "prefix_caching": False,  # sides would differ by what the round before has left
+        "max_num_seqs": 8 * max(options.streams),  # rows of drafts too
+        "max_model_len": 2048,
+        "kv_cache_bytes": 2**20 * 64 * max(8, *options.streams),
+    }
+    sides = {name: Side(config, value) for name, value in SIDES.items()}
+    lines = list(measure(sides, Tokenizer.load(folder), options))
+    rows = table(lines)
+    print_ratios(rows)
+    if options.out:
+        write(options.out, options.name, {**config, "model": options.model}, rows, lines)
+
+
+if __name__ == "__main__":
+    main()
