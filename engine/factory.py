@@ -303,7 +303,8 @@ def _build_part(
     if resolved.captures:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            capture_graphs(runner, _graph_sizes(resolved), resolved.max_num_batched_tokens)
+            most = resolved.max_num_batched_tokens
+            capture_graphs(runner, _graph_sizes(resolved), most, drafts=_drafts(resolved))
             torch.cuda.synchronize()
         phases.end("graphs")
     refill = Refill(
@@ -433,6 +434,15 @@ def _graph_sizes(resolved: Resolved) -> Sequence[int]:
     return resolved.config.graph_sizes or default_sizes(resolved.max_num_seqs)
 
 
+def _drafts(resolved: Resolved) -> bool:
+    """Whether batches may have drafts; see `Speculation.of`."""
+    config, model = resolved.config, resolved.model
+    most = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    if Speculation.obstacle(model.recurrent, resolved.stages, config.admission, most):
+        return False
+    return model.generates and read_speculation(config.speculation) is not None
+
+
 def _build_runner(
     resolved: Resolved,
     place: Place,
@@ -534,7 +544,8 @@ def _hand_over(
         runner = make_runner()
         with compilers.collecting():
             sizes = _graph_sizes(resolved) if resolved.captures else ()
-            launch_everything(runner, sizes, resolved.max_num_batched_tokens)
+            most = resolved.max_num_batched_tokens
+            launch_everything(runner, sizes, most, drafts=_drafts(resolved))
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 

@@ -13,6 +13,8 @@ dropped.
 A graph of a pipeline stage has only the layers. They read the activations of the stage before from
 one buffer and write theirs to another. Sampling waits for the last stage while further steps are
 uploaded, so that it is launched kernel by kernel.
+A batch with drafts has several decodes of a row, whose keys are read once. Such steps have graphs
+of their own, as the kernel for them is slower where each row has one decode.
 With data-parallel attention, graphs do not depend on the number of this rank's requests. A graph's
 attention runs over all tokens of the step, and tokens of other ranks are padding.
 """
@@ -62,6 +64,11 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
 
 
+def draft_sizes(decodes: Sequence[int]) -> list[int]:
+    """Return the numbers of decodes to capture for batches with drafts: the powers of two."""
+    return [size for size in decodes if size > 1 and size & (size - 1) == 0]
+
+
 @dataclass(slots=True)
 class _Choice:
     graph: torch.cuda.CUDAGraph
@@ -78,12 +85,19 @@ class StepGraphs:
     """
 
     def __init__(
-        self, forward: ModelForward, sampling: StepSampler, sizes: Sequence[int], max_tokens: int
+        self,
+        forward: ModelForward,
+        sampling: StepSampler,
+        sizes: Sequence[int],
+        max_tokens: int,
+        *,
+        drafts: bool = False,
     ) -> None:
         """Set up the graphs; `capture` captures them.
 
         sizes: the numbers of decodes to capture.
         max_tokens: the tokens of the largest step.
+        drafts: whether batches may have drafts.
         """
         self._forward = forward
         self._sampling = sampling
@@ -91,6 +105,8 @@ class StepGraphs:
         self._inputs: CudaInputs = forward.inputs
         self._own_inputs: CudaInputs | None = None if forward.own is None else forward.own.inputs
         self._decodes = sorted(sizes)
+        drafts = drafts and forward.own is None
+        self._with_drafts = draft_sizes(self._decodes) if drafts else []
         self._max_tokens = max_tokens
         # Padding may have one token less than a size, and must fit into the padding row.
         limit = min(max_tokens, self._rows.tokens.shape[1] - 1)
@@ -99,7 +115,9 @@ class StepGraphs:
         for entries, tokens in MIXED_SIZES.items():
             fitting = [size for size in tokens if entries <= size <= limit]
             self._mixed.setdefault(min(entries, most), fitting)
+        # The key is (size, whether tokens may have adapters).
         self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
+        self._verifications: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}  # with drafts
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
@@ -113,8 +131,11 @@ class StepGraphs:
         """Return the size of the graph for a batch; None = launch it kernel by kernel."""
         count = len(batch.rows)
         if batch.num_decodes == count:
-            at = bisect_left(self._decodes, count)
-            return (self._decodes[at],) * 2 if at < len(self._decodes) else None
+            for sizes in (self._with_drafts if batch.drafts else (), self._decodes):
+                at = bisect_left(sizes, count)
+                if at < len(sizes):
+                    return sizes[at], sizes[at]
+            return None
         for entries, sizes in self._mixed.items():
             if count < entries:  # one entry is for padding
                 at = bisect_left(sizes, batch.num_tokens)
@@ -147,6 +168,10 @@ class StepGraphs:
                 self._decodes.remove(count)
             elif len(variants) > 1:
                 self._capture_forward((count, count), adapters=True)
+        self._with_drafts = self._sizes_of_runs()
+        for count in reversed(self._with_drafts):
+            for adapters in variants:
+                self._capture_verification((count, count), adapters)
         for entries, sizes in self._mixed.items():
             launch = self._launch_seconds((entries, sizes[0])) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
@@ -169,6 +194,9 @@ class StepGraphs:
             self._all_padding(size)
             for adapters in self._variants():
                 self._launch_layers(size, adapters)
+        for count in reversed(self._sizes_of_runs()):
+            self._all_padding((count, count))
+            self._launch_layers((count, count), adapters=False, drafts=True)
         for count, is_mixed, how in self._each_choice():
             self._sample(*self._logits(count, is_mixed, how), how)
 
@@ -190,6 +218,18 @@ class StepGraphs:
     def _variants(self) -> tuple[bool, ...]:
         """Return the variants of each forward: whether tokens may have adapters."""
         return (False, True)[: 1 + (self._forward.lora is not None)]
+
+    @torch.inference_mode()
+    def _sizes_of_runs(self) -> list[int]:
+        """Return the numbers of decodes to capture with drafts; none if no layer gains by it."""
+        sizes = [size for size in self._with_drafts if size in self._decodes]
+        if not sizes:
+            return []
+        self._all_padding((sizes[0], sizes[0]))
+        metas = self._launch_layers((sizes[0], sizes[0]), adapters=False, drafts=True)
+        return (
+            sizes if any(meta.plan is not None and meta.plan.queries > 1 for meta in metas) else []
+        )
 
     def _each_choice(self) -> Iterator[tuple[int, bool, How]]:
         """Yield (entries, whether the step is mixed, how tokens are chosen), largest first."""
@@ -234,7 +274,7 @@ class StepGraphs:
         return self._seconds(launch)
 
     @torch.inference_mode()
-    def _seconds(self, launch: Callable[[], None], *, whole: bool = True) -> float:
+    def _seconds(self, launch: Callable[[], object], *, whole: bool = True) -> float:
         """Return the seconds of a second launch.
 
         whole: whether to measure until the device is done, or only until the launch returns.
@@ -257,6 +297,7 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs; each is captured again when it is first needed."""
         self._forwards.clear()
+        self._verifications.clear()
         self._choices.clear()
         self._pool = None
 
@@ -274,15 +315,17 @@ class StepGraphs:
             self._entered[: batch.num_tokens].copy_(link.receive(batch.num_tokens))
         lora = self._forward.lora
         slots = None if lora is None else lora.slots_of(batch)
+        verifies = bool(batch.drafts) and not mixed and size[0] in self._with_drafts
+        graphs = self._verifications if verifies else self._forwards
         key = (size, slots is not None)
-        if key not in self._forwards:
-            self._capture_forward(*key)
+        if key not in graphs:
+            (self._capture_verification if verifies else self._capture_forward)(*key)
         self._inputs.upload(batch, *size)
         if self._forward.own is not None and self._own_inputs is not None:
             self._own_inputs.upload(self._forward.own.padded(batch), *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
-        self._forwards[key].replay()
+        graphs[key].replay()
         if stage.alone:
             return Hidden(self._hidden[:count], None, graphs=self, size=size)
         # The next step overwrites the buffers with this step's rows and positions.
@@ -361,6 +404,11 @@ class StepGraphs:
             self._launch_layers(size, adapters)
         self._forwards[size, adapters] = graph
 
+    def _capture_verification(self, size: Size, adapters: bool) -> None:
+        with self._recording() as graph:
+            self._launch_layers(size, adapters, drafts=True)
+        self._verifications[size, adapters] = graph
+
     def _capture_choice(self, entries: int, mixed: bool, how: How) -> None:
         first = None
         if how == "masked":
@@ -387,13 +435,16 @@ class StepGraphs:
             yield graph
         self._pool = graph.pool()
 
-    def _launch_layers(self, size: Size, adapters: bool) -> None:
+    def _launch_layers(
+        self, size: Size, adapters: bool, drafts: bool = False
+    ) -> list[AttentionMeta]:
+        """Launch a padded step up to its hidden states; return the meta of each group of layers."""
         forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size
         mixed = num_tokens > entries
         max_kv_len = self._rows.tokens.shape[1] - 1
         layout = entries, num_tokens, entries, max_kv_len
-        token_ids, metas = self._inputs.lay_out(*layout)
+        token_ids, metas = self._inputs.lay_out(*layout, runs=drafts)
         own: list[AttentionMeta] = []
         if self._own_inputs is not None:
             _, own = self._own_inputs.lay_out(*layout)
@@ -413,3 +464,4 @@ class StepGraphs:
             torch.index_select(hidden, 0, self._inputs.last[:entries], out=out[:entries])
         else:
             out[: len(hidden)].copy_(hidden)
+        return metas

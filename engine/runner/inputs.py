@@ -297,10 +297,14 @@ class CudaInputs:
         num_tokens: int,
         num_decodes: int,
         max_kv_len: int,
+        *,
+        runs: bool = False,
     ) -> tuple[Tensor, list[AttentionMeta]]:
         """Launch the assembly of an uploaded batch; return its token ids and each group's meta.
 
         It can be captured in a graph: addresses are fixed, sizes come from the arguments.
+
+        runs: whether a row may have several decodes, because the batch has drafts.
         """
         from kernels.batch import assemble
 
@@ -328,6 +332,7 @@ class CudaInputs:
             max_kv_len=max_kv_len,
             counts=self.counts,
             rows=self.rows[:num_entries],
+            runs=self.rows[:num_entries] if runs else None,
         )
         others = [
             meta.elsewhere(slots[:num_tokens], table[:num_entries])
@@ -342,7 +347,8 @@ class CudaInputs:
         decodes_only = batch.num_decodes == count
         lengths = batch.lengths
         kv_len = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
-        token_ids, metas = self.lay_out(count, batch.num_tokens, batch.num_decodes, max(kv_len))
+        sizes = count, batch.num_tokens, batch.num_decodes, max(kv_len)
+        token_ids, metas = self.lay_out(*sizes, runs=bool(batch.drafts))
         for meta in metas:
             meta.query_start_host = [0, *accumulate(lengths)]
             meta.kv_len_host = kv_len

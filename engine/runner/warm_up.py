@@ -13,12 +13,15 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
 
 
-def capture_graphs(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
+def capture_graphs(
+    runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
+) -> None:
     """Capture steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`.
 
     max_tokens: the tokens of the largest step.
+    drafts: whether batches may have drafts.
     """
-    graphs = StepGraphs(runner.forward, runner.sampling, sizes, max_tokens)
+    graphs = StepGraphs(runner.forward, runner.sampling, sizes, max_tokens, drafts=drafts)
     graphs.capture()
     runner.use_graphs(graphs)
 
@@ -55,19 +58,22 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         sampling.sampler.prompt_logprobs(logits, last, MOST.logprobs)
 
 
-def launch_everything(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
+def launch_everything(
+    runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
+) -> None:
     """Launch everything that a start launches, to record which kernels are needed.
 
     See `kernels.launch.compiling`.
 
-    sizes, max_tokens: as for `capture_graphs`; no sizes if no graphs will be captured.
+    sizes, max_tokens, drafts: as for `capture_graphs`; no sizes if no graphs will be captured.
     """
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
     try:
         warm_up(runner, max_tokens)
         if sizes:
-            StepGraphs(runner.forward, runner.sampling, sizes, max_tokens).launch_all()
+            forward, sampling = runner.forward, runner.sampling
+            StepGraphs(forward, sampling, sizes, max_tokens, drafts=drafts).launch_all()
         runner.forward.inputs.upload(update, 1, 1)
     finally:
         # No kernel has run, so the rows may hold invalid tokens that would be looked up later.

@@ -81,7 +81,11 @@ class Speculation:
         """
         if settings is None or not config.generates:
             return None
-        if why := cls.obstacle(config):
+        recurrent = config.snapshots is not None
+        recurrent |= not all(kind.by_position for kind in config.kinds)
+        most = min(config.max_num_seqs, config.max_num_batched_tokens)
+        why = cls.obstacle(recurrent, config.micro_batches, config.admission, most)
+        if why:
             if settings.explicit:
                 raise ConfigError(
                     f"engine.speculation: {why}; set it to auto, which leaves it out here, "
@@ -102,15 +106,20 @@ class Speculation:
         return cls(Lookup(settings.lookup), DraftLengths(settings.tokens))
 
     @staticmethod
-    def obstacle(config: CoreConfig) -> str:
-        """Return why an engine of this configuration cannot speculate; "" = it can."""
-        if config.snapshots is not None or not all(kind.by_position for kind in config.kinds):
+    def obstacle(recurrent: bool, stages: int, admission: str, most: int) -> str:
+        """Return why an engine cannot speculate; "" = it can.
+
+        recurrent: whether a layer keeps a state.
+        stages: pipeline stages.
+        most: entries that a step has room for.
+        """
+        if recurrent:
             return "the model has recurrent states, which a step cannot take back"
-        if config.micro_batches > 1:
+        if stages > 1:
             return "pipeline stages compute several steps at a time"
-        if config.admission == "peak":
+        if admission == "peak":
             return "engine.admission peak counts on one token a step"
-        if min(config.max_num_seqs, config.max_num_batched_tokens) < 2:
+        if most < 2:
             return "a step has room for one token; raise engine.max_num_seqs"
         return ""
 

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from engine.config.kv_groups import Full, Window
+from engine.errors import ConfigError
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation, Verification, _cut
+from engine.speculation.settings import read_speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import EOS, expected, make_config, make_core, make_request, run
@@ -166,12 +168,20 @@ def test_a_failure_at_a_draft_ends_the_request_only_if_the_draft_is_right() -> N
 
 def test_who_never_speculates() -> None:
     """Bug: a model whose states cannot be taken back verifies drafts."""
+    settings = read_speculation({"method": "lookup"})
 
-    assert Speculation.obstacle(make_config()) == ""
-    assert Speculation.obstacle(make_config(kinds=(Full(), Window(8)))) == ""
-    assert "states" in Speculation.obstacle(make_config(snapshots=SnapshotPlan(1, 4, 4)))
-    assert "stages" in Speculation.obstacle(make_config(micro_batches=2))
-    assert "peak" in Speculation.obstacle(make_config(admission="peak"))
+    def refused(**fields: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            Speculation.of(settings, make_config(**fields))
+        assert Speculation.of(read_speculation("auto"), make_config(**fields)) is None
+        return str(error.value)
+
+    for kinds in ((Full(),), (Full(), Window(8))):
+        assert Speculation.of(settings, make_config(kinds=kinds)) is not None
+    assert "states" in refused(snapshots=SnapshotPlan(1, 4, 4))
+    assert "stages" in refused(micro_batches=2)
+    assert "peak" in refused(admission="peak")
+    assert "max_num_seqs" in refused(max_num_seqs=1)
 
 
 def test_drafter_learns_the_text_and_the_end() -> None:
