@@ -18,8 +18,7 @@ HOPPER = (9, 0)
 
 # Sizes that the warp-specialised kernels take. Of a head in prefill: keys of a tile.
 PREFILL_KEYS = {128: 128, 256: 64}
-PREFILL_GROUP = 16  # query heads of a head of keys, at most
-BOXED_GROUPS = (1, 2, 4, 8)  # those whose queries the tensor memory accelerator copies
+PREFILL_GROUPS = (1, 2, 4, 8)
 LATENT_SIZES = (512, 64)  # elements of a latent, and of its rotary part
 LATENT_ROWS, LATENT_KEYS = 64, 64  # heads of a program, latents of a tile
 
@@ -34,12 +33,8 @@ def takes_specialized_prefill(form: AttentionForm, capability: Capability) -> bo
     keys = PREFILL_KEYS.get(form.head_dim)
     if keys is None or capability != HOPPER or form.kv or form.element_size != 2:
         return False
-    if form.slopes or form.group > PREFILL_GROUP:
-        return False
-    # Beside sums of 256 elements, warpgroups have no registers for copying queries.
-    if form.head_dim == 256 and form.group not in BOXED_GROUPS:
-        return False
-    return _whole_pages(form.block_size, keys)
+    plain = not form.softcap and not form.slopes
+    return plain and form.group in PREFILL_GROUPS and _whole_pages(form.block_size, keys)
 
 
 def takes_specialized_decode(form: LatentForm, capability: Capability) -> bool:

@@ -9,9 +9,8 @@ arXiv:2407.08608, section 3). Tiles are walked from the diagonal down.
 
 A program per multiprocessor takes such work from one queue, longest first. The producer is a work
 ahead: it looks an entry up, writes what the warpgroups need to know to shared memory, and has the
-queries copied while they compute. Queries of groups whose rows make no boxes for the accelerator
-(3, 5, 6 heads and so on) are copied by the warpgroups themselves, when their work begins. Triton's
-own compiler gives all warps the same to do; this is Gluon, which no interpreter runs.
+queries copied while they compute. Triton's own compiler gives all warps the same to do; this is
+Gluon, which no interpreter runs.
 
 TFLOP/s on an H100 with Triton 3.6, random normal data, all in turns (bench/notes/engine-gpu.md):
 
@@ -36,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.attention.candidates import BOXED_GROUPS, PREFILL_KEYS, takes_specialized_prefill
+from kernels.attention.candidates import PREFILL_KEYS, takes_specialized_prefill
 from kernels.attention.decode import LOG2E
 from kernels.attention.inputs import AttentionInputs, attention_form
 from kernels.attention.shapes import Heads, Scores
@@ -59,7 +58,6 @@ class PrefillTile(NamedTuple):
     box: keys that the accelerator copies at once.
     registers: registers of a thread of the second warpgroup; the first has what is left, as many.
     producer_registers: registers of a thread of the producer.
-    boxed: whether the accelerator copies queries; else the warpgroups do, each its own.
     """
 
     keys: int
@@ -68,7 +66,6 @@ class PrefillTile(NamedTuple):
     box: int = 16
     registers: int = 240
     producer_registers: int = 24
-    boxed: bool = True
 
 
 # Head size -> its tile. With heads of 64 a tile's exponentials take longer than its GEMMs:
@@ -119,7 +116,7 @@ def _produce(
     SLOTS: gl.constexpr = TILE.slots
     WINDOW: gl.constexpr = SCORES.window
     CHUNK: gl.constexpr = SCORES.chunk
-    QUERIES: gl.constexpr = 2 * (64 // GROUP)
+    QUERIES: gl.constexpr = 128 // GROUP
     q_boxes, k_boxes, v_boxes = boxes
     full_q, free_q, full_k, free_k, full_v, free_v = barriers
     BOXES: gl.constexpr = KEYS // BOX
@@ -163,17 +160,14 @@ def _produce(
             handed.index(slot).store(fields)
             barrier()
             ready = full_q.index(slot)
-            if TILE.boxed:
-                mbarrier.expect(ready, 128 * DIM * 2)
-                for half in gl.static_range(2):
-                    token = begin + first + half * (QUERIES // 2)
-                    for piece in gl.static_range(PIECES):
-                        for of_group in gl.static_range(GROUP):
-                            column = (head * GROUP + of_group) * DIM + piece * 64
-                            q_box = ((slot * 2 + half) * PIECES + piece) * GROUP + of_group
-                            load_box(q, [token, column], ready, q_boxes.index(q_box))
-            else:
-                mbarrier.arrive(ready, count=1)
+            mbarrier.expect(ready, 128 * DIM * 2)
+            for half in gl.static_range(2):
+                token = begin + first + half * (QUERIES // 2)
+                for piece in gl.static_range(PIECES):
+                    for of_group in gl.static_range(GROUP):
+                        column = (head * GROUP + of_group) * DIM + piece * 64
+                        q_box = ((slot * 2 + half) * PIECES + piece) * GROUP + of_group
+                        load_box(q, [token, column], ready, q_boxes.index(q_box))
             work += 1
             table = block_table + entry.to(gl.int64) * table_stride
             for tile in range(high - low):
@@ -235,12 +229,6 @@ def _masked(
 
 
 @gluon.jit
-def _capped(score, scale_log2, cap_log2):
-    """cap_log2 * tanh(score * scale_log2 / (2 log2 e)), without overflow."""
-    return cap_log2 - 2.0 * cap_log2 / (gl.exp2(score * scale_log2) + 1.0)
-
-
-@gluon.jit
 def _weigh(score, top, denominator, scale_log2):
     """Return the weights of a tile, the rows' new maxima and sums, and what shrinks older sums."""
     new_top = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
@@ -251,11 +239,11 @@ def _weigh(score, top, denominator, scale_log2):
 
 @gluon.jit
 def _attend(
-    q, out, sinks, scales, queries, tiles, handed, barriers,
+    out, sinks, scale_log2, queries, tiles, handed, barriers,
     HALF: gl.constexpr, LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Compute one half of the rows of each work: row r is query r % (QUERIES / 2) of the half, and
-    head r // (QUERIES / 2) of the group. Rows of no head of the group are padding."""
+    head r // (QUERIES / 2) of the group."""
     HEADS: gl.constexpr = LAYER.num_kv_heads
     GROUP: gl.constexpr = LAYER.group
     DIM: gl.constexpr = LAYER.head_dim
@@ -264,11 +252,7 @@ def _attend(
     SLOTS: gl.constexpr = TILE.slots
     WINDOW: gl.constexpr = SCORES.window
     CHUNK: gl.constexpr = SCORES.chunk
-    QUERIES: gl.constexpr = 2 * (64 // GROUP)
-    scale_log2, cap_log2 = scales
-    unit = scale_log2  # factor of scores in the softmax
-    if SCORES.softcap:
-        unit = 1.0
+    QUERIES: gl.constexpr = 128 // GROUP
     keys, values, value_pieces = tiles
     full_q, free_q, full_k, free_k, full_v, free_v = barriers
     LOWEST: gl.constexpr = -1.0e30  # below all scores, and finite: no inf - inf
@@ -299,15 +283,6 @@ def _attend(
             num_queries = _field(fields, 5)
             head = _field(fields, 6)
             query = queries.index(slot * 2 + HALF)
-            if not TILE.boxed:
-                index = HALF * OWN + out_row % OWN
-                token = (first_token + index).to(gl.int64)
-                at = (token * (HEADS * GROUP) + head * GROUP + out_row // OWN) * DIM
-                there = (index < num_queries) & (out_row < OWN * GROUP)
-                where = q + at[:, None] + dims[None, :]
-                query.store(gl.load(where, mask=there[:, None], other=0.0))
-                fence_async_shared()
-                barrier()
             # Rows behind the last query look at what the last one sees.
             own = gl.minimum(HALF * OWN + score_row % OWN, num_queries - 1)
             row_position = first_position + own
@@ -316,10 +291,7 @@ def _attend(
             top = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
             denominator = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
             if SCORES.sinks:  # as a key without a value
-                of_group = score_row // OWN
-                if not TILE.boxed:
-                    of_group = gl.minimum(of_group, GROUP - 1)
-                top = gl.load(sinks + head * GROUP + of_group) * LOG2E
+                top = gl.load(sinks + head * GROUP + score_row // OWN) * LOG2E
                 denominator += 1.0
             if count > 0:
                 start = (high - 1) * KEYS
@@ -338,10 +310,8 @@ def _attend(
                 score = warpgroup_mma_wait(0, deps=[score])
                 barrier()
                 mbarrier.arrive(free_k.index(place), count=1)
-                if SCORES.softcap:
-                    score = _capped(score, scale_log2, cap_log2)
                 score = _masked(score, start, row_position, KEYS, WINDOW, CHUNK, PRODUCT)
-                weight, top, denominator, _ = _weigh(score, top, denominator, unit)
+                weight, top, denominator, _ = _weigh(score, top, denominator, scale_log2)
                 weights = gl.convert_layout(weight.to(dtype), WEIGHTS)
                 for tile in range(1, count):
                     start = (high - 1 - tile) * KEYS
@@ -354,15 +324,13 @@ def _attend(
                     score = warpgroup_mma_wait(1, deps=[score])
                     barrier()
                     mbarrier.arrive(free_k.index(after), count=1)
-                    if SCORES.softcap:
-                        score = _capped(score, scale_log2, cap_log2)
                     hidden = start + KEYS > lowest_position + 1
                     if WINDOW or CHUNK:
                         highest_position = lowest_position + (OWN - 1)
                         hidden = hidden | (start < _first_key(highest_position, WINDOW, CHUNK))
                     if hidden:
                         score = _masked(score, start, row_position, KEYS, WINDOW, CHUNK, PRODUCT)
-                    weight, top, denominator, shrink = _weigh(score, top, denominator, unit)
+                    weight, top, denominator, shrink = _weigh(score, top, denominator, scale_log2)
                     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
                     barrier()
                     mbarrier.arrive(free_v.index(place), count=1)
@@ -388,10 +356,7 @@ def _attend(
             index = HALF * OWN + out_row % OWN
             token = (first_token + index).to(gl.int64)
             at = (token * (HEADS * GROUP) + head * GROUP + out_row // OWN) * DIM
-            there = index < num_queries
-            if not TILE.boxed:
-                there = there & (out_row < OWN * GROUP)
-            gl.store(out + at[:, None] + dims[None, :], result, mask=there[:, None])
+            gl.store(out + at[:, None] + dims[None, :], result, mask=(index < num_queries)[:, None])
             work += 1
 
 
@@ -400,7 +365,7 @@ def _attend(
     do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
 )
 def _prefill_specialized_kernel(
-    q,  # a descriptor of [num_tokens, num_heads * DIM]; a tensor unless TILE.boxed
+    q,  # a descriptor of [num_tokens, num_heads * DIM]
     k_cache,  # a descriptor of [num_blocks * HEADS * BLOCK_SIZE, DIM]
     v_cache,  # likewise
     out,  # [num_tokens, num_heads, DIM]
@@ -411,7 +376,6 @@ def _prefill_specialized_kernel(
     queue,  # two counters, zero between launches: work that was taken, programs that are done
     sinks,  # [num_heads] float32, if SINKS
     scale_log2,
-    cap_log2,
     table_stride,
     num_tokens,
     blocks,  # of QUERIES queries, at most
@@ -452,33 +416,27 @@ def _prefill_specialized_kernel(
     fence_async_shared()
     barrier()
     # A tile's elements lie 64 by 64, each 64 of all its rows behind the 64 before.
-    q_boxes = queries
-    if TILE.boxed:
-        q_boxes = reinterpret(
-            queries, dtype, [SLOTS * 2 * PIECES * GROUP, 64 // GROUP, 64], SWIZZLED
-        )
     boxes = (
-        q_boxes,
+        reinterpret(queries, dtype, [SLOTS * 2 * PIECES * GROUP, 64 // GROUP, 64], SWIZZLED),
         reinterpret(keys, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),
         reinterpret(values, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),
     )
     value_pieces = reinterpret(values, dtype, [PLACES * PIECES, KEYS, 64], SWIZZLED)
     tiles = (keys, values, value_pieces)
     barriers = (full_q, free_q, full_k, free_k, full_v, free_v)
-    scales = (scale_log2, cap_log2)
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    q, out, sinks, scales, queries, tiles, handed, barriers,
+                    out, sinks, scale_log2, queries, tiles, handed, barriers,
                     0, LAYER, TILE, SCORES,
                 ),
             ),
             (
                 _attend,
                 (
-                    q, out, sinks, scales, queries, tiles, handed, barriers,
+                    out, sinks, scale_log2, queries, tiles, handed, barriers,
                     1, LAYER, TILE, SCORES,
                 ),
             ),
@@ -513,24 +471,19 @@ def _queue(device: torch.device) -> Tensor:
 
 def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tensor) -> None:
     """Compute what `prefill.attention_prefill` does, where `specialized_prefill_fits`."""
-    q, k_cache, v_cache, scale, softcap, sinks, _ = inputs
+    q, k_cache, v_cache, scale, _, sinks, _ = inputs
     assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
     num_tokens, num_heads, dim = q.shape
     _, heads, block_size, _ = k_cache.shape
     group = num_heads // heads
     tile = TILES[dim]
-    # The accelerator's boxes have 8 rows or more, a power of two.
-    tile = tile._replace(box=min(tile.keys, block_size), boxed=group in BOXED_GROUPS)
+    tile = tile._replace(box=min(tile.keys, block_size))
     # Each entry, and the padding after the last, may leave its last block part empty.
-    queries = 2 * (ROWS // 2 // group)
-    blocks = num_tokens // queries + meta.kv_len.shape[0] + 1
-    boxes = q
-    if tile.boxed:
-        boxes = TensorDescriptor.from_tensor(
-            q.view(num_tokens, num_heads * dim), [queries // 2, PIECE], SWIZZLED
-        )
+    blocks = num_tokens // (ROWS // group) + meta.kv_len.shape[0] + 1
     _prefill_specialized_kernel[(min(num_sms(q.device), blocks * heads),)](
-        boxes,
+        TensorDescriptor.from_tensor(
+            q.view(num_tokens, num_heads * dim), [ROWS // 2 // group, PIECE], SWIZZLED
+        ),
         TensorDescriptor.from_tensor(k_cache.view(-1, dim), [tile.box, PIECE], SWIZZLED),
         TensorDescriptor.from_tensor(v_cache.view(-1, dim), [tile.box, PIECE], SWIZZLED),
         out,
@@ -540,14 +493,13 @@ def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tenso
         meta.counts,
         _queue(q.device),
         q if sinks is None else sinks,
-        (2 * scale / softcap if softcap else scale) * LOG2E.value,
-        softcap * LOG2E.value,
+        scale * LOG2E.value,
         meta.block_table.stride(0),
         num_tokens,
         blocks,
         LAYER=Heads(heads, group, dim, block_size),
         TILE=tile,
-        SCORES=Scores(softcap > 0, sinks is not None, False, meta.window, meta.chunk),
+        SCORES=Scores(False, sinks is not None, False, meta.window, meta.chunk),
         num_warps=4,
         maxnreg=MAX_REGISTERS,
     )

@@ -30,14 +30,12 @@ if triton.knobs.runtime.interpret:
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kernels.attention.candidates import takes_specialized_prefill  # noqa: E402
 from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
-from kernels.attention.inputs import AttentionInputs, attention_form  # noqa: E402
+from kernels.attention.inputs import AttentionInputs  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.attention.quantized_decode import quantized_decode  # noqa: E402
 from kernels.attention.quantized_prefill import quantized_prefill  # noqa: E402
-from kernels.attention.specialized_prefill import specialized_prefill  # noqa: E402
 from kernels.experts import few_packed as few_packed_module  # noqa: E402
 from kernels.experts import packed as packed_experts_module  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
@@ -397,65 +395,6 @@ def spilled(cubin: bytes, path: Path) -> int:
     command = [tool, "-res-usage", path]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.findall(r"STACK:(\d+)", text)[0])
-
-
-def tile_loops(cubin: bytes, path: Path) -> list[str]:
-    """The instructions of the loop over tiles of each warpgroup: the shortest that do both GEMMs.
-
-    Waits that are seldom taken lie behind the code, and look like the ends of long loops.
-    """
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    loops = []
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
-            back = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", instruction[1])
-            if back and back[1] in labels:
-                loops.append(code[labels[back[1]] :])
-    both = [loop for loop in loops if sum("HGMMA" in line for line in loop) >= 16]
-    shortest = sorted(both, key=len)[:2]
-    assert len(shortest) == 2 and len(shortest[1]) < 1.5 * len(shortest[0])
-    return ["\n".join(loop) for loop in shortest]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("sees", [(0, 0), (1024, 0)], ids=["all", "window"])
-@pytest.mark.parametrize(
-    ("dim", "group", "softcap"),
-    [
-        *((128, group, 0.0) for group in (3, 4, 5, 6, 7, 16)),
-        (256, 4, 0.0),
-        *((128, 2, 50.0), (128, 3, 50.0), (128, 6, 50.0), (256, 1, 50.0), (256, 2, 50.0)),
-    ],
-)
-def test_specialized_prefill_has_room(
-    dim: int, group: int, softcap: float, sees: tuple[int, int], launches: Launches, tmp_path: Path
-) -> None:
-    """A group, or a soft cap, whose sums leave the registers: the warpgroups then wait for memory;
-    a program that asks for more shared memory than there is."""
-    cache = bf16(NUM_BLOCKS, 2, 16, dim)
-    q = bf16(300, 2 * group, dim)
-    meta = AttentionMeta(
-        int32(300), int64(300), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
-    )
-    meta.window, meta.chunk = sees
-    inputs = AttentionInputs(q, cache, cache, 0.1, softcap, torch.empty(2 * group))
-    assert takes_specialized_prefill(attention_form(inputs), (9, 0))
-    specialized_prefill(inputs, meta, torch.empty_like(q))
-    ((name, compiled),) = launches.seen
-    assert name == "_prefill_specialized_kernel"
-    assert compiled.metadata.shared <= SHARED_MEMORY
-    assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) and "wgmma" in compiled.asm["ptx"]
-    # What a work needs once, and an address or two of the producer, which has 24 registers.
-    assert spilled(compiled.asm["cubin"], tmp_path / "cubin") <= 48
-    for loop in tile_loops(compiled.asm["cubin"], tmp_path / "cubin"):
-        assert len(re.findall(r"\b(?:LDL|STL)\b", loop)) <= 1, loop
 
 
 @pytest.mark.nightly
