@@ -46,6 +46,7 @@ MADE_BY = {
     "parallel": "`python -m bench.parallel`: ranks of a core each against one rank of all",
     "parity": "`python -m tests.parity.table`: each architecture's logits against transformers'",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
+    "speculation": "`python -m bench.speculation`: drafts by look-up against none, in turns",
     "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m bench.simulate`: routing and scaling policies in a simulated fleet",
     "simulate-calibration": "`python -m bench.simulate calibrate`: a real replica's steps, "
