@@ -140,7 +140,7 @@ def serve(
         core.step()
         running = core.scheduler.running.values()
         most = max(most, len(running))
-        filled += sum(r.num_computed if r.slot < 0 else r.base + core.scheduler.step
+        filled += sum(r.num_computed if r.group_index < 0 else r.base + core.scheduler.step
                       for r in running) / capacity  # fmt: skip
     core.check_integrity()
     return SimulatedRun(

@@ -51,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeSearch]]:
     monkeypatch.setattr(cublaslt_tune, "_AlgorithmSearch", FakeSearch)
     monkeypatch.setattr(cublaslt_tune, "library", lambda device: SimpleNamespace(version=1))
     monkeypatch.setattr(cublaslt_cache, "read", lambda path: {})
-    monkeypatch.setattr(cublaslt_cache, "add", lambda path, found: None)
+    monkeypatch.setattr(cublaslt_cache, "add_entries", lambda path, found: None)
     monkeypatch.setattr(cublaslt_tune, "_text", str)
     monkeypatch.setattr(cublaslt_tune, "_searched", set())
     FakeSearch.asked, FakeSearch.library_wins = {}, set()

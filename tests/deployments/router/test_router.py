@@ -191,7 +191,7 @@ def test_a_request_that_moves_is_the_same_request():
         assert shared >= {"token_ids", "params", "seed", "cache_salt", "adapter", "priority"}
         for name in shared - {"token_ids", "params", "adapter"}:
             kind = type(getattr(request, name))
-            setattr(request, name, kind(7))
+            setattr(request, name, kind([7] if issubclass(kind, list | tuple) else 7))
         request.adapter = AdapterRecord(name="legal", path="/legal", revision="abc")
         inflight = InflightRequest(request, RouterMetrics(), Anybody(), Anybody())
         choice = inflight.choices[1]

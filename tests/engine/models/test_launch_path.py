@@ -50,6 +50,8 @@ ALLOWED = {
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,
     ("engine/runner/inputs.py", "_Staging.__init__"): "a view of pinned host memory",
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
+    ("engine/runner/refill.py", "Refill.load"): "with new weights, before a step may read them",
+    ("engine/runner/refill.py", "_check_finite"): "of new weights, on a thread beside the steps",
     ("engine/sampling/device_result.py", "DeviceResult.wait"): "the place to wait",
     ("engine/sampling/device_result.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
     ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
