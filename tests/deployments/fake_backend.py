@@ -96,6 +96,10 @@ class FakeGeneration:
             self._end()
         return out
 
+    def versions(self, choice: int) -> list[tuple[str, int]]:
+        deltas = self._scripts[choice][: self._step] if choice in self._scripts else []
+        return [("initial", sum(len(delta.token_ids) for delta in deltas))]
+
     def abort(self, choice: int | None = None) -> None:
         self._alive -= self._alive.copy() if choice is None else {choice}
         if choice is not None:

@@ -12,7 +12,11 @@ from engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 _TokenIds = Annotated[
     list[Any],
-    Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
+    Meta(
+        min_length=1,
+        extra_json_schema={"items": TOKEN},
+        extra={"expected": "a list of token ids"},
+    ),
 ]
 _TokenId = Annotated[int, Meta(ge=0)]
 _StopIds = (

@@ -35,8 +35,35 @@ def app_for(path: str, folder: Path) -> Any:
             card = replace(backend.cards[MODEL], pooling=pooling, vector_size=VECTOR)
             backend.cards[MODEL] = card
     batches = BatchFolder(BatchSettings(str(folder), in_flight=4))
-    options = ApiOptions(batches=batches, store_bytes=2**20, page=True, live=nobody)
+    options = ApiOptions(
+        batches=batches, store_bytes=2**20, page=True, live=nobody, training=FakeTraining()
+    )
     return build_asgi(backend, options)
+
+
+class FakeTraining:
+    """Takes every order, and has one replica."""
+
+    def __init__(self) -> None:
+        self.version, self.paused = "initial", False
+
+    async def update(self, model: str, folder: str, version: str) -> str:
+        self.version = version or self.version
+        return self.version
+
+    async def pause(self, model: str, mode: str) -> None:
+        self.paused = True
+
+    async def resume(self, model: str) -> None:
+        self.paused = False
+
+    async def reset_prefix_cache(self, model: str) -> None: ...
+
+    def state(self, model: str) -> dict[str, Any]:
+        replica = {"weight_version": self.version, "paused": self.paused}
+        return {
+            "weight_version": self.version, "is_paused": self.paused, "replicas": {"r0": replica}
+        }  # fmt: skip
 
 
 async def nobody() -> list[dict[str, Any]]:

@@ -203,6 +203,7 @@ def test_failures_leave_the_old_weights(llm: LLM, trainer: Trainer, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_cores")
 @pytest.mark.parametrize("parts", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_every_rank_takes_its_part(parts: dict[str, int], trainer: Trainer) -> None:
     """Ranks have weights of different versions after an update, or after one that failed."""
