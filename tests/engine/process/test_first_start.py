@@ -226,7 +226,8 @@ def test_what_a_start_launches_has_been_collected(
     config = ModelConfig.from_folder(model)
     whole, rows = on_cpu(config, monkeypatch)
     with compilers.collecting():
-        launch_everything(runner_of(whole.one_layer(), config, rows, 1), SIZES, TOKENS)
+        runner = runner_of(whole.one_layer(), config, rows, 1)
+        launch_everything(runner, SIZES, TOKENS, drafts=True)
     assert not rows.tokens.any()
     collected = set(compilers._jobs)
     names = {name for _, name, _ in collected}
@@ -239,20 +240,21 @@ def test_what_a_start_launches_has_been_collected(
     assemble = CudaInputs.lay_out
 
     def lay_out(
-        self: CudaInputs, entries: int, tokens: int, *rest: int
+        self: CudaInputs, entries: int, tokens: int, *rest: int, runs: bool = False
     ) -> tuple[Any, AttentionMeta]:
         seen.append((entries, tokens))
         # What recording does not read, and nobody has uploaded.
         self.rows[:entries] = rows.pad_row
         self.last[:entries] = 0
         self.which[:entries] = 0
-        return assemble(self, entries, tokens, *rest)
+        return assemble(self, entries, tokens, *rest, runs=runs)
 
     monkeypatch.setattr(CudaInputs, "lay_out", lay_out)
     with compilers.collecting():
         runner = runner_of(whole, config, rows, len(whole.layers))
         warm_up(runner, TOKENS)
-        capture_graphs(runner, SIZES, TOKENS)
+        capture_graphs(runner, SIZES, TOKENS, drafts=True)
+    assert runner.graphs is not None and runner.graphs._verifications
     assert {(size, size) for size in SIZES} <= set(seen)
     assert any(tokens > entries for entries, tokens in seen)
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
