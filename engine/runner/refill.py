@@ -145,11 +145,11 @@ def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
     raw = np.memmap(stored.file, np.uint8, "c", stored.offset, (stored.num_bytes,))
     for begin in range(0, stored.num_bytes, _CHUNK):
         values = torch.from_numpy(raw[begin : begin + _CHUNK]).view(stored.dtype)
-        kept = values if dtype not in EXPONENTS else values.to(dtype)
-        words, exponent = EXPONENTS[kept.dtype]
-        bits: Any = kept.view(torch.uint8).numpy().view(words)
+        converted = values if dtype not in EXPONENTS else values.to(dtype)
+        words, exponent = EXPONENTS[converted.dtype]
+        bits: Any = converted.view(torch.uint8).numpy().view(words)
         if (bits & words(exponent)).max() == exponent:
-            raise not_finite(stored, kept.dtype)
+            raise not_finite(stored, converted.dtype)
 
 
 def copy_tensors(old: object, new: object) -> None:

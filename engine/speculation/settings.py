@@ -61,18 +61,18 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
         return None
     if isinstance(value, str):
         value = {"method": value}
-    given = {key: item for key, item in value.items() if item is not None}
-    method = given.pop("method", "lookup")
+    entries = {key: item for key, item in value.items() if item is not None}
+    method = entries.pop("method", "lookup")
     if method == "synthetic":
-        return _synthetic(given)
-    if method not in _METHODS or "model" in given:
-        what = f"model {given['model']!r}" if method in _METHODS else f"method {method!r}"
+        return _synthetic(entries)
+    if method not in _METHODS or "model" in entries:
+        what = f"model {entries['model']!r}" if method in _METHODS else f"method {method!r}"
         raise _refused(
             f"{what} is not there; Manta drafts by look-up, which needs no weights: set auto, or "
             f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off"
         )
     options: dict[str, Any] = {}
-    for key, item in given.items():
+    for key, item in entries.items():
         name = _ALIASES.get(key, key)
         if name not in _RANGES:
             names = ["method", *_RANGES, *_ALIASES]

@@ -137,14 +137,14 @@ class _Choice:
 
 
 def _params(sampling: TokenSampling) -> SamplingParams:
-    given = {
+    values = {
         name: value
         for name in sampling.__struct_fields__
         if (value := getattr(sampling, name)) is not None
     }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    return SamplingParams(**given)
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return SamplingParams(**values)
 
 
 async def generate(context: ApiContext, exchange: HttpExchange) -> None:

@@ -65,13 +65,13 @@ def recognised(path: Path) -> Format | None:
     Raises ConfigError (param model) for files whose rules are in code that is not run.
     """
     folder = TokenizerFolder(path)
-    found = _format(folder)
-    if found is None or found.classes is None or folder.tokenizer_class in found.classes:
-        return found
+    form = _format(folder)
+    if form is None or form.classes is None or folder.tokenizer_class in form.classes:
+        return form
     name = folder.tokenizer_class or "none"
-    known = ", ".join(sorted(filter(None, found.classes)))
+    known = ", ".join(sorted(filter(None, form.classes)))
     raise ConfigError(
-        f"model folder {path} has no tokenizer.json, and {' and '.join(found.files)} of the "
+        f"model folder {path} has no tokenizer.json, and {' and '.join(form.files)} of the "
         f"tokenizer class {name} is not converted (known: {known}); {_WAY_OUT}",
         param="model",
     )
