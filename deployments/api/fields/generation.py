@@ -84,6 +84,10 @@ _TokenId = Annotated[int, Meta(ge=0)]
 _UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
 Stop = Annotated[Any, of_schema(either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS), one_of("")))]
 
+StopTokenIds = (
+    Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
+)
+
 
 class Sampling(Queued, kw_only=True):
     """The fields of all generations that change how tokens are chosen."""
@@ -99,9 +103,7 @@ class Sampling(Queued, kw_only=True):
     presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
     seed: Annotated[int, sampled("seed")] | None = None
-    stop_token_ids: (
-        Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
-    ) = None
+    stop_token_ids: StopTokenIds = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[

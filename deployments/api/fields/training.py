@@ -6,9 +6,8 @@ from msgspec import Meta, Struct
 
 from deployments.api.bounds import MAX_SALT_BYTES
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.generation import Stop, sampled
+from deployments.api.fields.generation import Stop, StopTokenIds, sampled
 from deployments.api.fields.schema import TOKEN
-from engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 _TokenIds = Annotated[
     list[Any],
@@ -18,19 +17,13 @@ _TokenIds = Annotated[
         extra={"expected": "a list of token ids"},
     ),
 ]
-_TokenId = Annotated[int, Meta(ge=0)]
-_StopIds = (
-    Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
-)
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
 
 
-class TokenSampling(Struct, kw_only=True, gc=False):
-    """`sampling_params` of a rollout, as vLLM has them."""
+class _RolloutSampling(Struct, kw_only=True, gc=False):
+    """The fields of `sampling_params` that vLLM and SGLang name alike."""
 
     n: Annotated[int, sampled("n")] | None = None
-    max_tokens: Annotated[int, sampled("max_tokens")] | None = None
-    min_tokens: Annotated[int, sampled("min_tokens")] | None = None
     temperature: Annotated[float, sampled("temperature")] | None = None
     top_p: Annotated[float, sampled("top_p")] | None = None
     top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
@@ -38,10 +31,17 @@ class TokenSampling(Struct, kw_only=True, gc=False):
     repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
     presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
-    seed: Annotated[int, sampled("seed")] | None = None
     stop: Stop = None
-    stop_token_ids: _StopIds = None
+    stop_token_ids: StopTokenIds = None
     ignore_eos: bool | None = None
+
+
+class TokenSampling(_RolloutSampling, kw_only=True, gc=False):
+    """`sampling_params` of a rollout, as vLLM has them."""
+
+    max_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    min_tokens: Annotated[int, sampled("min_tokens")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
     logprobs: Annotated[int, sampled("logprobs")] | None = None
     prompt_logprobs: Annotated[int, sampled("prompt_logprobs")] | None = None
 
@@ -58,23 +58,12 @@ class Rollout(Struct, kw_only=True, gc=False):
     priority: int | None = None
 
 
-class TheirSampling(Struct, kw_only=True, gc=False):
+class TheirSampling(_RolloutSampling, kw_only=True, gc=False):
     """`sampling_params` of /generate, as SGLang has them."""
 
-    n: Annotated[int, sampled("n")] | None = None
     max_new_tokens: Annotated[int, sampled("max_tokens")] | None = None
     min_new_tokens: Annotated[int, sampled("min_tokens")] | None = None
-    temperature: Annotated[float, sampled("temperature")] | None = None
-    top_p: Annotated[float, sampled("top_p")] | None = None
-    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
-    min_p: Annotated[float, sampled("min_p")] | None = None
-    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
-    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
     sampling_seed: Annotated[int, sampled("seed")] | None = None
-    stop: Stop = None
-    stop_token_ids: _StopIds = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
