@@ -21,7 +21,9 @@ from typing import Any
 
 import pytest
 
+from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from engine.text.text_stream import BYTE_OF_CHAR
+from engine.text.tokenizer import Tokenizer
 from tests.published_tokenizers import folder as conversion
 from tests.published_vocabularies import gpt2, vocabulary
 
@@ -49,7 +51,7 @@ BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 @dataclass(frozen=True)
 class Library:
-    """What the model's own library makes of texts and of ids.
+    """A library that a model names, and what it makes of texts and of ids.
 
     special: texts of special tokens that it reads as such, and their ids.
     before: ids that begin each text of its own accord.
@@ -467,3 +469,11 @@ MORE: dict[str, Published] = {
     "qwen 2": qwen2,
     "tekken": tekken,
 }
+
+
+def converted(folder: Path, target: Path) -> Tokenizer:
+    """The tokenizer of a folder as published, converted into the folder `target`."""
+    form = recognised(folder)
+    assert form is not None
+    write_tokenizer(folder, form, target)
+    return Tokenizer.load(target)

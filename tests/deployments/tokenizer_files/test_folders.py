@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deployments.checkpoints.resolve import ModelIdentity, check_model, resolve_model
-from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from deployments.config.load import parse_config
 from deployments.router.models import model_loader
 from deployments.serve.model_deployments import served_model
@@ -24,6 +23,7 @@ from tests.deployments.tokenizer_files.published import (
     baichuan2,
     chatglm2,
     chatglm3,
+    converted,
     internlm,
     llama,
     opt,
@@ -127,7 +127,8 @@ def test_damaged_files(
 
 
 def test_unigram_models_are_refused(folder: Path, tmp_path: Path) -> None:
-    """Their best paths tie in runs of a character, where the two libraries differ."""
+    """Unigram models are refused: their best paths tie in runs of a character, where the two
+    libraries differ."""
     model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     proto = model_pb2.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
     proto.trainer_spec.model_type = 1
@@ -268,10 +269,7 @@ def test_templates_on_record(
         (source / "config.json").write_text('{"eos_token_id": 2}')
     if published is qwen:
         (source / "config.json").unlink()
-    found = recognised(source)
-    assert found is not None
-    write_tokenizer(source, found, target)
-    tokenizer = Tokenizer.load(target)
+    tokenizer = converted(source, target)
     assert tokenizer.encode_chat(CHAT) == chat(library)
     assert set(tokenizer.eos_token_ids) == ends
 
@@ -282,11 +280,9 @@ def test_opt_has_completions_only(tmp_path: Path) -> None:
     source.mkdir()
     target.mkdir()
     opt(source)
-    found = recognised(source)
-    assert found is not None
-    write_tokenizer(source, found, target)
+    tokenizer = converted(source, target)
     with pytest.raises(InvalidRequest) as caught:
-        Tokenizer.load(target).encode_chat(CHAT)
+        tokenizer.encode_chat(CHAT)
     assert caught.value.code == "no_chat_template"
 
 

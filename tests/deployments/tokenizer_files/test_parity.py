@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.tokenizer_files.corpus import texts
-from tests.deployments.tokenizer_files.published import MORE, QUICK, Library
+from tests.deployments.tokenizer_files.published import MORE, QUICK, Library, converted
 
 EACH: list[Any] = [
     *QUICK,
@@ -27,10 +26,7 @@ def known(
     folder = tmp_path_factory.mktemp("published")
     target = tmp_path_factory.mktemp("converted")
     library = {**QUICK, **MORE}[request.param](folder)
-    found = recognised(folder)
-    assert found is not None
-    write_tokenizer(folder, found, target)
-    yield Tokenizer.load(target), library
+    yield converted(folder, target), library
 
 
 @pytest.fixture(params=[300, pytest.param(10_000, marks=pytest.mark.slow)], ids=["quick", "10000"])
