@@ -41,7 +41,10 @@ class ModelChanges(Protocol):
 
 
 class Training(Protocol):
-    """What a trainer may order. model: "" where one is served. Methods raise MantaError."""
+    """The orders that a trainer may give. model: "" where one is served.
+
+    Methods raise MantaError.
+    """
 
     async def update(self, model: str, folder: str, version: str) -> str:
         """Replace the weights at all replicas by a checkpoint, and return its version's name."""

@@ -25,7 +25,7 @@ _RETRY = 0.3  # seconds between attempts to bring a replica to the record
 
 
 class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What all replicas of a model should have.
+    """The weights and the pause that all replicas of a model should have.
 
     number: grows with each change.
     base: identity of the weights in the model's own folder, which the record is good for.

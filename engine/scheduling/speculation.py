@@ -24,7 +24,7 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(slots=True)
 class RequestDrafts:
-    """What a request keeps between steps: its drafts' source, and how often it was right."""
+    """The source of a request's drafts, and the record of how often it was right."""
 
     source: Drafts
     record: DraftRecord

@@ -234,7 +234,7 @@ class LaunchedStep:
 
 @dataclass(slots=True)
 class _DraftResult:
-    """What the entries of drafts sampled. The keys of the maps are indices of `tokens`."""
+    """The samples of the entries of drafts. The keys of the maps are indices of `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)

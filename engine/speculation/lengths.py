@@ -37,7 +37,7 @@ _PROBES = 0.004  # share of the time for drafts that are not worth their rows, t
 
 
 class DraftRecord:
-    """What one request's drafts have gained; changed by DraftLengths alone.
+    """The record of what one request's drafts gained; changed by DraftLengths alone.
 
     expected, accepted: fading sums of expected and accepted draft tokens.
     proposed: the length of the last draft before it was cut.

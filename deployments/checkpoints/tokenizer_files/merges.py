@@ -18,7 +18,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What a Python class of tokenizers does beside the merges.
+    """The rules of a Python class of tokenizers beside its merges.
 
     pattern: regular expression of words; None is GPT-2's.
     special: text of the special tokens that tokenizer_config.json does not name.

@@ -347,8 +347,8 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     assert set(handle.state.remote().result()["replicas"]) == replicas
     fewer = {"cpu": config.pools["cpu"].model_copy(update={"replicas": 1})}
     deploy(config.model_copy(update={"pools": fewer}))
-    left = wait(lambda: len(live := handle.state.remote().result()["replicas"]) == 1 and set(live))
-    assert left < replicas, "scaling down replaced the replica that stays"
+    last = wait(lambda: len(live := handle.state.remote().result()["replicas"]) == 1 and set(live))
+    assert last < replicas, "scaling down replaced the replica that stays"
 
     first = serving.Cluster(cluster.address)
     first.note_deployment("real")
@@ -368,7 +368,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     events = [next(stream)]
     deploy(parse_config({**tiny, "route_prefix": "/beside"}, {}))
     assert text_of([*events, *stream]) == whole
-    assert set(handle.state.remote().result()["replicas"]) == left
+    assert set(handle.state.remote().result()["replicas"]) == last
     asked = {"model": "claude-opus", "prompt": "a"}
     there = wait(lambda: cluster.post("/beside/v1/completions", **asked))
     assert there["usage"]["completion_tokens"] and there["model"] == "tiny"

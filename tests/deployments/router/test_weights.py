@@ -66,9 +66,9 @@ def test_every_token_tells_its_version(tmp_path: Path) -> None:
         assert await fleet.dispatcher.weights.update(str(tmp_path), "one") == "one"
         await asyncio.sleep(0.1)
         assert await fleet.dispatcher.weights.update(str(tmp_path)) == "2"
-        told = [check(generation, await task) for generation, task in running]
-        assert all({"0", "one", "2"} >= some for some in told)
-        assert any(len(some) == 3 for some in told)
+        by_stream = [check(generation, await task) for generation, task in running]
+        assert all({"0", "one", "2"} >= seen for seen in by_stream)
+        assert any(len(seen) == 3 for seen in by_stream)
         assert versions(fleet) == {"2"}
 
     run(body, 3)
@@ -189,10 +189,10 @@ def test_over_http(tmp_path: Path) -> None:
             "return_logprob": True,
             "rid": "mine",
         }
-        said = (await post(client, "/generate", theirs)).json()
-        meta = said["meta_info"]
-        assert said["output_ids"] == choice["token_ids"] and meta["weight_version"] == "1"
-        assert [token for _, token, _ in meta["output_token_logprobs"]] == said["output_ids"]
+        answer = (await post(client, "/generate", theirs)).json()
+        meta = answer["meta_info"]
+        assert answer["output_ids"] == choice["token_ids"] and meta["weight_version"] == "1"
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
         assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "length"})
         long = {**ask, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
         running = asyncio.create_task(post(client, "/inference/v1/generate", long))

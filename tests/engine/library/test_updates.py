@@ -23,7 +23,7 @@ PROMPT = list(range(3, 53))
 
 
 class Trainer:
-    """The same model in transformers, whose weights change."""
+    """A trainer: the same model in transformers, whose weights change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -141,7 +141,7 @@ def test_pause_keeps(llm: LLM, trainer: Trainer) -> None:
 
 
 def test_pause_aborts_with_partial_answers(llm: LLM) -> None:
-    """What was generated before an abort is lost, or a waiting request cannot be cancelled."""
+    """Bug: the tokens from before an abort are lost, or a waiting request cannot be cancelled."""
     handle = begun(llm, 3000)
     llm.pause("abort")
     (out,) = handle.sync(10).outputs

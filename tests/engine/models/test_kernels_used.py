@@ -1,4 +1,4 @@
-"""What `manta plan` says of attention's kernels."""
+"""The lines of `manta plan` about attention's kernels."""
 
 import json
 from dataclasses import replace

@@ -153,7 +153,8 @@ def test_missing_and_unknown_names(tmp_path: Path) -> None:
 
 
 def test_a_failure_in_the_middle_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first change the old weights serve on; after it the engine must end."""
+    """An update that fails leaves the old weights before its first change, and ends the engine
+    after it."""
     folder = tmp_path / "old"
     save_checkpoint(folder, "llama")
     monkeypatch.setattr(refill, "PART_BYTES", 1)

@@ -424,8 +424,8 @@ def test_its_own_client() -> None:
         for stream in (False, True):
             backend.script = "hm\n</think>\n\n" + written(("now", {}))
             asked = client.chat(MODEL, TURN, tools=TOOLS, think=True, stream=stream)
-            said = [piece.message for piece in asked] if stream else [asked.message]
-            (call,) = [call for message in said for call in message.tool_calls or []]
+            messages = [piece.message for piece in asked] if stream else [asked.message]
+            (call,) = [call for message in messages for call in message.tool_calls or []]
             assert (call.function.name, call.function.arguments) == ("now", {})
             history = [*TURN, {"role": "assistant", "tool_calls": [call.model_dump()]}]
             history += [{"role": "tool", "tool_name": "now", "content": "noon"}]
