@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.images.image import Image
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # routers and the command line import this module, and have no use for NumPy
@@ -53,6 +54,7 @@ class NewRow:
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
     num_virtual: int = 0  # leading token_ids that are placeholders of virtual tokens
     kv_rank: int = 0  # the rank that keeps its keys and values, with data-parallel attention
+    images: Sequence[Image] = ()  # all images of the request, for rotary positions and spans
 
 
 @dataclass(slots=True)
@@ -96,6 +98,10 @@ class Batch:
     # Indices, among the entries that sample, of those that a grammar constrains. If there are any,
     # no entry samples before their masks have arrived: `PendingResult.sample`.
     masked: Sequence[int] = ()
+    # to encode in this step, before an entry reads their embeddings
+    images: list[Image] = field(default_factory=list)
+    # digests of images whose embeddings are freed before that
+    dropped_images: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ engine -> client   Progress while it starts, then Ready, or Failed if it cannot 
 import msgspec
 
 from engine.batch import TokenLogprobs
+from engine.images.image import Image
 from engine.sampling_params import SamplingParams
 
 
@@ -26,6 +27,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     request_id: the caller's id of the request, only for logs.
     prediction: tokens that the client expects in the output, for drafts.
     speculate: whether the engine may draft for the request; the text is the same without drafts.
+    images: the images of the prompt, in its order; their spans in token_ids do not overlap.
     """
 
     id: int
@@ -40,6 +42,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     request_id: str = ""
     prediction: list[int] = []
     speculate: bool = True
+    images: list[Image] = []
 
     @property
     def urgency(self) -> tuple[int, bool]:

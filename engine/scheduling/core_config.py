@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.config.kv_groups import Full, KVKind
 from engine.pooling import PoolingHead
+from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.snapshots import SnapshotPlan
 
 
@@ -28,6 +29,7 @@ class CoreConfig:
     pooling: how texts become embeddings; None = requests for embeddings are refused.
     generates: whether the model generates text; False = all other requests are refused.
     whole_texts: whether a text must be computed in a single step.
+    images: how the model takes images; None = requests with images are refused.
     """
 
     max_num_seqs: int
@@ -50,6 +52,7 @@ class CoreConfig:
     pooling: PoolingHead | None = None
     generates: bool = True
     whole_texts: bool = False
+    images: ImagePlan | None = None
 
     @property
     def depth(self) -> int:

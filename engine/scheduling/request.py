@@ -22,6 +22,7 @@ from engine.messages import Delta, EngineRequest
 from engine.pooling import PooledText
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.image_plan import check_images
 from engine.scheduling.prefix_hash import root_hash
 from engine.scheduling.snapshots import Marks
 from engine.structured.constraint import Constraint
@@ -263,6 +264,8 @@ def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -
             param="prompt",
             code="token_out_of_range",
         )
+    if message.images:
+        check_images(message, config.images)
     context = config.max_model_len - num_virtual
     if num_prompt > context - (message.params.max_tokens != 0) or len(token_ids) > context:
         raise context_too_long(context, num_prompt, virtual=num_virtual)

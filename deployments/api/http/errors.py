@@ -58,6 +58,7 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
             *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
             "no_token_left",
             *("embeddings_not_supported", "generation_not_supported"),
+            *("images_not_supported", "image_too_large", "invalid_image"),
         ),
         (400, INVALID),
     ),

@@ -1,0 +1,29 @@
+"""Image: a picture of a prompt, prepared for the model."""
+
+import msgspec
+
+
+class Image(msgspec.Struct, array_like=True, frozen=True):
+    """A picture of a prompt, prepared for the model.
+
+    digest: 16 bytes, blake2b over the processor's settings, the shape and the pixels; its name in
+        caches.
+    start: index in token_ids of its first placeholder.
+    length: tokens from its first to its last placeholder. Ordinary tokens (ends of rows) may lie
+        between.
+    size: the embeddings that it gives. They stand, in order, at the positions of the span whose
+        token is the model's image token. Image tokens outside of spans are ordinary tokens.
+    grid: (height, width) in embeddings for rotary positions of three axes; (0, 0) with plain
+        positions.
+    shape: (tiles, height, width) of pixels.
+    pixels: 8-bit RGB, [tiles, height, width, 3], after the model's resize, before any
+        normalisation.
+    """
+
+    digest: bytes
+    start: int
+    length: int
+    size: int
+    grid: tuple[int, int]
+    shape: tuple[int, int, int]
+    pixels: bytes

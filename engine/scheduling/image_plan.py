@@ -1,0 +1,108 @@
+"""ImagePlan: how an engine takes images, and the check of a request's images."""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from engine.errors import ConfigError, InvalidRequest
+from engine.images.image import Image
+from engine.messages import EngineRequest
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """How an engine takes images.
+
+    token_id: the token that stands for an embedding in a prompt.
+    cache_tokens: the most embeddings that the runner has at once, dropped ones excluded.
+    largest: the most embeddings of an image; larger ones are refused. A step encodes at most this
+        many or as many as its token budget, whichever is more.
+    bidirectional: whether tokens of an image see each other, so that no step computes a part of
+        an image.
+    """
+
+    token_id: int
+    cache_tokens: int
+    largest: int
+    bidirectional: bool = False
+
+    @classmethod
+    def of(
+        cls, token_id: int, cache_tokens: int, step_tokens: int, rows: int, whole: int = 0
+    ) -> Self:
+        """Return the plan of a model.
+
+        cache_tokens: the setting `engine.image_cache_tokens`, resolved.
+        step_tokens: the most tokens of a step.
+        rows: the most requests that run at once, each of which may decode beside an image.
+        whole: tokens of the largest image, if tokens of an image see each other; 0 = they do not.
+        Raises ConfigError if an image has no room in a step or in the cache.
+        """
+        if whole and step_tokens < whole + rows:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens is {step_tokens}, but the model computes an image "
+                f"of {whole} tokens in one step, beside {rows} decodes (engine.max_num_seqs): "
+                f"raise it to {whole + rows}",
+                param="max_num_batched_tokens",
+            )
+        if cache_tokens < max(whole, 1):
+            raise ConfigError(
+                f"engine.image_cache_tokens is {cache_tokens}, less than an image of the model: "
+                f"raise it to {max(whole, 1)}",
+                param="image_cache_tokens",
+            )
+        return cls(token_id, cache_tokens, whole or cache_tokens, bool(whole))
+
+
+def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
+    """Refuse a request whose images the engine cannot compute. Raises InvalidRequest.
+
+    plan: of the engine; None = it takes no images.
+    """
+    if plan is None:
+        raise InvalidRequest(
+            "this model takes no images", param="images", code="images_not_supported"
+        )
+    if message.params.pooled:
+        raise InvalidRequest(
+            "embeddings are made of texts alone, without images",
+            param="images",
+            code="images_not_supported",
+        )
+    end = 0
+    for index, image in enumerate(message.images):
+        param = f"images[{index}]"
+        if image.size > plan.largest:
+            raise InvalidRequest(
+                f"an image of {image.size} tokens is larger than this engine takes "
+                f"({plan.largest} tokens): send it with fewer pixels",
+                param=param,
+                code="image_too_large",
+            )
+        if problem := _problem(image, message, plan.token_id, end):
+            raise InvalidRequest(problem, param=param, code="invalid_image")
+        end = image.start + image.length
+
+
+def _problem(image: Image, message: EngineRequest, token_id: int, end: int) -> str:
+    """Return what is wrong with an image; "" = nothing.
+
+    end: where the image before it ends.
+    """
+    if len(image.digest) != _DIGEST_BYTES:
+        return f"the digest must have {_DIGEST_BYTES} bytes"
+    if min(image.shape) < 1 or math.prod(image.shape) * 3 != len(image.pixels):
+        return f"{len(image.pixels)} bytes of pixels do not fit the shape {image.shape}"
+    if image.start < end or image.length < 1:
+        return "images must be in the order of the prompt, without overlap"
+    # A token after the image is needed, because the last token of a prompt may run as a decode.
+    if image.start + image.length >= message.num_prompt_tokens:
+        return "an image must end before the last token of the prompt"
+    span = message.token_ids[image.start : image.start + image.length]
+    if span[0] != token_id or span[-1] != token_id or span.count(token_id) != image.size:
+        return (
+            f"its {image.length} tokens must begin and end with image tokens, and have {image.size}"
+        )
+    return ""

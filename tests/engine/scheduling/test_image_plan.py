@@ -1,0 +1,68 @@
+"""ImagePlan: engines that take images, and requests whose images are refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.errors import ConfigError
+from engine.images.image import Image
+from engine.scheduling.image_plan import ImagePlan
+from tests.fakes import make_core, make_request, run
+
+TOKEN = 3
+PLAN = ImagePlan(TOKEN, cache_tokens=32, largest=8)
+PROMPT = [5, TOKEN, TOKEN, 6, TOKEN, TOKEN, 7, 8]
+IMAGE = Image(bytes(16), 1, 5, 4, (2, 2), (1, 2, 2), bytes(12))
+
+
+def refusal(**changes: Any) -> str:
+    images = [msgspec.structs.replace(IMAGE, **changes)]
+    core, _ = make_core(images=PLAN)
+    output = run(core, [make_request(1, PROMPT, images=images)])[1]
+    return output.deltas[0].error
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"size": 9}, "image_too_large: an image of 9 tokens is larger than this engine takes (8 "),
+        ({"digest": b""}, "invalid_image: the digest must have 16 bytes"),
+        ({"pixels": bytes(11)}, "invalid_image: 11 bytes of pixels do not fit the shape (1, 2, 2)"),
+        ({"shape": (-1, -2, 2)}, "invalid_image: 12 bytes of pixels do not fit the shape"),
+        ({"start": -1}, "invalid_image: images must be in the order of the prompt"),
+        ({"length": 0}, "invalid_image: images must be in the order of the prompt"),
+        ({"start": 3}, "invalid_image: an image must end before the last token of the prompt"),
+        ({"start": 0}, "invalid_image: its 5 tokens must begin and end with image tokens, and"),
+        ({"length": 4}, "invalid_image: its 4 tokens must begin and end with image tokens, and"),
+        ({"size": 5}, "invalid_image: its 5 tokens must begin and end with image tokens, and"),
+    ],
+)
+def test_wrong_images_end_their_request_alone(changes: dict[str, Any], error: str) -> None:
+    """A faulty client ends the step loop, or has rows written beside its image."""
+    assert refusal(**changes).startswith(error)
+
+
+def test_images_that_overlap_are_refused() -> None:
+    """Two images claim one position, and the runner writes it twice."""
+    core, _ = make_core(images=PLAN)
+    output = run(core, [make_request(1, PROMPT, images=[IMAGE, IMAGE])])[1]
+    assert output.deltas[0].error.startswith("invalid_image: images must be in the order")
+
+
+def test_images_are_refused_where_nothing_computes_them() -> None:
+    """A text model answers as if it had seen the image."""
+    core, _ = make_core()
+    request = make_request(1, PROMPT, images=[IMAGE])
+    assert run(core, [request])[1].deltas[0].error.startswith("images_not_supported: this model")
+
+
+def test_a_step_must_have_room_for_an_image_that_cannot_be_cut() -> None:
+    """An image waits forever for a step that has room for it."""
+    plan = ImagePlan.of(TOKEN, 512, 320, 64, whole=256)
+    assert plan == ImagePlan(TOKEN, 512, 256, bidirectional=True)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 319.*raise it to 320"):
+        ImagePlan.of(TOKEN, 512, 319, 64, whole=256)
+    with pytest.raises(ConfigError, match=r"image_cache_tokens is 255.*raise it to 256"):
+        ImagePlan.of(TOKEN, 255, 320, 64, whole=256)
+    assert ImagePlan.of(TOKEN, 512, 64, 64) == ImagePlan(TOKEN, 512, 512)
