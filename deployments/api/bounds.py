@@ -35,7 +35,7 @@ ALIASES: dict[str, ConstraintKind] = {
     "json_schema": "json",
 }
 MAX_TAGS = 128  # structural tags, and as many triggers
-SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SCHEMA_NAME = "[A-Za-z0-9_-]{1,64}"
 
 DEADLINE = "deadline_seconds"
 MAX_DEADLINE = 7 * 86400.0  # seconds

@@ -22,7 +22,7 @@ MIN_LIMIT = 65_536  # tokens
 async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the token ids of a text or a chat. Raises ApiError."""
     backend, options = context.backend, context.options
-    body = await context.read_as(exchange, TOKENIZE)
+    body, sent = await context.read_as(exchange, TOKENIZE), await context.read(exchange)
     card = await find_model(body.model, backend, exchange.caller)
     tokenizer = backend.tokenizer(card.id)
     limit = max(MIN_LIMIT, card.max_model_len)
@@ -42,10 +42,10 @@ async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
                 opens=body.add_generation_prompt,
                 continues=body.continue_final_message,
             )
-            messages, tools = check_messages(chat, exchange.ignored), take_tools(body.tools)
-            unread = exchange.ignored
-            asked = (template, body.reasoning_effort, unread, limit)
-            ids = chat_ids(tokenizer, messages, tools, *asked)
+            ignored = exchange.ignored
+            messages = check_messages(chat or (), sent["messages"], ignored)
+            asked = (template, body.reasoning_effort, ignored, limit)
+            ids = chat_ids(tokenizer, messages, take_tools(body.tools), *asked)
         else:
             special = body.add_special_tokens is not False
             ids = encode_texts(tokenizer, [prompt], special, limit)[0]

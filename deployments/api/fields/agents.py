@@ -12,11 +12,9 @@ from msgspec import Meta, Struct
 from deployments.api.bounds import MAX_MESSAGE_PARTS
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.common import UINT31
+from deployments.api.fields.formats import STRUCTURED_OUTPUTS
 from deployments.api.fields.generation import (
-    ARGUMENTS,
     COMPLETION,
-    STRUCTURED_OUTPUTS,
-    TOOL_NAMED,
     CacheSalt,
     ReasoningEffort,
     Sampling,
@@ -38,6 +36,7 @@ from deployments.api.fields.schema import (
     optional,
     record,
 )
+from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
 
 MAX_ITEMS = 4096  # of one input
 MAX_METADATA = 16  # pairs
@@ -110,7 +109,7 @@ class ItemChat(Sampling, kw_only=True):
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: ThinkingBudget | None = None
-    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS)] = None
+    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS.schema)] = None
 
 
 class TextOptions(Struct, kw_only=True, gc=False):

@@ -12,6 +12,8 @@ type says, `Meta(extra=...)` may hold
     unknown    a function of an object without a known tag, and its path: the error
     up         how many steps above the value an error is told
     code       the error's code, where it is not invalid_type or invalid_value
+    sizes      the error of a list of another length: "must have 1 to 9 items"
+    large      the code of the error of a text with too many characters
     fault      a function that returns the InvalidRequest of the whole value, or None
 """
 
@@ -96,6 +98,11 @@ class Typed(Generic[V]):
             raise _explained(error, self._box, boxed, path) from None
         read: V = box.value
         return read
+
+
+def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
+    """Return the Meta of a value of which all errors, also of one that is missing, are alike."""
+    return Meta(extra={"expected": expected, "code": code, **extra})
 
 
 def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -> Meta:
@@ -215,7 +222,8 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
         struct = components[schema["$ref"]]
         fields = _properties(struct, components)
         needed = {name: fields.pop(name) for name in struct["required"]}
-        return record(needed, **fields)
+        beside = {key: part for key, part in schema.items() if key != "$ref"}
+        return {**record(needed, **fields), **beside}
     if "enum" in schema and "examples" in schema:
         return {"enum": schema["examples"]}  # in their own order
     parts = {key: part for key, part in schema.items() if key != "discriminator"}
@@ -270,7 +278,7 @@ def _explained(
     for _ in range(extra.get("up", 0)):
         path = path.rpartition(".")[0]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
-        if "expected" in extra and "code" in extra:
+        if {"expected", "code"} <= extra.keys() or ("fault" in extra and extra["fault"](value)):
             return _refusal(shape, value, path, extra)
         return invalid(f"{path} is required", path, "missing_field")
     if isinstance(fault := error.__cause__, Fault):
@@ -326,10 +334,14 @@ def _has_form(shape: inspect.Type, value: Any) -> bool:
     return isinstance(value, kinds.get(type(shape), object))
 
 
-def _refusal(shape: inspect.Type, value: Any, path: str, extra: dict[str, Any]) -> ApiError:
+def _refusal(shape: Any, value: Any, path: str, extra: dict[str, Any]) -> ApiError:
     if "fault" in extra and (error := extra["fault"](value)) is not None:
         return invalid(error.message.replace(error.param or "", path, 1), path, error.code)
     fits = _has_form(shape, value)
+    if fits and "sizes" in extra and not shape.min_length <= len(value) <= shape.max_length:
+        return invalid(f"{path} {extra['sizes']}", path)
+    if fits and "large" in extra and len(value) > shape.max_length:
+        return invalid(f"{path} has more than {shape.max_length} bytes", path, extra["large"])
     code = extra.get("code") or ("invalid_value" if fits else "invalid_type")
     if "expected" in extra:
         return invalid(f"{path} must be {extra['expected']}", path, code)
@@ -350,7 +362,7 @@ def _refusal(shape: inspect.Type, value: Any, path: str, extra: dict[str, Any]) 
             return invalid(f"{path} takes at most {shape.max_length} {what}", path)
         takes = f"{shape.min_length} to {shape.max_length} {what}"
         return invalid(f"{path} takes {takes}, got {len(value)}", path)
-    if isinstance(shape, inspect.StrType) and shape.max_length is not None and value:
+    if isinstance(shape, inspect.StrType) and shape.max_length and len(value) > shape.max_length:
         return _too_long(path, shape.max_length)
     return invalid(f"{path} must not be empty", path)
 
@@ -368,12 +380,15 @@ def _type_of(struct: type[msgspec.Struct]) -> inspect.StructType:
 
 @functools.cache
 def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
-    """Return the fields whose texts have a greatest length, which msgspec counts in characters."""
-    shapes = [(field.name, _plain(field.type, "")[0]) for field in _type_of(struct).fields]
+    """Return the fields whose texts have a greatest length, which msgspec counts in characters.
+
+    Texts of grammars are not among them: `large` tells of their characters.
+    """
+    shapes = [(field.name, *_plain(field.type, "")) for field in _type_of(struct).fields]
     return tuple(
         (name, shape.max_length)
-        for name, shape in shapes
-        if isinstance(shape, inspect.StrType) and shape.max_length is not None
+        for name, shape, extra in shapes
+        if isinstance(shape, inspect.StrType) and shape.max_length and "large" not in extra
     )
 
 

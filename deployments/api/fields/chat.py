@@ -1,21 +1,16 @@
-"""MESSAGE, PARTS, CALL: the messages of a chat in OpenAI's form, their content and their calls."""
+"""Messages, PARTS, CALL: the messages of a chat in OpenAI's form, their content and their calls."""
 
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 from msgspec import Meta, Struct, defstruct
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
-from deployments.api.fields.body import Typed
+from deployments.api.fields.body import Typed, expects
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 
-_NO_TEXT = Meta(extra={"expected": "a string", "code": "invalid_type"})  # also where it is missing
-_NO_CALL = Meta(extra={"expected": "a function call", "code": "invalid_type", "up": 1})
-_NO_ID = Meta(
-    extra={
-        "expected": "the id of a tool call in an earlier message",
-        "code": "invalid_tool_call_id",
-    }
-)
+_NO_TEXT = expects("a string")  # also where it is missing
+_NO_CALL = expects("a function call", up=1)
+_NO_ID = expects("the id of a tool call in an earlier message", "invalid_tool_call_id")
 Text = Annotated[str, _NO_TEXT]
 
 
@@ -115,7 +110,7 @@ def _no_call(call: Any, path: str) -> ApiError:
 CALL: Typed[FunctionCall | CustomCall] = Typed(
     Annotated[
         FunctionCall | CustomCall,
-        Meta(extra={"expected": "a function call", "code": "invalid_type", "unknown": _no_call}),
+        expects("a function call", unknown=_no_call),
     ],
     default="function",
 )
@@ -168,6 +163,39 @@ _OfRole: Any = Annotated[
     Meta(extra={"unknown": lambda item, path: unknown_role(item.get("role"), f"{path}.role")}),
 ]
 MESSAGE: Typed[Message] = Typed(_OfRole)
-MESSAGES: Typed[list[Message]] = Typed(
-    Annotated[list[_OfRole], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
-)
+
+
+Messages = Annotated[
+    list[_OfRole],
+    Meta(min_length=1, max_length=MAX_MESSAGES),
+    Meta(extra={"sizes": f"must have 1 to {MAX_MESSAGES} items"}),
+]
+_OF_TEXT = expects("a part of text", "modality_not_supported")
+_PARTS_EXPECTED = f"a string or a list of 1 to {MAX_MESSAGE_PARTS} parts"
+
+
+class PredictedText(Struct, gc=False):
+    """A part of a predicted text."""
+
+    type: Annotated[Literal["text"], _OF_TEXT]
+    text: Text
+
+
+class Prediction(Struct, gc=False):
+    """The text that a client expects in the answer."""
+
+    type: Annotated[Literal["content"], expects('"content"', "invalid_value")]
+    content: Annotated[
+        str
+        | Annotated[
+            list[Annotated[PredictedText, _OF_TEXT]],
+            Meta(min_length=1, max_length=MAX_MESSAGE_PARTS),
+        ],
+        expects(_PARTS_EXPECTED, "invalid_type"),
+    ]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text for part in self.content])

@@ -7,23 +7,22 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import (
-    MAX_MESSAGE_PARTS,
     MAX_SALT_BYTES,
-    MAX_TAGS,
-    MAX_TOOLS,
-    SCHEMA_NAME,
-    TOOL_NAME,
     Effort,
 )
-from deployments.api.fields.body import struct_body, words
-from deployments.api.fields.chat import MESSAGES
+from deployments.api.fields.body import expects, struct_body, words
+from deployments.api.fields.chat import Messages, Prediction
 from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
+from deployments.api.fields.formats import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    Choices,
+    GrammarText,
+    JsonSchema,
+    MaybeGrammar,
+)
 from deployments.api.fields.schema import (
-    BOOLEAN,
-    FILLED,
     NOTHING,
-    NULL,
-    OBJECT,
     TEXT,
     TOKEN,
     Schema,
@@ -31,9 +30,8 @@ from deployments.api.fields.schema import (
     list_of,
     number,
     one_of,
-    record,
-    text,
 )
+from deployments.api.fields.tools import TOOL_CHOICE, TOOLS
 from engine.errors import InvalidRequest
 from engine.sampling_params import (
     ABOVE_LEAST,
@@ -50,7 +48,6 @@ from engine.sampling_params import (
     RANGES,
     SamplingParams,
 )
-from engine.structured.grammar import MAX_BYTES, MAX_CHOICES
 
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 
@@ -139,101 +136,6 @@ class Sampling(Queued, kw_only=True):
     suppress_tokens: Annotated[Any, of_schema(list_of(TOKEN, 0, MAX_BAD_WORDS))] = None
 
 
-_JSON_SCHEMA: Schema = either(OBJECT, BOOLEAN, text(MAX_BYTES))
-_GRAMMAR: Schema = {"type": "string", "maxLength": MAX_BYTES, "pattern": r"\S"}
-_GRAMMARS: Mapping[str, Schema] = {
-    "json": _JSON_SCHEMA,
-    "regex": _GRAMMAR,
-    "choice": list_of(FILLED, 1, MAX_CHOICES),
-    "grammar": _GRAMMAR,
-}
-_NAMED_SCHEMA = record(
-    {
-        "name": {"type": "string", "pattern": f"^{SCHEMA_NAME.pattern}$"},
-        "schema": _JSON_SCHEMA,
-    },
-    strict=BOOLEAN,
-)
-_TAGS: Mapping[str, Schema] = {
-    "structures": list_of(record({"begin": FILLED}, schema=_JSON_SCHEMA, end=TEXT), 1, MAX_TAGS),
-    "triggers": list_of(FILLED, 1, MAX_TAGS),
-}
-RESPONSE_FORMAT: Schema = either(
-    record({"type": one_of("text")}),
-    record({"type": one_of("json_object")}, schema=_JSON_SCHEMA),
-    record({"type": one_of("json_schema"), "json_schema": _NAMED_SCHEMA}),
-    record({"type": one_of("structural_tag"), **_TAGS}),
-)
-STRUCTURED_OUTPUTS: Schema = either(
-    *(record({kind: schema}, structural_tag=NULL) for kind, schema in _GRAMMARS.items()),
-    record({"json_object": one_of(True)}, structural_tag=NULL),
-    record({"structural_tag": either(record(_TAGS), text(MAX_BYTES))}),
-)
-TOOL_NAMED: Schema = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
-ARGUMENTS: Schema = {"type": "object", "properties": {"type": one_of("object")}}
-_TEXT_FORMAT = either(
-    record({"type": one_of("text")}),
-    record(
-        {
-            "type": one_of("grammar"),
-            "grammar": record(
-                {"syntax": one_of("lark", "regex"), "definition": {**TEXT, "pattern": r"\S"}}
-            ),
-        }
-    ),
-)
-TOOLS = list_of(
-    either(
-        {
-            "type": "object",
-            "properties": {
-                "type": one_of("function"),
-                "function": record(
-                    {"name": TOOL_NAMED},
-                    description=TEXT,
-                    parameters=ARGUMENTS,
-                    strict=BOOLEAN,
-                ),
-            },
-            "required": ["function"],
-        },
-        record(
-            {
-                "type": one_of("custom"),
-                "custom": record(
-                    {"name": TOOL_NAMED}, description=TEXT, format=_TEXT_FORMAT, strict=BOOLEAN
-                ),
-            }
-        ),
-    ),
-    0,
-    MAX_TOOLS,
-)
-_NAMED = either(
-    {
-        "type": "object",
-        "properties": {"type": one_of("function"), "function": record({"name": TEXT})},
-        "required": ["function"],
-    },
-    record({"type": one_of("custom"), "custom": record({"name": TEXT})}),
-)
-_ALLOWED = record({"mode": one_of("auto", "required"), "tools": list_of(_NAMED, 1)})
-_TOOL_CHOICE = either(
-    one_of("none", "auto", "required"),
-    _NAMED,
-    record({"type": one_of("allowed_tools"), "allowed_tools": _ALLOWED}),
-)
-
-PREDICTION: Schema = record(
-    {
-        "type": one_of("content"),
-        "content": either(
-            TEXT, list_of(record({"type": one_of("text"), "text": TEXT}), 1, MAX_MESSAGE_PARTS)
-        ),
-    }
-)
-
-
 class StreamOptions(Struct, kw_only=True, gc=False):
     """The field `stream_options`."""
 
@@ -265,28 +167,28 @@ class Generation(Sampling, kw_only=True):
     truncate_prompt_tokens: TokenCut | None = None
     truncation_side: Annotated[Side, words(Side)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    response_format: Annotated[Any, of_schema(RESPONSE_FORMAT)] = None
-    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS)] = None
-    guided_json: Annotated[Any, of_schema(_GRAMMARS["json"])] = None
-    guided_regex: Annotated[Any, of_schema(_GRAMMARS["regex"])] = None
-    guided_choice: Annotated[Any, of_schema(_GRAMMARS["choice"])] = None
-    guided_grammar: Annotated[Any, of_schema(_GRAMMARS["grammar"])] = None
-    regex: Annotated[Any, of_schema(_GRAMMARS["regex"])] = None
-    ebnf: Annotated[Any, of_schema(_GRAMMARS["grammar"])] = None
-    grammar: Annotated[Any, of_schema(either(_GRAMMAR, one_of("")))] = None
-    json_schema: Annotated[Any, of_schema(_GRAMMARS["json"])] = None
+    response_format: Annotated[Any, of_schema(RESPONSE_FORMAT.schema)] = None
+    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS.schema)] = None
+    guided_json: JsonSchema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: MaybeGrammar | None = None
+    json_schema: JsonSchema | None = None
 
 
 class Chat(Generation, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[Any, of_schema(MESSAGES.schema)]
+    messages: Messages
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[Any, of_schema(TOOLS)] = None
-    tool_choice: Annotated[Any, of_schema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[Any, of_schema(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: ThinkingBudget | None = None
@@ -294,7 +196,7 @@ class Chat(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prediction: Annotated[Any, of_schema(PREDICTION)] = None
+    prediction: Annotated[Prediction, expects("an object with type and content")] | None = None
 
 
 class Completion(Generation, kw_only=True):

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.common import UINT31, Queued
-from deployments.api.fields.generation import TOOLS, Stop, TopLogprobs, of_schema, sampled
+from deployments.api.fields.generation import Stop, TopLogprobs, of_schema, sampled
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import (
     NOTHING,
@@ -19,6 +19,7 @@ from deployments.api.fields.schema import (
     one_of,
     record,
 )
+from deployments.api.fields.tools import TOOLS
 
 THINK: Mapping[bool | str, str] = {
     True: "medium",

@@ -6,12 +6,8 @@ from msgspec import Meta, Struct
 
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.chat import MESSAGES
-from deployments.api.fields.generation import (
-    TOOLS,
-    ReasoningEffort,
-    of_schema,
-)
+from deployments.api.fields.chat import Messages
+from deployments.api.fields.generation import ReasoningEffort, of_schema
 from deployments.api.fields.schema import (
     FILLED,
     OBJECT,
@@ -25,6 +21,7 @@ from deployments.api.fields.schema import (
     record,
     text,
 )
+from deployments.api.fields.tools import TOOLS
 
 MAX_MODEL_NAME = 128  # bytes
 MAX_ADAPTER_NAME = 256  # bytes; whether it is a valid name is checked later
@@ -36,7 +33,7 @@ class Tokenize(Struct, kw_only=True, gc=False):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Any, of_schema(MESSAGES.schema)] = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Annotated[Any, of_schema(TOOLS)] = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from msgspec import Meta
 
 from deployments.api.fields.body import Fault, Shape, struct_body, words
-from deployments.api.fields.chat import MESSAGES
+from deployments.api.fields.chat import Messages
 from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
     FILLED,
@@ -267,7 +267,7 @@ class Inputs(Texts, kw_only=True):
 
     input: TextInput | None = None
     prompt_name: PromptName | None = None
-    messages: Annotated[Any, Meta(extra_json_schema=MESSAGES.schema)] = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

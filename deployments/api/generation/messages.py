@@ -17,7 +17,6 @@ from deployments.api.bounds import (
 )
 from deployments.api.fields.chat import (
     CALL,
-    MESSAGES,
     AssistantMessage,
     CustomCall,
     MediaPart,
@@ -29,7 +28,7 @@ from deployments.api.fields.chat import (
 )
 from deployments.api.generation.request import ChatMessage, ToolCall
 from deployments.api.http.errors import ApiError, invalid, wrong_type
-from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
+from deployments.api.http.json_body import MAX_CONTAINERS, JsonObject, parse_inner
 
 _MOST_IGNORED = 16
 # Fields of answers that callers send back, and that templates do not use.
@@ -213,46 +212,20 @@ def no_media(path: str, message: str = "the models served here take text only") 
     return invalid(message, path, "modality_not_supported")
 
 
-def check_messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
+def check_messages(
+    messages: Sequence[Message], items: Sequence[JsonObject], ignored: list[str]
+) -> tuple[ChatMessage, ...]:
     """Return the messages of a list in OpenAI's form, with decoded tool arguments.
 
-    Unused keys go to ignored. Large chats belong in a thread.
+    items: the messages as the client wrote them, whose unused keys go to `ignored`
+
+    Large chats belong in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
     builder = ChatBuilder(ignored)
-    messages = MESSAGES.read(value, "messages")
-    check_count(messages, "messages")
     for i, message in enumerate(messages):
-        builder.add_openai_message(message, value[i], f"messages[{i}]")
+        builder.add_openai_message(message, items[i], f"messages[{i}]")
     return tuple(builder.messages)
-
-
-def take_prediction(value: Any) -> str:
-    """Return the text of OpenAI's `prediction`, "" for None. Raises ApiError 400."""
-    if value is None:
-        return ""
-    if not isinstance(value, dict):
-        raise wrong_type("prediction", "an object with type and content")
-    if value.get("type") != "content":
-        raise invalid('prediction.type must be "content"', "prediction.type")
-    content = value.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not 1 <= len(content) <= MAX_MESSAGE_PARTS:
-        kind = f"a string or a list of 1 to {MAX_MESSAGE_PARTS} parts"
-        raise wrong_type("prediction.content", kind)
-    texts = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise invalid(
-                f"prediction.content[{i}] must be a part of text",
-                f"prediction.content[{i}].type",
-                "modality_not_supported",
-            )
-        if not isinstance(part.get("text"), str):
-            raise wrong_type(f"prediction.content[{i}].text", "a string")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def take_messages(value: Any) -> list[Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
+from deployments.api.fields.formats import StructuralTag
 from deployments.api.http.errors import invalid
-from deployments.api.output.constraints import RequestedGrammar, StructuralTags
+from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.grammar import tags_grammar
 from deployments.api.output.plan import OutputPlan
 from deployments.backend import ModelCard
@@ -98,18 +99,20 @@ async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, lis
 def _tagged(
     constraint: RequestedGrammar, tokenizer: Tokenizer, sandbox: GrammarSandbox
 ) -> tuple[Grammar, list[str]]:
-    """Return the grammar of StructuralTags, and names for x-ignored-fields.
+    """Return the grammar of a StructuralTag, and names for x-ignored-fields.
 
     Raises ApiError 400.
     """
-    asked: StructuralTags = constraint.value
+    asked: StructuralTag = constraint.value
     ignored: list[str] = []
     tags = []
-    for i, tag in enumerate(asked.tags):
+    for i, tag in enumerate(asked.structures):
         where = f"{constraint.where}.structures[{i}].schema"
-        schema, left_out = _explained(RequestedGrammar(where, "json", tag.schema), sandbox)
+        schema, left_out = _explained(
+            RequestedGrammar(where, "json", True if tag.schema is None else tag.schema), sandbox
+        )
         ignored += name_fields(left_out, f"{where}#")
-        tags.append((tag.begin, msgspec.json.decode(schema.text), tag.end))
+        tags.append((tag.begin, msgspec.json.decode(schema.text), tag.end or ""))
     try:
         grammar = Grammar.lark(tags_grammar(tokenizer, tags, asked.triggers))
         sandbox.check(grammar, SECONDS)

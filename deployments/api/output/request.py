@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
-from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.fields.tools import (
+    CUSTOM,
+    FUNCTION,
+    NAMED,
+    TOOL,
+    CustomTool,
+    GrammarInput,
+    NamedFunction,
+    no_choice,
+)
+from deployments.api.http.errors import invalid, shown, wrong_type
 
 Mode = Literal["none", "auto", "required"]
 _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
@@ -93,21 +103,9 @@ def read_tools(value: Any) -> list[RequestedTool]:
         raise wrong_type("tools", "a list")
     check_tool_count(value)
     tools: list[RequestedTool] = []
-    for i, tool in enumerate(value):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            raise wrong_type(where, "an object with a function that has a name")
-        kind = tool.get("type", "function")
-        if kind not in ("function", "custom"):
-            raise invalid(
-                f"{where}.type {shown(kind)} is not supported; function and custom are",
-                f"{where}.type",
-                "not_supported",
-            )
-        function = tool.get(kind)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong_type(where, "an object with a function that has a name")
-        add_tool(tools, function, f"{where}.{kind}", custom=kind == "custom")
+    for i, item in enumerate(value):
+        kind = TOOL.read(item, f"tools[{i}]").__struct_config__.tag
+        add_tool(tools, item[kind], f"tools[{i}].{kind}", custom=kind == "custom")
     return tools
 
 
@@ -140,15 +138,10 @@ def add_tool(
         )
     if any(other.name == name for other in tools):
         raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
-    strict = function.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise wrong_type(f"{where}.strict", "true or false")
-    described = function.get("description")
-    if described is not None and not isinstance(described, str):
-        raise wrong_type(f"{where}.description", "a string")
     if custom:
-        tools.append(_custom(name, described, function.get("format"), where))
+        tools.append(_custom(CUSTOM.read(function, where), where))
         return
+    strict = bool(FUNCTION.read(function, where).strict)
     path = f"{where}.{schema_name}"
     schema = function.get("parameters")
     # Keys keep the request's order, which templates print. Missing parameters are written as
@@ -161,29 +154,19 @@ def add_tool(
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise wrong_type(path, "the JSON schema of an object")
     declaration = {"type": "function", "function": declared}
-    tools.append(RequestedTool(name, declaration, {"type": "object", **schema}, bool(strict), path))
+    tools.append(RequestedTool(name, declaration, {"type": "object", **schema}, strict, path))
 
 
-def _custom(name: str, described: str | None, format: Any, where: str) -> RequestedTool:
+def _custom(tool: CustomTool, where: str) -> RequestedTool:
     """Return a custom tool as a function of one text, because templates know only functions."""
     text: dict[str, Any] = {"type": "string"}
-    kind = format.get("type") if isinstance(format, dict) else None
     grammar = ""
-    if kind == "grammar":
-        inner = format.get("grammar")
-        at = f"{where}.format.grammar"
-        syntax = inner.get("syntax") if isinstance(inner, dict) else None
-        if syntax not in ("lark", "regex"):
-            raise invalid(f'{at}.syntax must be "lark" or "regex"', f"{at}.syntax")
-        definition = inner.get("definition")
-        if not isinstance(definition, str) or not definition.strip():
-            raise wrong_type(f"{at}.definition", "a text")
-        if syntax == "regex":
-            text["pattern"] = f"^(?:{definition})$"
+    if isinstance(tool.format, GrammarInput):
+        written = tool.format.grammar
+        if written.syntax == "regex":
+            text["pattern"] = f"^(?:{written.definition})$"
         else:
-            grammar = definition
-    elif format is not None and kind != "text":
-        raise invalid(f'{where}.format must be of type "text" or "grammar"', f"{where}.format")
+            grammar = written.definition
     schema = {
         "type": "object",
         "properties": {"input": text},
@@ -191,9 +174,9 @@ def _custom(name: str, described: str | None, format: Any, where: str) -> Reques
         "additionalProperties": False,
     }
     plain = {**schema, "properties": {"input": {"type": "string"}}}
-    function = {"name": name, "description": described or "", "parameters": plain}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": plain}
     declaration = {"type": "function", "function": function}
-    return RequestedTool(name, declaration, schema, True, f"{where}.format", True, grammar)
+    return RequestedTool(tool.name, declaration, schema, True, f"{where}.format", True, grammar)
 
 
 def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
@@ -209,8 +192,8 @@ def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
         allowed = choice.get("allowed_tools", choice)  # the Responses API has no inner object
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
-        return allowed_tools(mode, listed, lambda tool: named_tool(_named(tool), names))
-    return named_tool(_named(choice), names)
+        return allowed_tools(mode, listed, lambda tool: named_tool(_name(tool), names))
+    return named_tool(_name(choice), names)
 
 
 def allowed_tools(mode: Any, listed: Any, read: Callable[[Any], ToolChoice]) -> ToolChoice:
@@ -231,15 +214,7 @@ def named_tool(name: Any, names: Collection[str]) -> ToolChoice:
     return ToolChoice("required", frozenset((name,)), named=True)
 
 
-def _named(choice: Any) -> Any:
-    kind = choice.get("type", "function") if isinstance(choice, dict) else None
-    function = choice.get(kind) if kind in ("function", "custom") else None
-    return function.get("name") if isinstance(function, dict) else None
-
-
-def no_choice() -> ApiError:
-    """Return the error for a tool choice of no known form."""
-    return invalid(
-        'tool_choice must be "none", "auto", "required", name a function or be allowed_tools',
-        "tool_choice",
-    )
+def _name(choice: Any) -> str:
+    """Return the name in a choice of one tool. Raises ApiError 400."""
+    named = NAMED.read(choice, "tool_choice")
+    return named.function.name if isinstance(named, NamedFunction) else named.custom.name

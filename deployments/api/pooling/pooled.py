@@ -281,7 +281,8 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
         opens=bool(body.add_generation_prompt),
         continues=body.continue_final_message,
     )
-    if body.messages is None:
+    messages = body.messages
+    if messages is None:
         call.exchange.ignored += (name for name in _TEMPLATE if getattr(body, name) is not None)
         return await take_prompts(call, body.input, "input", body.prompt_name)
     for name in ("input", "prompt_name"):
@@ -298,9 +299,9 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
     ignored = call.exchange.ignored
 
     def work() -> list[int]:
-        messages = check_messages(body.messages, ignored)
+        chat = check_messages(messages, (call.exchange.parsed or {})["messages"], ignored)
         most = sys.maxsize if call.truncate else call.limit
-        ids = chat_ids(call.tokenizer, messages, None, template, None, ignored, most)
+        ids = chat_ids(call.tokenizer, chat, None, template, None, ignored, most)
         return call.checked(ids, "messages")
 
     try:

@@ -6,7 +6,7 @@ from typing import Any
 from deployments.api.body_fields import take_int
 from deployments.api.fields.generation import CHAT, COMPLETION, Generation
 from deployments.api.generation.call import template_options
-from deployments.api.generation.messages import check_messages, take_prediction
+from deployments.api.generation.messages import check_messages
 from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
 from deployments.api.generation.sampling import agreed, take_sampling
 from deployments.api.generation.tenancy import take_queue
@@ -31,7 +31,7 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     return ChatRequest(
         **_common(fields, body, None, logprobs),
-        messages=check_messages(fields.messages, ignored),
+        messages=check_messages(fields.messages, body["messages"], ignored),
         template=template_options(
             options,
             fields.chat_template_kwargs,
@@ -45,7 +45,7 @@ def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
         thinking_budget=fields.thinking_token_budget,
         shows_reasoning=fields.include_reasoning is not False,
         separate_reasoning=fields.separate_reasoning is not False,
-        prediction=take_prediction(fields.prediction),
+        prediction="" if fields.prediction is None else fields.prediction.text,
         ignored=tuple(ignored),
     )
 

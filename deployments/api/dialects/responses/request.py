@@ -15,6 +15,7 @@ from deployments.api.fields.agents import (
     Responses,
 )
 from deployments.api.fields.chat import PARTS, RefusalPart, TextPart
+from deployments.api.fields.tools import no_choice
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest
@@ -34,7 +35,6 @@ from deployments.api.output.request import (
     allowed_tools,
     check_tool_count,
     named_tool,
-    no_choice,
     read_choice,
     requested_tools,
 )
