@@ -72,6 +72,23 @@ class PrefixCopy:
 
 
 @dataclass(slots=True)
+class Proposal:
+    """A row for which a step computes drafts of its next tokens; see engine/runner/drafting.py.
+
+    entry: the row's decode, or its chunk that samples.
+    first_draft: entry of the first of `drafts`; has no meaning without any.
+    drafts: the row's drafts in this step. Where some are accepted, the new drafts follow these.
+    count: number of new drafts, at least 1. The row has blocks for as many further tokens but one.
+    """
+
+    row: int
+    entry: int
+    first_draft: int
+    drafts: Sequence[int]
+    count: int
+
+
+@dataclass(slots=True)
 class Batch:
     """A step's work: first entries that decode one token and sample, then chunks of any length."""
 
@@ -89,6 +106,8 @@ class Batch:
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     # (row, position of the first, token ids): written into the rows before anything reads them
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    # rows to draft for after sampling; no step is launched before this one's result is known
+    proposals: list[Proposal] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
     # (row, slot): recurrent states to copy from rows to snapshots, as the previous step left them;
     # then from snapshots to rows, in this order. A slot is a row that no request has, or lies after
@@ -131,6 +150,7 @@ class StepResult:
     pooled: entry index -> the chunk's part of its request's embedding, [hidden_size] float32: the
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
+    drafts: the new drafts of each of the batch's proposals, in their order.
     """
 
     step: int
@@ -139,3 +159,4 @@ class StepResult:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    drafts: Sequence[list[int]] = ()

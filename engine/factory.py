@@ -21,6 +21,8 @@ from engine.lora.ranked_loader import RankedLoader
 from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
+from engine.models.drafters.build import build_drafter, load_drafter
+from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Activations, Open, Place, alone, first, other
@@ -31,6 +33,7 @@ from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
 from engine.runner.caches.token_pool import TokenPool
+from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward, OwnInputs
 from engine.runner.graphs import default_sizes
 from engine.runner.inputs import make_inputs
@@ -43,6 +46,7 @@ from engine.runner.memory import (
     STEP_TOO_LARGE,
     WEIGHTS_TOO_LARGE,
     MemoryPlan,
+    Sized,
     available_host_memory,
     check_weights,
     fits_on,
@@ -270,13 +274,18 @@ def _build_part(
             data_parallel_attention=config.attention_data_parallel,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
+        drafter = build_drafter(read_speculation(config.speculation), model)
         # no memory page is touched yet
         if device.type == "cpu" and not rank % config.ranks_per_node:
-            check_weights(parts_here(resolved, model), available_host_memory())
+            parts: list[Sized] = [*parts_here(resolved, model)]
+            if drafter is not None:
+                parts.append(drafter)
+            check_weights(parts, available_host_memory())
         place.world.least(rank)
+        folder = None if config.load_format == "dummy" else resolved.folder
         load_weights(
             model,
-            None if config.load_format == "dummy" else resolved.folder,
+            folder,
             seed=config.seed or 0,
             ranks=config.num_ranks,
             progress=_tell(progress),
@@ -286,17 +295,28 @@ def _build_part(
             # From here on the cores are for the step loop and the threads that read adapters. Each
             # thread would otherwise get a pool of torch's threads, which spin on all cores.
             torch.set_num_threads(resolved.num_threads)
+        if drafter is not None:
+            load_drafter(drafter, folder, config.seed or 0)
     # waits until all ranks' weights are loaded, so that free memory is measured without them
     place.world.least(rank)
     phases.end("weights")
 
-    memory = _sleep_memory(resolved, model)
+    memory = _sleep_memory(resolved, model if drafter is None else (model, drafter))
     pooling = read_pooling(resolved.folder)
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
     runner, plan = _build_runner(
-        resolved, place, model, kernels, device_adapters, host_bytes, compilers, pooling, memory
+        resolved,
+        place,
+        model,
+        kernels,
+        device_adapters,
+        host_bytes,
+        compilers,
+        pooling,
+        memory,
+        drafter,
     )
     phases.end("memory")
 
@@ -317,7 +337,7 @@ def _build_part(
     )
 
 
-def _sleep_memory(resolved: Resolved, model: Model) -> SleepMemory | None:
+def _sleep_memory(resolved: Resolved, model: object) -> SleepMemory | None:
     config, device = resolved.config, resolved.device
     if not config.sleep_in_host_memory:
         return None
@@ -453,6 +473,7 @@ def _build_runner(
     compilers: Compilers | None,
     pooling: Pooling | None,
     memory: SleepMemory | None,
+    drafter: ModelDrafter | None,
 ) -> tuple[ModelRunner, MemoryPlan | None]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
@@ -473,16 +494,9 @@ def _build_runner(
         snapshots: int = 0,
         memory: CacheMemory | None = None,
     ) -> ModelRunner:
+        sizes = num_blocks, config.block_size, resolved.dtype, device, resolved.kv
         kv = KVCache.allocate(
-            groups,
-            num_blocks,
-            config.block_size,
-            resolved.dtype,
-            device,
-            resolved.kv,
-            rows=max_num_seqs + 1,
-            snapshots=snapshots,
-            memory=memory,
+            groups, *sizes, rows=max_num_seqs + 1, snapshots=snapshots, memory=memory
         )
         steps = resolved.stages + resolved.async_scheduling
         layout = rows, kv.block_size, resolved.max_num_batched_tokens, device, steps
@@ -495,7 +509,13 @@ def _build_runner(
         )
         sampling = StepSampler(model, sampler, rows.tokens, pooling)
         prompts = None if device_adapters is None else device_adapters.prompts
-        return ModelRunner(forward, sampling, prompts)
+        drafting = None
+        if drafter is not None:
+            group = groups.whole_group
+            assert group is not None
+            drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory)
+            drafting = Drafting(drafter, kernels, rows, drafts_kv, sampler, group, vocab_size)
+        return ModelRunner(forward, sampling, prompts, drafting)
 
     plan: MemoryPlan | None = None
     if device.type == "cuda":
@@ -526,7 +546,10 @@ def _build_runner(
     snapshots = place.world.least(plan.snapshots if plan is not None and bounds else _ANY)
     if plan is not None:
         plan.num_blocks, plan.snapshots = num_blocks, snapshots
-    size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB
+    block_bytes = groups.bytes_per_block(config.block_size, resolved.kv)
+    if drafter is not None:
+        block_bytes += drafter.kv.bytes_per_block(config.block_size, resolved.kv)
+    size = num_blocks * block_bytes / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
         return runner_with(num_blocks, snapshots=snapshots, memory=memory), plan

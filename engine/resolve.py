@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
+from engine.architectures import ARCHITECTURES
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
+from engine.speculation.settings import read_speculation
 from kernels.kv.format import FORMATS, KVFormat
 from kernels.launch.device import LEAST, SHARED_MEMORY, Capability
 from kernels.packed import FLOAT8
@@ -163,6 +165,7 @@ def decide(
         _check_data_parallel_attention(model)
     check_ranks(model, config.tensor_parallel, config.expert_parallel, data_parallel_attention)
     check_stages(model, config.pipeline_parallel)
+    _check_drafter(config, model)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
             f"deterministic: {model.architecture} has latent attention, whose CUDA kernels split "
@@ -298,6 +301,36 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     cut = model.quantized is not None and size // ranks % model.quantized.unit
     thin = ranks >= _MANY_RANKS or size // ranks < _THIN
     return count % ranks == 0 and bool(thin or size % ranks or cut)
+
+
+def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a model that drafts is asked for and cannot."""
+    settings = read_speculation(config.speculation)
+    if settings is None or not settings.by_model:
+        return
+    key = f"method {settings.method}"
+    why = ""
+    if model.record.mtp is None:
+        layouts = ", ".join(name for name, a in ARCHITECTURES.items() if a.mtp is not None)
+        why = f"no layout of MTP layers is known for {model.architecture}, only for {layouts}"
+    elif not model.mtp_layers:
+        why = f"config.json has no MTP layer ({model.record.mtp.count} is 0)"
+    elif model.recurrent:
+        why = "the model has recurrent states, which a step cannot take back"
+    elif kv_groups(model).whole_group is None:
+        why = f"no layer of {model.architecture} keeps the keys of the whole text"
+    elif config.num_ranks > 1:
+        name = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
+        why = f"it runs on one rank alone, and {name} is {getattr(config, name)}"
+    elif config.max_num_seqs == 1:
+        why = "a step has room for one token; raise engine.max_num_seqs"
+    elif config.admission == "peak":
+        why = "engine.admission peak counts on one token a step"
+    if why:
+        raise ConfigError(
+            f"speculation: {key}: {why}; set it to auto, which needs no weights, or to off",
+            param="speculation",
+        )
 
 
 def _check_data_parallel_attention(model: ModelConfig) -> None:

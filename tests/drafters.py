@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from engine.scheduling.speculation import Speculation
+from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 
 KINDS = ("right", "wrong", "mixed")
@@ -83,6 +84,11 @@ class ListedLengths(DraftLengths):
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         self.steps.append((entries, drafts))
+
+
+def computed(lengths: Sequence[int] = (3,)) -> Speculation:
+    """Drafts that the device computes, as many as the list says."""
+    return Speculation(ComputedDrafter(), ListedLengths(lengths))
 
 
 def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:

@@ -5,13 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
+from engine.batch import Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
 from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
@@ -99,6 +99,7 @@ class _Step:
     saved: list[tuple[int, int]]
     resumed: list[tuple[int, int]]
     masked: list[int]
+    proposals: list[Proposal] = field(default_factory=list)
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
@@ -128,9 +129,13 @@ class FakeRunner:
     device does. `launch` asserts the contract of a batch that a device could not notice: order of
     entries, budget, rows and blocks that a step in flight still uses.
     fail: request seeds whose next sample is an error.
+    drafts: of the batch's proposals: all "right", all "wrong", or "mixed".
     """
 
-    def __init__(self, config: CoreConfig, *, fail: Sequence[int] = ()) -> None:
+    def __init__(
+        self, config: CoreConfig, *, fail: Sequence[int] = (), drafts: str = "mixed"
+    ) -> None:
+        self.drafts = drafts
         self.config = config
         self.fail = set(fail)
         width = config.max_model_len + 1
@@ -179,6 +184,7 @@ class FakeRunner:
             list(batch.saved_states),
             list(batch.resumed_states),
             list(batch.masked),
+            list(batch.proposals),
         )
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
@@ -216,6 +222,7 @@ class FakeRunner:
                 if samples and not step.concluded
             }
             assert unknown.isdisjoint(batch.rows), "the last token is not known where it is needed"
+        assert not (batch.proposals and self.in_flight), "drafts for a text that is not known"
         for new in batch.new_rows:
             assert new.row not in busy, "a row was given away while a step uses it"
             self.launch_table[new.row] = {}
@@ -231,6 +238,25 @@ class FakeRunner:
                     at = (index if kind.by_position else 0) * self.groups + group
                     block = self.launch_table[row][at]
                     assert written.setdefault(block, row) == row, "two requests write one block"
+        proposed = [proposal.row for proposal in batch.proposals]
+        assert len({*proposed}) == len(proposed), "a row gets drafts twice"
+        verified = {row: (first, drafts) for row, first, drafts in batch.drafts}
+        for proposal in batch.proposals:
+            row, entry = proposal.row, proposal.entry
+            end = batch.starts[entry] + batch.lengths[entry]
+            assert batch.rows[entry] == row and batch.samples[entry] and proposal.count > 0
+            first, own = verified.get(row, (end, ()))
+            assert first == end and list(own) == list(proposal.drafts)
+            for at, draft in enumerate(own):
+                place = proposal.first_draft + at
+                assert (batch.rows[place], batch.starts[place]) == (row, end + at), draft
+            last = end + len(own) + proposal.count  # the text is never longer than this
+            assert last < config.max_model_len, "drafts beyond the longest text"
+            for index in range(end // config.block_size, (last - 2) // config.block_size + 1):
+                for group, kind in enumerate(config.kinds):
+                    if kind.by_position and index * config.block_size <= last - 2:
+                        block = self.launch_table[row][index * self.groups + group]
+                        assert written.setdefault(block, row) == row, "two requests write one block"
         copied = {block for prefix in batch.prefixes for block in prefix.blocks}
         for step in self.in_flight:
             for row, start, length, _ in step.entries:
@@ -334,7 +360,27 @@ class FakeRunner:
             self.tokens[row, end] = max(token, 0)
             result.tokens.append(token)
         result.logprobs, result.prompt_logprobs, result.errors = logprobs, prompt_logprobs, errors
+        result.drafts = [self._draft(step, proposal) for proposal in step.proposals]
         return result
+
+    def _draft(self, step: _Step, proposal: Proposal) -> list[int]:
+        """What continues the row's text, after the drafts of the step that are right."""
+        row, start, length, _ = step.entries[proposal.entry]
+        end = start + length
+        for draft in proposal.drafts:
+            if self.tokens[row, end] != draft:
+                break
+            end += 1
+        text: list[int] = self.tokens[row, : end + 1].tolist()
+        new, keys, drafts = self.news[row], [0], []
+        for token in text:
+            keys.append(key_of(keys[-1], token))
+        right = {"right": proposal.count, "wrong": 0, "mixed": end * end % 5}[self.drafts]
+        for at in range(proposal.count):
+            token = next_token(seen(keys[1:], self.config), new, len(keys) - 1)
+            keys.append(key_of(keys[-1], token))
+            drafts.append(token if at < right else (token + 1) % VOCAB)
+        return drafts
 
 
 def _logprob(token: int, position: int) -> TokenLogprobs:
@@ -418,11 +464,12 @@ def make_core(
     fail: Sequence[int] = (),
     adapters: AdapterStore | None = None,
     speculation: Speculation | None = None,
+    drafts: str = "mixed",
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them."""
     config = make_config(**changes)
-    runner = FakeRunner(config, fail=fail)
+    runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
     return EngineCore(config, runner, store, speculation=speculation), runner
 

@@ -289,7 +289,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
 def _drafts(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, str]]:
     """Yield the table row of speculation's host memory, if this engine can draft."""
     settings = read_speculation(engine.speculation)
-    if settings is not None and not result.states[0] and result.stages == 1:
+    looks_up = settings is not None and not settings.by_model
+    if settings is not None and looks_up and not result.states[0] and result.stages == 1:
         most = settings.lookup.num_bytes(result.max_num_seqs, result.max_model_len)
         where = "" if result.device.kind == "cpu" else " of host memory"
         yield "drafts", f"{most / GIB:9.2f} GiB{where} at most (speculation)"

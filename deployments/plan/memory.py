@@ -295,11 +295,17 @@ def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, fold
     """
     import torch
 
+    from engine.models.drafters.build import read_drafter
     from engine.resolve import decide
+    from engine.runner.memory import outline_drafter
     from engine.weights import check_headers
 
     where, alone = torch.device(device.kind), _on_one_rank(config)
-    check_headers(_outline(decide(alone, model, where, device.name, device.capability)), folder)
+    resolved = decide(alone, model, where, device.name, device.capability)
+    check_headers(_outline(resolved), folder)
+    drafter = outline_drafter(resolved)
+    if drafter is not None:
+        read_drafter(drafter, folder)
 
 
 def _on_one_rank(config: EngineConfig) -> EngineConfig:

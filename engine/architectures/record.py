@@ -74,6 +74,43 @@ class HeadLayer:
     eps: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The names of a multi-token-prediction layer in a checkpoint, without ".weight".
+
+    "{layers}" is the model's number of layers, which is the layer's number in ours.
+
+    layer: the beginning of the names of a decoder layer's tensors, up to "self_attn".
+    embedding_norm, hidden_norm: norms of the next token's embedding and of the hidden state.
+    project: the matrix from both, one beside the other, to the layer's input.
+    norm: the norm before the model's own head.
+    hidden_first: whether the hidden state comes before the embedding in the matrix's columns.
+    copies: tensors that repeat the model's own, and are not read.
+    count: the key of config.json with the number of these layers.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    project: str
+    norm: str
+    hidden_first: bool = False
+    copies: tuple[str, ...] = ()
+    count: str = "num_nextn_predict_layers"
+
+
+_NEXT = "model.layers.{layers}."
+# DeepSeek V3, and models with its layout
+NEXTN = Mtp(
+    _NEXT,
+    f"{_NEXT}enorm",
+    f"{_NEXT}hnorm",
+    f"{_NEXT}eh_proj",
+    f"{_NEXT}shared_head.norm",
+    copies=(f"{_NEXT}embed_tokens", f"{_NEXT}shared_head.head"),
+)
+
+
 def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
     """Return the head of decoders' *ForSequenceClassification: a score of the last token."""
     return "last", (HeadLayer("score", bias=False),)
@@ -103,6 +140,7 @@ class Architecture:
     absent: (the model, a layer) -> our names in `tensors` that the layer does not have.
     classifier: for a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
         and the layers over it; the last one gives a number for each label.
+    mtp: the names of a multi-token-prediction layer, if checkpoints have one that can draft.
     """
 
     name: str
@@ -123,6 +161,7 @@ class Architecture:
     encoder: bool = False
     absent: "Callable[[ModelConfig, int], Collection[str]]" = lambda model, layer: ()
     classifier: ReadClassifier = score_of_last
+    mtp: Mtp | None = None
 
     def filled(self, config: Reader) -> Reader:
         """Return config.json with missing keys filled in.

@@ -138,7 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
         "auto" drafts what followed the same tokens before, in prompt, answer and earlier answers,
         where measured steps gain by it; "off" never drafts. A mapping sets it by hand, in our names
-        or vLLM's: {method: lookup, tokens: 7, shared_tokens: 0}. docs/speculation.md.
+        or vLLM's: {method: lookup, tokens: 7, shared_tokens: 0}, or {method: mtp} for drafts by
+        the checkpoint's own layer. docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
@@ -184,7 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int | None = None
     gpu_capability: float | None = None
     generation_config: Literal["auto", "none"] = "auto"
-    speculation: str | bool | dict[str, str | float | bool | None] = "off"
+    speculation: str | bool | dict[str, str | int | float | bool | None] = "off"
     log_level: Literal["info", "debug"] = "info"
 
     @property

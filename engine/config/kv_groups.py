@@ -190,6 +190,15 @@ class KVGroups:
         return tuple(group.kind for group in self.groups)
 
     @property
+    def whole_group(self) -> int | None:
+        """The number of a group whose blocks keep all tokens; None without one.
+
+        A drafter's keys lie in the blocks of this group.
+        """
+        kinds = self.kinds
+        return kinds.index(Full()) if Full() in kinds else None
+
+    @property
     def num_whole(self) -> int:
         """The number of groups in which a running request frees no blocks."""
         return sum(group.kind.whole for group in self.groups)

@@ -225,6 +225,7 @@ class ModelConfig:
     generates: bool = True  # False: an embedding model, whose checkpoint has no head
     # whether the head gives a number for each label of a text: engine/pooling.py
     classifies: bool = False
+    mtp_layers: int = 0  # multi-token-prediction layers of the checkpoint, in a known layout
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -258,6 +259,22 @@ class ModelConfig:
             for layer in self.attention
         )
         return replace(self, attention=layers)
+
+    def with_mtp(self) -> "ModelConfig":
+        """Return this configuration with its multi-token-prediction layer as one more layer.
+
+        The layer is like the last one.
+        """
+        last, experts = self.num_layers - 1, self.experts
+        if experts is not None and last in experts.layers:
+            experts = replace(experts, layers=(*experts.layers, self.num_layers))
+        return replace(
+            self,
+            num_layers=self.num_layers + 1,
+            attention=(*self.attention, self.attention[last]),
+            experts=experts,
+            mlp_sizes=(*self.mlp_sizes, *self.mlp_sizes[last:]),
+        )
 
     @property
     def plain_attention(self) -> LayerAttention:
@@ -335,7 +352,14 @@ class ModelConfig:
         if classifies:  # there is no head over the vocabulary, whatever config.json says
             model = replace(model, tie_embeddings=True, classifies=True)
         generates = not architecture.encoder and not classifies
-        return replace(model, attention=tuple(layers), experts=experts, generates=generates)
+        mtp = architecture.mtp
+        return replace(
+            model,
+            attention=tuple(layers),
+            experts=experts,
+            generates=generates,
+            mtp_layers=0 if mtp is None else config.count(mtp.count),
+        )
 
     @property
     def whole_texts(self) -> bool:

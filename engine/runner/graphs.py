@@ -92,13 +92,16 @@ class StepGraphs:
         max_tokens: int,
         *,
         drafts: bool = False,
+        drafter: bool = False,
     ) -> None:
         """Set up the graphs; `capture` captures them.
 
         sizes: the numbers of decodes to capture.
         max_tokens: the tokens of the largest step.
         drafts: whether batches may have drafts.
+        drafter: whether a drafter reads the hidden states of all tokens after each step.
         """
+        self._drafter = drafter
         self._forward = forward
         self._sampling = sampling
         self._rows = forward.rows
@@ -121,6 +124,7 @@ class StepGraphs:
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
+        self._every: Tensor  # [tokens, hidden_size]: hidden states of all tokens, for a drafter
         # [tokens, hidden_size]: input and output of a pipeline stage's layers.
         self._entered: Tensor
         self._handed_on: Tensor
@@ -207,8 +211,10 @@ class StepGraphs:
             size = model.config.hidden_size
             return torch.zeros(rows, size, dtype=model.dtype, device=device)
 
+        tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
+        if self._drafter:
+            self._every = zeros(tokens)
         if not model.stage.alone:
-            tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
             self._entered, self._handed_on = zeros(tokens), zeros(tokens)
             return
         most, words = max_entries(self._rows.pad_row), -(-model.config.vocab_size // 32)
@@ -327,7 +333,13 @@ class StepGraphs:
             lora.upload_step(slots, size[1])
         graphs[key].replay()
         if stage.alone:
-            return Hidden(self._hidden[:count], None, graphs=self, size=size)
+            hidden = Hidden(self._hidden[:count], None, graphs=self, size=size)
+            if self._drafter:
+                # the same layout once more, for layers outside the graph
+                longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
+                _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
+                hidden.every = self._every[: size[1]]
+            return hidden
         # The next step overwrites the buffers with this step's rows and positions.
         places = self.places(count, mixed) if stage.first else None
         tokens = count if stage.last else batch.num_tokens
@@ -460,6 +472,8 @@ class StepGraphs:
             if stage.first:
                 entered = forward.model.enter(token_ids, metas[0].positions)
             hidden, out = forward.run(token_ids, metas, entered, own=divided), self._handed_on
+        if self._drafter:
+            self._every[:num_tokens].copy_(hidden)
         if mixed and stage.last:
             torch.index_select(hidden, 0, self._inputs.last[:entries], out=out[:entries])
         else:

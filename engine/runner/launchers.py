@@ -59,7 +59,8 @@ class EagerStep:
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
         states = forward.run(step.token_ids, step.metas, entered, step.own)
-        return Hidden(states, (step.sample_rows, step.sample_positions), step.last)
+        places = step.sample_rows, step.sample_positions
+        return Hidden(states, places, step.last, metas=step.metas)
 
 
 class ProgramStep:
@@ -87,7 +88,8 @@ class ProgramStep:
             are_logits = True
         elif entered is None:
             states = forward.model.leave(states)
-        return Hidden(states, (step.sample_rows, step.sample_positions), step.last, are_logits)
+        places = step.sample_rows, step.sample_positions
+        return Hidden(states, places, step.last, are_logits, metas=step.metas)
 
 
 class GraphStep:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -16,11 +17,14 @@ from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.errors import ConfigError
 from engine.lora.build import adapter_bytes
+from engine.models.drafters.build import build_drafter
+from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.resolve import Resolved
 from engine.runner.request_rows import RequestRows
+from engine.speculation.settings import read_speculation
 from kernels.dispatch import kernels_for
 
 GIB = 1 << 30
@@ -85,6 +89,14 @@ def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )
+
+
+def outline_drafter(resolved: Resolved) -> ModelDrafter | None:
+    """Build the drafter of `resolved` without allocating memory; None if no model drafts."""
+    settings = read_speculation(resolved.config.speculation)
+    if settings is None or not settings.by_model:
+        return None
+    return build_drafter(settings, outline(resolved))
 
 
 def parts_here(resolved: Resolved, model: Model) -> list[Model]:
@@ -164,9 +176,12 @@ def plan_memory(
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
     used = [(name, here * size) for name, size in used]
     used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
+    drafter = outline_drafter(resolved)
+    if drafter is not None:
+        used.insert(1, ("drafter", drafter.num_bytes))
     states = sum(part.kv.state_bytes for part in parts)
     if states:
-        used.insert(2, (f"states ({seqs} requests)", (seqs + 1) * states))
+        used.insert(2 + (drafter is not None), (f"states ({seqs} requests)", (seqs + 1) * states))
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used, cuda=cuda)
@@ -180,6 +195,8 @@ def plan_memory(
             own = [part.layer_numbers for part in parts[::ranks]]
             together = [groups.of(layers) for layers in own for groups in together]
     plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
+    if drafter is not None:
+        plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
     free = plan.total - sum(size for _, size in plan.rows)
     reason, ways_out = "", kv_ways_out(cuda, bool(states))
     least = groups.blocks(longest, block_size)
@@ -357,7 +374,16 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
         )
 
 
-def check_weights(parts: Sequence[Model], free: int) -> None:
+class Sized(Protocol):
+    """The part of a model or drafter that memory is planned for."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def loading_bytes(self) -> int: ...
+
+
+def check_weights(parts: Sequence[Sized], free: int) -> None:
     """Raise ConfigError if the weights do not fit while they are loaded.
 
     Without this check the system would kill the process.

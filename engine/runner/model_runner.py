@@ -1,6 +1,7 @@
 """ModelRunner: launches a batch and returns a DeviceResult, whose `wait` returns the result.
 
  prepare rows -> launchers.py: layers, hidden states -> step_sampler.py: logits, tokens
+ -> drafting.py: drafts, where a model computes them
 
 Every line of this path runs once a step, and nothing in `launch` may wait for the device (no
 .item(), .cpu(), .tolist(), no indexing by a boolean mask). warm_up.py has what runs only at the
@@ -15,11 +16,14 @@ does not need the host to know the tokens of step n.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.batch import Batch, NewRow, OutOfMemory, PrefixCopy
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
+from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward
 from engine.runner.graphs import StepGraphs
 from engine.runner.launchers import (
@@ -34,7 +38,7 @@ from engine.runner.launchers import (
 from engine.runner.programs import StepPrograms
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult
-from engine.sampling.step_sampler import StepSampler
+from engine.sampling.step_sampler import Hidden, StepSampler
 
 
 class ModelRunner:
@@ -45,11 +49,14 @@ class ModelRunner:
         forward: ModelForward,
         sampling: StepSampler,
         prompts: VirtualTokensDevice | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """Set up the runner.
 
         prompts: the virtual tokens of adapters.
+        drafting: computes drafts after each step.
         """
+        self.drafting = drafting
         self.forward = forward
         self.sampling = sampling
         self.model, self.rows, self.kv = forward.model, forward.rows, forward.kv
@@ -62,7 +69,7 @@ class ModelRunner:
         self.eager = EagerStep(forward)
         layers: LayersLauncher = self.eager
         if recordable and isinstance(self.model, Decoder):
-            self.programs = StepPrograms(self.model, self.rows, self.kv)
+            self.programs = StepPrograms(self.model, self.rows, self.kv, leaves=drafting is None)
             layers = ProgramStep(forward, self.programs)
         self.launcher: StepLauncher = self._on_stage(layers)
 
@@ -104,7 +111,33 @@ class ModelRunner:
         if isinstance(hidden, ComingHidden):
             receive = hidden.receive
             return StagedResult(lambda: self.sampling.launch(batch, samples, receive()))
-        return self.sampling.launch(batch, samples, hidden)
+        result = self.sampling.launch(batch, samples, hidden)
+        if self.drafting is not None:
+            self._draft(self.drafting, batch, hidden, result)
+        return result
+
+    def _draft(
+        self, drafting: Drafting, batch: Batch, hidden: Hidden, result: DeviceResult
+    ) -> None:
+        """Launch the drafter once the step is sampled: at once, or when its masks have come."""
+
+        def draft() -> None:
+            metas = hidden.metas
+            states = hidden.states if hidden.every is None else hidden.every
+            assert metas is not None
+            drafting.add_to(result, batch, drafting.launch(batch, metas, states))
+
+        sample = result.unsampled
+        if sample is None:
+            draft()
+            return
+
+        def then(masks: NDArray[np.int32]) -> None:
+            sample(masks)
+            with torch.inference_mode():
+                draft()
+
+        result.unsampled = then
 
     def _set_rows(self, new_rows: Iterable[NewRow]) -> None:
         """Assign rows to new requests."""
@@ -144,3 +177,5 @@ class ModelRunner:
         if self.programs is not None:
             self.programs.forget()
         self.kv.shrink(num_blocks)
+        if self.drafting is not None:
+            self.drafting.kv.shrink(num_blocks)

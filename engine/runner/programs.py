@@ -29,7 +29,13 @@ _MOST_COPIED = 1 << 28
 class StepPrograms:
     """The recorded programs of a decoder, whose inputs lie at fixed addresses."""
 
-    def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
+    def __init__(
+        self, model: Decoder, rows: RequestRows, kv: KVCache, *, leaves: bool = True
+    ) -> None:
+        """Set up the programs.
+
+        leaves: whether they may end with logits, instead of the last layer's output.
+        """
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
         groups = len(kv.groups.views) or rows.num_groups  # the number of groups, as in `in_views`
@@ -56,7 +62,8 @@ class StepPrograms:
         self._known = False  # whether a step was recorded, so that _able is certain
         # Whether programs begin with the embedding and end with logits; certain once `_known`. With
         # several ranks or stages they do not.
-        self._enters = self._leaves = model.group.size == model.stage.count == 1
+        self._enters = model.group.size == model.stage.count == 1
+        self._leaves = leaves and self._enters
         self._tried = model.group.size == 1
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, Proposal
 from engine.runner.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
@@ -21,7 +21,9 @@ def capture_graphs(
     max_tokens: the tokens of the largest step.
     drafts: whether batches may have drafts.
     """
-    graphs = StepGraphs(runner.forward, runner.sampling, sizes, max_tokens, drafts=drafts)
+    drafter = runner.drafting is not None
+    layers = runner.forward, runner.sampling
+    graphs = StepGraphs(*layers, sizes, max_tokens, drafts=drafts, drafter=drafter)
     graphs.capture()
     runner.use_graphs(graphs)
 
@@ -42,8 +44,14 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     hidden = forward.run_step(step)
     if runner.lora is not None:
         runner.lora.forget()
+    if runner.drafting is not None:
+        batch.proposals = [Proposal(pad, 0, 0, (), 2)]
+        runner.drafting.launch(batch, step.metas, hidden)
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-    forward.run_step(forward.inputs.assemble(decode))
+    step = forward.inputs.assemble(decode)
+    state = forward.run_step(step)
+    if runner.drafting is not None:
+        runner.drafting.launch(decode, step.metas, state)
     if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:
@@ -72,8 +80,9 @@ def launch_everything(
     try:
         warm_up(runner, max_tokens)
         if sizes:
-            forward, sampling = runner.forward, runner.sampling
-            StepGraphs(forward, sampling, sizes, max_tokens, drafts=drafts).launch_all()
+            layers = runner.forward, runner.sampling
+            drafter = runner.drafting is not None
+            StepGraphs(*layers, sizes, max_tokens, drafts=drafts, drafter=drafter).launch_all()
         runner.forward.inputs.upload(update, 1, 1)
     finally:
         # No kernel has run, so the rows may hold invalid tokens that would be looked up later.

@@ -26,6 +26,9 @@ class DeviceResult:
     logprobs: "HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "HostLogprobs"]] = field(default_factory=list)
     pooled: "tuple[list[int], Tensor] | None" = None  # (entries, [hidden_size] float32 of each)
+    # new drafts [proposals, most] int64 on the host, and how many of each count
+    drafts: Tensor | None = None
+    draft_counts: Sequence[int] = ()
     # While masks are missing: launches the sampling.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
     check: Callable[[], None] | None = None  # checks the step's all-reduces; raises RankFailed
@@ -58,6 +61,9 @@ class DeviceResult:
                 for i, token in enumerate(tokens)
                 if token < 0
             }
+        if self.drafts is not None:
+            lines = zip(self.drafts.tolist(), self.draft_counts, strict=True)
+            result.drafts = [line[:count] for line, count in lines]
         if self.logprobs is not None:
             result.logprobs = {
                 self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None

@@ -20,6 +20,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.pooling import Pooling
 from engine.sampling.device_result import DeviceResult, HostLogprobs
 from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
+from kernels.metadata import AttentionMeta
 
 # Samples tokens under masks [M, ceil(vocab / 32)], which must not change until that is done. None
 # on a rank that does not sample.
@@ -68,6 +69,8 @@ class Hidden:
     are_logits: whether `states` are logits already, [n, vocab_size].
     graphs: the sampling graphs, if the step was a CUDA graph.
     size: the (entries, tokens) of the step's graph.
+    metas: of the step, by groups of layers; None where no drafter needs them.
+    every: the states of all tokens of these metas, for a drafter; None = `states` has them.
     """
 
     states: Tensor
@@ -76,6 +79,8 @@ class Hidden:
     are_logits: bool = False
     graphs: GraphChoices | None = None
     size: tuple[int, int] = (0, 0)
+    metas: Sequence[AttentionMeta] | None = None
+    every: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -72,7 +72,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.speculation = speculation
-        self.verifying = False  # whether a step with drafts is in flight
+        # whether a step that verifies or computes drafts is in flight
+        self.verifying = False
         self._adapters = adapters or AdapterStore.disabled()
         # Every running request must be able to decode in every step, so the token budget bounds
         # rows.
@@ -243,6 +244,7 @@ class Scheduler:
             self._admit(builder)
         if speculation and not self.in_flight and self.queue.only is None:
             self._add_drafts(speculation, builder)
+            self._add_proposals(speculation, builder)
         if not (self.decoding.requests or builder.sampling or builder.prefill_only):
             return None
         return self._build(builder)
@@ -284,27 +286,53 @@ class Scheduler:
 
         No request is preempted for drafts, and each running request keeps a free block.
         """
-        group, size = self.decoding, self.config.block_size
+        group = self.decoding
         num_chunks = len(builder.sampling) + len(builder.prefill_only)
         tokens = self.token_limit - len(group) - builder.chunk_tokens
         room = min(self.rows - len(group) - num_chunks, tokens)
         for verification in speculation.choose(group.requests, room):
             request, drafts = verification.request, verification.drafts
-            pool, start = self.memory.pool(request), request.base + group.step_index + 1
-            missing = start + 1 + len(drafts) - len(request.blocks) // pool.num_groups * size
-            if missing > 0:
-                # a table with more blocks than a window needs would break the other strategies
-                free = pool.num_free - len(self.running) * pool.next_cost(request)
-                count = max(0, min(-(-missing // size), free // pool.next_cost(request)))
-                if not pool.whole and self.config.admission != "optimistic":
-                    count = 0
-                if count:
-                    builder.batch.new_blocks += pool.extend((request,), count)
-                    group.extended(request)
-                if missing > count * size:
-                    del drafts[count * size - missing :]
+            start = request.base + group.step_index + 1
+            places = self._places(request, start + 1 + len(drafts), builder)
+            del drafts[max(0, places - start - 1) :]
             if drafts:
                 builder.verifications.append(verification)
+
+    def _add_proposals(self, speculation: Speculation, builder: StepBuilder) -> None:
+        """Let the step compute drafts of requests that sample, as far as free blocks allow.
+
+        Beside the first draft, which needs no block, each has keys in the drafter's cache.
+        """
+        index = self.decoding.step_index + 1
+        lasts = {request: request.base + index for request in self.decoding.requests}
+        for request, length in builder.sampling:
+            lasts[request] = request.num_computed + length - 1
+        for verification in builder.verifications:
+            lasts[verification.request] += len(verification.drafts)
+        for request, count in speculation.compute(lasts):
+            first = lasts[request] + 1
+            places = self._places(request, first + count - 1, builder)
+            builder.proposals.append((request, max(1, min(count, 1 + places - first))))
+
+    def _places(self, request: Request, tokens: int, builder: StepBuilder) -> int:
+        """Give a request free blocks, up to this many tokens; return how many its blocks hold then.
+
+        Each running request keeps a free block.
+        """
+        pool, size = self.memory.pool(request), self.config.block_size
+        places = len(request.blocks) // pool.num_groups * size
+        if places >= tokens:
+            return places
+        # a table with more blocks than a window needs would break the other strategies
+        if not pool.whole and self.config.admission != "optimistic":
+            return places
+        free = pool.num_free - len(self.running) * pool.next_cost(request)
+        count = max(0, min(-(-(tokens - places) // size), free // pool.next_cost(request)))
+        if count:
+            builder.batch.new_blocks += pool.extend((request,), count)
+            if request.group_index >= 0:
+                self.decoding.extended(request)
+        return places + count * size
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, first those with one token left."""
@@ -550,7 +578,7 @@ class Scheduler:
                     group.join(request)
         if self.num_constrained:
             self._constrain(launched, builder.batch)
-        self.verifying = launched.num_drafts > 0
+        self.verifying = launched.num_drafts > 0 or bool(launched.proposals)
         self.in_flight.append(launched)
         return builder.batch
 
@@ -580,6 +608,8 @@ class Scheduler:
         self.counters.output_tokens += outcome.num_tokens
         if self.speculation is not None:
             self._observe_drafts(self.speculation, launched)
+            for (request, _), drafts in zip(launched.proposals, result.drafts, strict=True):
+                self.speculation.receive(request, drafts)
         for request in outcome.failed:
             self.memory.discard_cached(request)
             self._end(request)

@@ -4,15 +4,20 @@ engine/speculation/ proposes tokens and lengths. This file asks it for the reque
 `LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
 no token in flight. So `Scheduler.schedule` lets the device become idle first, and one step runs at
 a time while any request has drafts.
+
+Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), come with its
+result, and are verified in the next step. The step that computes them pays for them, so what is
+worth its row is asked when a step is to compute drafts, and all that were computed are verified.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.request import Request
+from engine.speculation.computed import ComputedDrafter, ComputedDrafts
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup
@@ -65,6 +70,7 @@ class Speculation:
 
         acceptance: accepts drafts by chance, for benchmarks.
         """
+        self.computes = isinstance(drafter, ComputedDrafter)  # whether steps compute drafts
         self.awaited: Request | None = None
         self._awaited_length = 0  # drafts that were worth waiting for
         self._drafter = drafter
@@ -103,6 +109,8 @@ class Speculation:
             )
             synthetic = SyntheticAcceptance(settings.rates)
             return cls(AnyDrafter(), DraftLengths(settings.tokens), synthetic)
+        if settings.by_model:
+            return cls(ComputedDrafter(), DraftLengths(settings.tokens))
         return cls(Lookup(settings.lookup), DraftLengths(settings.tokens))
 
     @staticmethod
@@ -128,6 +136,10 @@ class Speculation:
         self.awaited = None
         if not requests or not self._lengths.begin_step(len(requests)):
             return
+        if self.computes:  # a step that computes drafts is not launched before the last one is done
+            able = (r for r in requests if self._may_draft(r, _room(r) - 1))
+            self.awaited = next(able, None)
+            return
         for request in requests:
             drafts = self._propose(request, ahead=1)
             if len(drafts) > 1 and (length := self._worth(request, len(drafts) - 1)):
@@ -142,6 +154,9 @@ class Speculation:
         awaited, self.awaited = self.awaited, None
         if not requests or room <= 0:
             return []
+        if self.computes:
+            computed = ((request, self._computed(request)) for request in requests)
+            return _cut([Verification(*pair) for pair in computed if pair[1]], room)
         if awaited is None and not self._lengths.begin_step(len(requests)):  # else `peek` began it
             return []
         chosen = []
@@ -160,6 +175,30 @@ class Speculation:
                     request.seed, request.choice, len(request.token_ids), drafted
                 )
         return chosen
+
+    def compute(self, lasts: Mapping[Request, int]) -> list[tuple[Request, int]]:
+        """Return for which requests a step computes drafts after sampling, and how many.
+
+        lasts: of each request that samples in the step the position of its last token or draft.
+        """
+        if not self.computes or not lasts or not self._lengths.begin_step(len(lasts)):
+            return []
+        counts = []
+        for request, last in lasts.items():
+            room = request.limit - last - 3  # the next token, the drafts, and one more
+            if self._may_draft(request, room):
+                record = self._begun(request).record
+                count = self._lengths.worth(record, min(room, self._lengths.limit(record)))
+                if count:
+                    counts.append((request, count))
+        return counts
+
+    def receive(self, request: Request, drafts: Sequence[int]) -> None:
+        """Take the drafts that a step computed for a request, whose text has the step's tokens."""
+        if request.drafts is not None:
+            source = request.drafts.source
+            assert isinstance(source, ComputedDrafts)
+            source.receive(len(request.token_ids) - request.num_virtual, drafts)
 
     def observe(self, verifications: Sequence[Verification]) -> None:
         """Note what a step accepted."""
@@ -193,9 +232,32 @@ class Speculation:
 
         ahead: tokens in flight, which the first drafts guess.
         """
-        room = request.limit - len(request.token_ids) - 1
-        if not request.speculates or request.constraint is not None or room <= ahead:
+        room = _room(request)
+        if not self._may_draft(request, room - ahead):
             return []
+        own = self._begun(request)
+        most = self._lengths.limit(own.record)
+        if not most:
+            return []
+        self._text_known(request, own.source)
+        return own.source.propose(min(room, most + ahead))
+
+    def _computed(self, request: Request) -> list[int]:
+        """Return the drafts that the last step computed for a request."""
+        own: RequestDrafts | None = request.drafts
+        room = _room(request)
+        if own is None or not self._may_draft(request, room):
+            return []
+        self._text_known(request, own.source)
+        return own.source.propose(room)
+
+    @staticmethod
+    def _may_draft(request: Request, room: int) -> bool:
+        """Whether a request may have drafts, of at most `room` tokens."""
+        return request.speculates and request.constraint is None and room > 0
+
+    def _begun(self, request: Request) -> RequestDrafts:
+        """Return the request's drafts, which begin with the first call."""
         if request.drafts is None:
             virtual = request.num_virtual
             source = self._drafter.begin(
@@ -205,18 +267,18 @@ class Speculation:
                 request.root,
             )
             request.drafts = RequestDrafts(source, DraftRecord())
-        own = request.drafts
-        most = self._lengths.limit(own.record)
-        if not most:
-            return []
-        self._text_known(request, own.source)
-        return own.source.propose(min(room, most + ahead))
+        return request.drafts
 
     @staticmethod
     def _text_known(request: Request, source: Drafts) -> None:
         missing = len(request.token_ids) - request.num_virtual - source.num_tokens
         if missing > 0:
             source.extend(request.token_ids[-missing:])
+
+
+def _room(request: Request) -> int:
+    """Return the most drafts of a request, with which it gets as many tokens and one."""
+    return request.limit - len(request.token_ids) - 1
 
 
 def _cut(chosen: list[Verification], room: int) -> list[Verification]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.batch import Batch, Proposal, StepResult, TokenLogprobs
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.request import Request, RequestPhase
@@ -49,6 +49,7 @@ class LaunchedStep:
     verifications: Sequence[Verification] = ()  # in the order of their drafts' entries
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
+    proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's
     prompt_tokens: int = 0  # tokens of its chunks
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
@@ -283,6 +284,8 @@ class StepBuilder:
 
     batch: Batch
     verifications: list[Verification] = field(default_factory=list)
+    # (decoding request or request of a sampling chunk, how many new drafts the step computes)
+    proposals: list[tuple[Request, int]] = field(default_factory=list)
     joined: list[Request] = field(default_factory=list)  # requests that joined the decode group
     # (request, length) of each sampling chunk
     sampling: list[tuple[Request, int]] = field(default_factory=list)
@@ -328,6 +331,8 @@ class StepBuilder:
             requests.append(request)
         if self.verifications:
             starts += batch.starts[num_decodes:]
+        if self.proposals:
+            self._add_proposals(num_decodes)
         return LaunchedStep(
             step,
             requests,
@@ -341,6 +346,7 @@ class StepBuilder:
             decodes=num_decodes,
             verifications=self.verifications,
             num_drafts=num_decodes - len(ids) + len(self.sampling),
+            proposals=self.proposals,
             context=context,
             prompt_tokens=self.chunk_tokens,
         )
@@ -357,3 +363,18 @@ class StepBuilder:
             context += sum(range(first + 1, first + 1 + len(drafts)))
         batch.num_decodes = len(batch.rows)
         return context
+
+    def _add_proposals(self, num_decodes: int) -> None:
+        """Add the proposals to the batch, whose entries are complete."""
+        verified = {v.request: v for v in self.verifications}
+        first_drafts, at = {}, num_decodes - sum(len(v.drafts) for v in self.verifications)
+        for verification in self.verifications:
+            first_drafts[verification.request] = at
+            at += len(verification.drafts)
+        chunks = {request: num_decodes + i for i, (request, _) in enumerate(self.sampling)}
+        for request, count in self.proposals:
+            entry = request.group_index if request.group_index >= 0 else chunks[request]
+            own = verified.get(request)
+            drafts = () if own is None else own.drafts
+            first_draft = first_drafts.get(request, entry)
+            self.batch.proposals.append(Proposal(request.row, entry, first_draft, drafts, count))

@@ -13,6 +13,9 @@ MAX_MATCH = 256
 MAX_SHARED_TOKENS = 2**24
 _ANSWER_TOKENS = 256  # tokens that an answer counts as, where a setting counts answers
 _METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")  # one drafter; vLLM's names are aliases
+_MODEL_TOKENS = 3  # of a draft by a model, each of which is a pass of that model
+# vLLM names MTP layers by model, too: deepseek_mtp, glm4_moe_mtp, mimo_mtp
+_MTP_NAMES = ("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_mtp")
 # vLLM's name -> ours
 _ALIASES = {
     "num_speculative_tokens": "tokens",
@@ -42,12 +45,19 @@ class SpeculationSettings:
     tokens: the most draft tokens of a request in a step.
     explicit: whether the configuration asks for it by itself, and not by "auto".
     rates: of synthetic acceptance, see synthetic.py; () = drafts are accepted where they are right.
+    method: "lookup"; or, where a model drafts, "mtp": layers of the checkpoint itself.
     """
 
     tokens: int = TOKENS
     lookup: LookupOptions = field(default_factory=LookupOptions)
     explicit: bool = False
     rates: tuple[float, ...] = ()
+    method: str = "lookup"
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a model computes the drafts on the device."""
+        return self.method != "lookup"
 
 
 def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettings | None:
@@ -65,11 +75,14 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     method = entries.pop("method", "lookup")
     if method == "synthetic":
         return _synthetic(entries)
+    if method in _MTP_NAMES:
+        return _mtp(method, entries)
     if method not in _METHODS or "model" in entries:
         what = f"model {entries['model']!r}" if method in _METHODS else f"method {method!r}"
         raise _refused(
             f"{what} is not there; Manta drafts by look-up, which needs no weights: set auto, or "
-            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off"
+            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off; or by a "
+            "checkpoint's own MTP layers: method mtp"
         )
     options: dict[str, Any] = {}
     for key, item in entries.items():
@@ -91,6 +104,27 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
             f"min_match {lookup.min_match} exceeds max_match {lookup.max_match}; lower it"
         )
     return SpeculationSettings(tokens, lookup, explicit=True)
+
+
+def _mtp(method: str, entries: dict[str, Any]) -> SpeculationSettings:
+    """Read the settings of MTP layers. Raises ConfigError."""
+    if entries.pop("draft_tensor_parallel_size", 1) != 1:
+        raise _refused("draft_tensor_parallel_size must be 1, as one rank has the drafter whole")
+    if "tokens" in entries and "num_speculative_tokens" in entries:
+        raise _refused(
+            "num_speculative_tokens is said twice, by vLLM's name and ours; leave one out"
+        )
+    number = entries.pop("num_speculative_tokens", None)
+    tokens = entries.pop("tokens", _MODEL_TOKENS if number is None else number)
+    if entries:
+        key = next(iter(entries))
+        raise _refused(
+            f"{key} does not go with method {method}, whose layers are the model's own; it takes "
+            "tokens (num_speculative_tokens)"
+        )
+    return SpeculationSettings(
+        _number("tokens", tokens, *_RANGES["tokens"]), explicit=True, method="mtp"
+    )
 
 
 def _synthetic(given: Mapping[str, Any]) -> SpeculationSettings:

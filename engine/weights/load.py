@@ -113,13 +113,14 @@ def _fill(
             job.then()
 
 
-def read_named(model: Loadable, folder: Path) -> dict[str, StoredTensor]:
+def read_named(model: Loadable, folder: Path, *, tell: bool = True) -> dict[str, StoredTensor]:
     """Return a folder's tensors under the names that the model uses.
 
     model: a whole model, on any device.
+    tell: whether to log which of the folder's tensors it does not use.
     Raises ConfigError, as load_weights does, for errors that headers alone show.
     """
-    stored = _named(model, read_index(folder))
+    stored = _named(model, read_index(folder), tell=tell)
     _match([list(model.parameters())], stored, folder)
     return stored
 
@@ -246,7 +247,9 @@ def _settle(parameters: list[Parameter]) -> None:
         parameter.settle()
 
 
-def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _named(
+    model: Loadable, stored: dict[str, StoredTensor], *, tell: bool = True
+) -> dict[str, StoredTensor]:
     """Return the stored tensors, without ignored ones, under the names that the model uses."""
     tensors: dict[str, StoredTensor] = {}
     unread: Counter[str] = Counter()
@@ -261,7 +264,7 @@ def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, Stored
             )
         tensors[ours] = tensor
     del unread[""]
-    if unread:
+    if unread and tell:
         parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
         logger.info("not read, because the text model has no use for it: %s (tensors)", parts)
     return tensors

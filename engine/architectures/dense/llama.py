@@ -17,13 +17,14 @@ from engine.architectures.by_layer import (
     windowed,
 )
 from engine.architectures.layout import neighbours
-from engine.architectures.record import Architecture, CheckpointTensor, Read, always
+from engine.architectures.record import Architecture, CheckpointTensor, Mtp, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
 LAYER = "model.layers.{i}."
+_MTP = "model.mtp_layers.0."
 QKV = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
 LLAMA: Mapping[str, CheckpointTensor] = {
     "embedding": CheckpointTensor(("model.embed_tokens",)),
@@ -185,6 +186,14 @@ ARCHITECTURES = (
         switches={"qkv_bias": always(True), "out_bias": always(False)},
         attention=_qwen2,
         ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
+        mtp=Mtp(
+            _MTP,
+            f"{_MTP}token_layernorm",
+            f"{_MTP}hidden_layernorm",
+            f"{_MTP}input_proj",
+            f"{_MTP}final_layernorm",
+            hidden_first=True,
+        ),
     ),
     Architecture(
         "Qwen3ForCausalLM",

@@ -9,7 +9,7 @@ from engine.architectures.dense.llama import LAYER, without
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_attention
 from engine.architectures.mixtures.families import DEEPSEEK, MTP, ROUTED, deepseek
 from engine.architectures.moe import Experts
-from engine.architectures.record import Architecture, CheckpointTensor
+from engine.architectures.record import NEXTN, Architecture, CheckpointTensor
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ ARCHITECTURES = (
             "moe_layer_freq": (1,),
         },
         ignored=MTP,
+        mtp=NEXTN,
         attention=latent_attention,
         experts=deepseek,
     ),
@@ -104,6 +105,7 @@ ARCHITECTURES = (
         computed=ONE_KEY_HEAD,
         only={**UNBIASED, "topk_method": ("noaux_tc",)},
         ignored=MTP,
+        mtp=NEXTN,
         attention=latent_attention,
         experts=_glm_lite,
     ),

@@ -15,7 +15,7 @@ from engine.architectures.dense.llama import (
     without,
 )
 from engine.architectures.moe import Experts, one_size, read_experts
-from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.architectures.record import NEXTN, Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 from kernels.experts.routing import CLAMPED
 
@@ -297,6 +297,7 @@ ARCHITECTURES = (
         switches={"qk_norm": _qk_norm, "out_bias": always(False)},
         keys=ROUTED,
         ignored=MTP,
+        mtp=NEXTN,
         experts=deepseek,
     ),
     Architecture(

@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation, Verification, _cut
 from engine.speculation.settings import read_speculation
-from tests.drafters import KINDS, ListedLengths, ToldDrafter, told
+from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import EOS, expected, make_config, make_core, make_request, run
 
@@ -54,6 +54,58 @@ def test_random_lives_with_drafts(kind: str, ahead: bool) -> None:
         accepted += sum(driver.scheduler.counters.accepted_by_position)
     assert preemptions > 5, "these runs are meant to preempt"
     assert (accepted > 0) == (kind != "wrong")
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_right_drafts_of_the_device_are_all_accepted(most: int, ahead: bool) -> None:
+    """Bugs: drafts continue the text of another moment, or are dropped; the step of the prompt
+    computes none; the device runs ahead of the text that drafts continue."""
+    driver = Driver(
+        speculation=computed([most]), drafts="right", async_scheduling=ahead, eos_token_ids=()
+    )
+    for _ in range(3):
+        driver.add_request(8, max_tokens=41)
+    driver.finish()
+    lengths = driver.scheduler.speculation._lengths  # type: ignore[union-attr]
+    assert isinstance(lengths, ListedLengths)
+    assert lengths.accepted == lengths.drafted > 0
+    assert driver.runner.num_steps <= 1 + -(-40 // (most + 1))
+    assert driver.runner.max_in_flight == 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives_with_drafts_of_the_device(kind: str, ahead: bool) -> None:
+    """Bugs: a draft has no block for its keys, or another request's; a text changes, in a rare
+    order of drafts, preemption, abort and end."""
+    configs: list[dict[str, Any]] = [
+        {},
+        {"num_blocks": 24, "max_model_len": 64},
+        {"max_num_batched_tokens": 7},
+        {"block_size": 1, "num_blocks": 130},
+        {"kinds": (Full(), Window(9)), "num_blocks": 60},
+    ]
+    preemptions = accepted = 0
+    for seed, changes in enumerate(configs):
+        driver = random_run(
+            seed, async_scheduling=ahead, speculation=computed([7, 3, 0, 1]), drafts=kind, **changes
+        )
+        preemptions += driver.scheduler.counters.preemptions
+        accepted += sum(driver.scheduler.counters.accepted_by_position)
+    assert preemptions > 2, "these runs are meant to preempt"
+    assert (accepted > 0) == (kind != "wrong")
+
+
+def test_device_runs_ahead_while_no_drafts_are_computed() -> None:
+    """Bug: where drafts do not pay, the device still waits for the host in every step."""
+    driver = Driver(speculation=computed([3, 3, 3, *[0] * 100]), drafts="right", eos_token_ids=())
+    driver.add_request(8, max_tokens=60)
+    depths = []
+    while driver.core.has_work():
+        driver.step()
+        depths.append(len(driver.runner.in_flight))
+    assert set(depths[:2]) == {0} and set(depths[8:-1]) == {1}
 
 
 def test_wrong_drafts_cost_no_step() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.drafters import KINDS, told
+from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 
 STEM = [2 + i * i % 47 for i in range(48)]
@@ -36,6 +36,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         admission=st.sampled_from(["optimistic", "optimistic", "peak", "sum", "reserved"]),
         drafts=st.sampled_from(["", *KINDS]),
+        by_model=st.booleans(),
         lengths=st.lists(st.sampled_from([0, 1, 3, 7]), min_size=1, max_size=4),
     )
     def start(
@@ -44,11 +45,13 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         spare: int,
         drafts: str,
+        by_model: bool,
         lengths: list[int],
         **changes: Any,
     ) -> None:
         if drafts and changes["admission"] != "peak":
-            changes["speculation"] = told(drafts, lengths)
+            changes["speculation"] = computed(lengths) if by_model else told(drafts, lengths)
+            changes["drafts"] = drafts
         self.driver = Driver(
             block_size=block_size,
             max_num_batched_tokens=budget,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config.engine_config import EngineConfig
@@ -22,6 +23,17 @@ def test_on(value: Any) -> None:
     assert settings is not None
     assert settings.explicit == (value not in ("auto", True))
     assert settings.lookup == SpeculationSettings().lookup and settings.tokens == 7
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp"])
+def test_layers_of_the_checkpoint(method: str) -> None:
+    """Bugs: a name of vLLM's is refused, its number lost; the numbers of YAML become floats."""
+    config = msgspec.convert(
+        {"model": "x", "speculation": {"method": method, "num_speculative_tokens": 2}}, EngineConfig
+    )
+    settings = read_speculation(config.speculation)
+    assert settings is not None and settings.by_model and settings.method == "mtp"
+    assert settings.tokens == 2 and settings.explicit
 
 
 def test_names_of_vllm() -> None:
@@ -56,7 +68,10 @@ def test_names_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("mtp", "method 'mtp' is not there; Manta drafts by look-up"),
+        ("eagle3", "method 'eagle3' is not there; Manta drafts by look-up"),
+        ({"method": "mtp", "model": "draft"}, "model does not go with method mtp"),
+        ({"method": "mtp", "draft_tensor_parallel_size": 2}, "one rank has the drafter whole"),
+        ({"method": "mtp", "num_speculative_tokens": 0}, "tokens must be an integer in 1..16"),
         ({"method": "eagle3", "model": "draft"}, "method 'eagle3' is not there"),
         ({"method": "draft_model"}, "'draft_model'"),
         ({"model": "llama-1b", "num_speculative_tokens": 3}, "model 'llama-1b' is not there"),

@@ -1,0 +1,174 @@
+"""Drafting: computes drafts of next tokens on the device, after a step has sampled.
+
+A drafter (engine/models/drafters/) first gets all tokens of the step, so that its cache has keys of
+each, those of rejected drafts until the next step writes over them. Where the batch has proposals,
+the row of the text's last token gives the first draft, and passes of one token the others. Drafts
+are drawn as the model's tokens are, with the noise of the same seed, choice and position, so that
+they agree wherever the distributions do. Nothing here waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.models.drafters.drafter import ModelDrafter
+from engine.runner.caches.kv_cache import KVCache
+from engine.runner.request_rows import RequestRows
+from engine.sampling.device_result import DeviceResult
+from engine.sampling.sampler import Sampler
+from kernels.dispatch import Kernels
+from kernels.metadata import AttentionMeta
+
+_FIELDS = 5  # of a proposal, before its drafts
+
+
+class Drafting:
+    """The drafts of a runner's steps, with the drafter's own KV cache."""
+
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        kernels: Kernels,
+        rows: RequestRows,
+        kv: KVCache,
+        sampler: Sampler,
+        group: int,
+        vocab: int,
+    ) -> None:
+        """Set up drafting.
+
+        kv: the drafter's cache, with as many blocks as the model's.
+        group: the model's group of layers whose block tables the drafter shares.
+        vocab: the number of tokens that the model knows.
+        """
+        self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
+        self._rows, self.kv, self._group = rows, kv, group
+        self._attention = kv.groups.groups[0].attention
+        self._vocab = vocab
+        self._cuda = rows.tokens.device.type == "cuda"
+
+    def launch(self, batch: Batch, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor | None:
+        """Launch the drafter after a step's sampling; return drafts [proposals, most] int64.
+
+        A proposal's drafts after its count have no meaning. None without proposals.
+
+        metas: of the step, by groups.
+        states: the step's hidden states [num_tokens, hidden_size] after the final norm.
+        """
+        meta = metas[self._group]
+        meta = meta.elsewhere(meta.slots, meta.block_table)
+        meta.window = meta.chunk = 0
+        meta.lora = None
+        rows = self._pass(self._next_tokens(meta), states, meta)
+        return self._propose(batch, rows) if batch.proposals else None
+
+    def _pass(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
+        attention, kv = self._attention, self.kv.layers[self._drafter.layer_number]
+        self._kernels.prepare(meta, attention.num_heads, kv[0], attention.latent_rank)
+        return self._drafter.forward(token_ids, states, kv, meta)
+
+    def _next_tokens(self, meta: AttentionMeta) -> Tensor:
+        """Return the token after each token of a step [num_tokens] int64, as its row has it."""
+        assert meta.rows is not None
+        rows, count = meta.rows.long(), len(meta.positions)
+        if len(rows) < count:
+            lengths = meta.query_start.diff().long()
+            rows = torch.repeat_interleave(rows, lengths, output_size=count)
+        return self._rows.tokens[rows, meta.positions.long() + 1].long()
+
+    def _propose(self, batch: Batch, rows: Tensor) -> Tensor:
+        """Return the drafts of the batch's proposals.
+
+        rows: the drafter's rows of all tokens of the step.
+        """
+        tokens = self._rows.tokens
+        table = self._uploaded(_table(batch))
+        row, last, index, first_draft, counts = table[:, :_FIELDS].unbind(1)
+        drafts = table[:, _FIELDS:]
+        if drafts.shape[1]:
+            places = last[:, None] + 1 + torch.arange(drafts.shape[1], device=tokens.device)
+            accepted = (tokens[row[:, None], places] == drafts).long().cumprod(1).sum(1)
+            index = torch.where(accepted > 0, first_draft + accepted - 1, index)
+            last = last + accepted
+        plan = replace(self._sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
+        states = rows.index_select(0, index)
+        longest = int(max(batch.starts[p.entry] + batch.lengths[p.entry] for p in batch.proposals))
+        most = max(proposal.count for proposal in batch.proposals)
+        longest += drafts.shape[1] + most
+        drawn: list[Tensor] = []
+        for number in range(1, most + 1):
+            logits, position = self._drafter.logits(states), last + 1 + number
+            sampled = self._sampler.sample(logits, row, position, tokens, plan).tokens
+            # a start that only collects kernels leaves any number here
+            drawn.append(sampled.clamp(0, self._vocab - 1))
+            if number == most:
+                break
+            goes_on = counts > number
+            if plan.penalised:  # penalties count the drafts before
+                tokens[row, torch.where(goes_on, position, last + 2)] = drawn[-1].to(tokens.dtype)
+            meta = self._single(row, torch.where(goes_on, last + number, last), goes_on, longest)
+            states = self._pass(drawn[-1], states, meta)
+        return torch.stack(drawn, 1)
+
+    def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:
+        """Return the meta of a pass of one token for each row.
+
+        at: [n] int64, the token's position.
+        writes: [n] bool, whether the row has a block for the token's keys.
+        longest: the most tokens of a row.
+        """
+        size, groups, count = self.kv.block_size, self._rows.num_groups, len(row)
+        width = min(-(-longest // size), self._rows.block_table.shape[1] // groups)
+        table = self._rows.block_table[row][:, self._group :: groups][:, :width].contiguous()
+        block = table.gather(1, (at // size)[:, None])[:, 0].long()
+        slots = torch.where(writes, block * size + at % size, -1)
+        kv_len = (at + 1).int()
+        return AttentionMeta(
+            positions=at.int(),
+            slots=slots,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=row.device),
+            kv_len=kv_len,
+            block_table=table,
+            num_decodes=count,
+            max_kv_len=min(longest, width * size),
+            query_start_host=None if self._cuda else list(range(count + 1)),
+            kv_len_host=None if self._cuda else kv_len.tolist(),
+            rows=row,
+        )
+
+    def _uploaded(self, table: np.ndarray) -> Tensor:
+        host = torch.from_numpy(table)
+        if not self._cuda:
+            return host
+        return host.pin_memory().to(self._rows.tokens.device, non_blocking=True)
+
+    def add_to(self, result: DeviceResult, batch: Batch, drafts: Tensor | None) -> None:
+        """Copy the drafts to the host, as a part of the step's result."""
+        if drafts is None:
+            return
+        result.drafts = drafts.to("cpu", non_blocking=True) if self._cuda else drafts
+        result.draft_counts = [proposal.count for proposal in batch.proposals]
+        if result.event is not None:
+            result.event.record()  # recorded again after this copy
+
+
+def _table(batch: Batch) -> np.ndarray:
+    """Return the proposals as numbers, [n, 5 + most drafts] int64; missing drafts are -1.
+
+    A line has the row, the position of the last token before its drafts, the index of this token
+    and of the first draft in the step's tokens, the number of new drafts, and the drafts.
+    """
+    ends = [*accumulate(batch.lengths)]
+    most = max(len(proposal.drafts) for proposal in batch.proposals)
+    table = np.full((len(batch.proposals), _FIELDS + most), -1, np.int64)
+    for line, proposal in zip(table, batch.proposals, strict=True):
+        entry, drafts = proposal.entry, proposal.drafts
+        last = batch.starts[entry] + batch.lengths[entry] - 1
+        fields = proposal.row, last, ends[entry] - 1, proposal.first_draft, proposal.count
+        line[: _FIELDS + len(drafts)] = (*fields, *drafts)
+    return table
