@@ -108,10 +108,7 @@ class Api:
                 status = 200
             except ClientDisconnected:
                 raise
-            except ApiError as error:
-                status = error.status
-                await exchange.fail(error)
-            except MantaError as error:
+            except (ApiError, MantaError) as error:
                 answer = from_backend(error)
                 status = answer.status
                 await exchange.fail(answer)

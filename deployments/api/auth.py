@@ -4,7 +4,7 @@ import hashlib
 import hmac
 
 from deployments.api.caller import ANYONE, LEAST_PRIORITY, NO_RULE, Caller
-from deployments.api.http.errors import AUTHENTICATION, PERMISSION, ApiError
+from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
@@ -34,7 +34,6 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
             401,
             "invalid_api_key",
             "a valid API key is needed: Authorization: Bearer <key>",
-            kind=AUTHENTICATION,
             headers=(("www-authenticate", "Bearer"),),
         )
     if admin and not operator:
@@ -42,7 +41,6 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
             403,
             "permission_denied",
             "this needs a key of http.admin_keys_file",
-            kind=PERMISSION,
         )
     return _caller(digest, operator, options)
 

@@ -12,7 +12,7 @@ from deployments.adapters.record_store import AdapterRecord
 from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
 from deployments.api.http.encodings import decoded
-from deployments.api.http.errors import OVERLOADED, ApiError, invalid
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import parse_json
 from deployments.api.http.off_loop import in_thread
@@ -100,8 +100,7 @@ class ApiContext:
                 503,
                 "overloaded",
                 "too many requests are in flight",
-                kind=OVERLOADED,
-                headers=(("retry-after", "1"),),
+                retry_after=1,
             )
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:

@@ -93,12 +93,12 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
             call.common.adapter = await context.pin(call.card.id, place.deadline)
             call.card = backend.models().get(call.card.id, call.card)
         check_context(call)
-        if call.output is not None and call.output.needs_grammar(call.constraint):
-            grammar, ignored = await output_grammar_of(call.output, call.constraint, call.card)
+        if call.output is not None and call.output.needs_grammar(request.constraint):
+            grammar, ignored = await output_grammar_of(call.output, request.constraint, call.card)
             call.change_params(structured=grammar, thinking=call.output.thinking_budget)
             exchange.ignored += ignored
-        elif call.constraint is not None:
-            grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
+        elif request.constraint is not None:
+            grammar, ignored = await grammar_of(request.constraint, call.tokenizer, call.card)
             call.change_params(structured=grammar)
             exchange.ignored += ignored
         context.charge(exchange, call.prompts)
@@ -108,7 +108,7 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         common.priority, common.cache_salt = place.priority, place.cache_salt
         common.trace = exchange.trace
         call.timing = exchange.headers.get(b"x-return-timing") == [b"1"]
-        await _answer(context, exchange, call, ids if call.stream else None, dialect)
+        await _answer(context, exchange, call, ids if request.stream else None, dialect)
     except (ApiError, MantaError) as error:
         raise request.own_error(error) from None
     finally:
@@ -132,7 +132,7 @@ async def _answer(
     if await dialect.detach(exchange, generation):
         return
     async with UntilDisconnect(exchange.receive, generation.abort):
-        if call.stream:
+        if call.request.stream:
             await answer.stream(generation, exchange, context.options.keepalive_s)
             return
         body = await answer.collect(generation)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from deployments.api.caller import Caller, Period
-from deployments.api.http.errors import RATE_LIMIT, ApiError
+from deployments.api.http.errors import NO_RETRY, ApiError
 
 MINUTE = 60.0
 _MOST_KEYS = 65_536  # callers whose counts a router keeps; keys come from the keys file alone
@@ -208,14 +208,12 @@ def _over_rate(caller: Caller, what: str, limit: int, level: float, wanted: int)
             f'Request too large for key "{caller.name}" on {name}: Limit {limit}, Requested '
             f"{wanted}. The prompt must be reduced, or the operator has to raise the limit."
         )
-        headers = (("x-should-retry", "false"),)
-    else:
-        message = (
-            f'Rate limit reached for key "{caller.name}" on {name}: Limit {limit}, Used '
-            f"{math.ceil(limit - level)}, Requested {wanted}. Please try again in {seconds:.3f}s."
-        )
-        headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
-    return ApiError(429, "rate_limit_exceeded", message, kind=RATE_LIMIT, headers=headers)
+        return ApiError(429, "rate_limit_exceeded", message, headers=NO_RETRY)
+    message = (
+        f'Rate limit reached for key "{caller.name}" on {name}: Limit {limit}, Used '
+        f"{math.ceil(limit - level)}, Requested {wanted}. Please try again in {seconds:.3f}s."
+    )
+    return ApiError(429, "rate_limit_exceeded", message, retry_after=seconds)
 
 
 def _over_budget(caller: Caller, spent: int, at: float) -> ApiError:
@@ -227,5 +225,6 @@ def _over_budget(caller: Caller, spent: int, at: float) -> ApiError:
         f'You exceeded your current quota: key "{caller.name}" has spent {spent} of {rule.budget} '
         f"tokens per {rule.period}. It begins anew in {seconds}s.",
         kind="insufficient_quota",
-        headers=(("retry-after", str(max(1, seconds))), ("x-should-retry", "false")),
+        headers=NO_RETRY,
+        retry_after=seconds,
     )

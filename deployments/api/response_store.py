@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.http.errors import NOT_FOUND, ApiError, shown
+from deployments.api.http.errors import ApiError, shown
 from deployments.api.http.json_body import JsonObject
 
 SECONDS = 30 * 86400.0
@@ -87,7 +87,6 @@ class ResponseStore:
                 f"there is no response {shown(id)}"
                 + ("" if self.on else "; this service keeps none (http.store_bytes)"),
                 param=param,
-                kind=NOT_FOUND,
             )
         self._known.move_to_end(id)
         return stored

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Mapping
 
-import msgspec
-
 from deployments.api import tokenize_routes
 from deployments.api.context import ApiContext
 from deployments.api.dialects import infill, liteqwen
@@ -13,7 +11,7 @@ from deployments.api.dialects.ollama import routes as ollama
 from deployments.api.dialects.openai import routes as openai
 from deployments.api.dialects.responses import routes as responses
 from deployments.api.fields.schema import Body
-from deployments.api.http.errors import INVALID, NOT_FOUND, ApiError, did_you_mean, shown
+from deployments.api.http.errors import ApiError, did_you_mean, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
@@ -39,7 +37,7 @@ async def _invoke(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def _openapi(context: ApiContext, exchange: HttpExchange) -> None:
     body = document(ROUTES, context.options, exchange.root)
-    await exchange.answer(200, msgspec.json.encode(body))
+    await exchange.answer_json(body)
 
 
 async def _docs(context: ApiContext, exchange: HttpExchange) -> None:
@@ -126,7 +124,6 @@ def find(exchange: HttpExchange) -> Route:
             404,
             "not_found",
             f"there is no {shown(path)}{_near(path)}; served: {', '.join(EXACT)}",
-            kind=NOT_FOUND,
         )
     methods = route.operations.keys()
     if exchange.method not in methods:
@@ -134,7 +131,6 @@ def find(exchange: HttpExchange) -> Route:
             405,
             "method_not_allowed",
             f"{route.path} takes {' or '.join(methods)}",
-            kind=INVALID,
             headers=(("allow", ", ".join(methods)),),
         )
     return route

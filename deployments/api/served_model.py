@@ -10,7 +10,6 @@ from typing import Any
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import (
     INVALID,
-    NOT_FOUND,
     ApiError,
     did_you_mean,
     invalid,
@@ -54,7 +53,6 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
         "model_not_found",
         f"the model {shown(name)} does not exist{did_you_mean(name, models)}; {_served(models)}",
         param="model",
-        kind=NOT_FOUND,
     )
 
 

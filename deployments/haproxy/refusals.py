@@ -3,9 +3,8 @@
 from http import HTTPStatus
 from pathlib import Path
 
-from deployments.api.http.errors import NOT_FOUND, OVERLOADED, RATE_LIMIT, ApiError
+from deployments.api.http.errors import ApiError
 
-_AGAIN = (("retry-after", "1"),)
 # HAProxy's parser refuses a head that exceeds a buffer, and can do so only in HTML. So the buffer
 # is larger than what routers accept, and they refuse it. A request that fits whole can be retried
 # at another router.
@@ -13,20 +12,17 @@ BUFFER_BYTES = 64 * 1024
 # A smaller body fits with its head: 2 KiB are for the head and the headers that HAProxy adds.
 REQUEST_BYTES = BUFFER_BYTES - 2048
 
-UNREACHABLE = ApiError(
-    503, "overloaded", "no router can take the request now", kind=OVERLOADED, headers=_AGAIN
-)
-FULL = ApiError(503, "overloaded", "too many connections are open", kind=OVERLOADED, headers=_AGAIN)
+UNREACHABLE = ApiError(503, "overloaded", "no router can take the request now", retry_after=1)
+FULL = ApiError(503, "overloaded", "too many connections are open", retry_after=1)
 ADDRESS_FULL = ApiError(
     429,
     "too_many_connections",
     "too many connections are open from this address",
-    kind=RATE_LIMIT,
-    headers=_AGAIN,
+    retry_after=1,
 )
 NO_HOST = ApiError(400, "invalid_http", "HTTP/1.1 needs the header Host")
 VERSION = ApiError(400, "invalid_http", "the version of HTTP must be 1.0, 1.1 or 2")
-NOWHERE = ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
+NOWHERE = ApiError(404, "not_found", "nothing is served at this path")
 
 # Replacements for HAProxy's HTML responses, by status. Errors of its parser stay HTML: 2.8 applies
 # `errorfile` only to later errors.
@@ -35,7 +31,7 @@ OWN = {
     408: ApiError(408, "request_timeout", "the request did not arrive in time"),
     413: ApiError(413, "body_too_large", "the body is larger than what the server takes"),
     429: ADDRESS_FULL,
-    500: ApiError(503, "overloaded", "the edge cannot take the request now", headers=_AGAIN),
+    500: ApiError(503, "overloaded", "the edge cannot take the request now", retry_after=1),
     502: UNREACHABLE,
     503: UNREACHABLE,
     504: UNREACHABLE,

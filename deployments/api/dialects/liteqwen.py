@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from deployments.api.body_fields import (
     take_token_ids,
 )
@@ -18,7 +16,7 @@ from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
+from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
@@ -223,9 +221,8 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
             "request_not_found",
             "no request of this id and key is live",
             param="request_id",
-            kind=NOT_FOUND,
         )
-    await exchange.answer(200, msgspec.json.encode({"request_id": id, "stopped": count}))
+    await exchange.answer_json({"request_id": id, "stopped": count})
 
 
 def _checked_id(given: str) -> str:

@@ -397,7 +397,7 @@ def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str
     """Return the fields that are Structs themselves, each with the names of its own fields."""
     shapes = [(field.name, _plain(field.type, {})[0]) for field in _type_of(struct).fields]
     return tuple(
-        (name, frozenset(field.name for field in shape.fields))
+        (name, frozenset(field.encode_name for field in shape.fields))
         for name, shape in shapes
         if isinstance(shape, inspect.StructType)
     )

@@ -58,36 +58,33 @@ class Rollout(Struct, kw_only=True, gc=False):
     priority: int | None = None
 
 
-class TheirSampling(_RolloutSampling, kw_only=True, gc=False):
+_THEIR_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+
+
+class TheirSampling(_RolloutSampling, kw_only=True, gc=False, rename=_THEIR_NAMES):
     """`sampling_params` of /generate, as SGLang has them."""
 
-    max_new_tokens: Annotated[int, sampled("max_tokens")] | None = None
-    min_new_tokens: Annotated[int, sampled("min_tokens")] | None = None
-    sampling_seed: Annotated[int, sampled("seed")] | None = None
+    max_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    min_tokens: Annotated[int, sampled("min_tokens")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
 
-    def as_ours(self) -> TokenSampling:
-        """Return the same in the words of `TokenSampling`."""
-        words = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        words["sampling_seed"] = "seed"
-        return TokenSampling(
-            **{
-                words.get(name, name): getattr(self, name)
-                for name in self.__struct_fields__
-                if words.get(name, name) in TokenSampling.__struct_fields__
-            }
-        )
 
-
-class TheirRollout(Struct, kw_only=True, gc=False):
+class TheirRollout(
+    Struct, kw_only=True, gc=False, rename={"token_ids": "input_ids", "request_id": "rid"}
+):
     """The body of /generate, as SGLang has it."""
 
-    input_ids: _TokenIds
+    token_ids: _TokenIds
     sampling_params: TheirSampling | None = None
     return_logprob: bool | None = None
-    rid: str | None = None
+    request_id: str | None = None
     stream: bool | None = None
     model: str | None = None
 

@@ -21,7 +21,6 @@ from deployments.api.generation.request import (
 from deployments.api.http.errors import invalid, shown
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
-from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.plan import OutputPlan, plan_output
 from deployments.api.output.prompt import render_options
 from deployments.api.output.request import RequestedTools
@@ -45,13 +44,10 @@ class GenerationCall:
     texts: the texts that `echo` repeats, one for each prompt
     common: the common part of the backend's requests for these prompts. Its token_ids are empty,
         and its seed is the drawn one, for a request that names none
-    continuous_usage: whether each event of a stream reports the usage up to it
-    token_names: whether log-probabilities name tokens by their ids
     prompt_logprobs: whether the request has this field, and not echo alone
     score_only: whether only the prompt's logprobs are computed (max_tokens 0 with echo)
     timing: whether usage reports how the request fared (the header x-return-timing)
     streams, emitted: one for each prompt, or none; see GenerationRequest
-    constraint: the limit of the output; params have its grammar once it is compiled
     output: the plan for reading the answer's text; None: the text is the answer
     ignored: the fields that have no effect with this model
     """
@@ -61,19 +57,12 @@ class GenerationCall:
     tokenizer: Tokenizer
     common: GenerationRequest
     prompts: list[list[int]]
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    token_names: bool = False
     prompt_logprobs: bool = False
-    echo: bool = False
     texts: list[str] = field(default_factory=list)
     score_only: bool = False
     timing: bool = False
     streams: list[str] = field(default_factory=list)
     emitted: list[list[list[int] | None]] = field(default_factory=list)
-    constraint: RequestedGrammar | None = None
     output: OutputPlan | None = None
     ignored: list[str] = field(default_factory=list)
 
@@ -166,13 +155,7 @@ def _prepared(
             speculate=request.speculation,
         ),
         prompts=[],
-        stream=request.stream,
-        include_usage=request.usage,
-        continuous_usage=request.continuous_usage,
-        return_token_ids=request.return_token_ids,
-        token_names=request.token_names,
         prompt_logprobs=params.prompt_logprobs is not None,
-        constraint=request.constraint,
     )
     (_fill_chat if isinstance(request, ChatRequest) else _fill_texts)(call, options)
     return call
@@ -204,7 +187,7 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     elif plan is not None:
         plan.budget = budget
     if plan is not None:
-        plan.limited = call.constraint is not None
+        plan.limited = request.constraint is not None
         plan.shows_reasoning = request.shows_reasoning
         if not request.separate_reasoning and plan.reasoning is not None:
             raise invalid(
@@ -292,7 +275,6 @@ def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
     """Set the prompts of a completion. Raises as `prepare`."""
     request = call.request
     assert isinstance(request, TextRequest)
-    call.echo = request.echo
     params = call.common.params
     if params.max_tokens == 0:
         if not request.echo:
@@ -346,7 +328,7 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
         call.prompts = encode_texts(tokenizer, texts, request.special, limit)
     if request.cut is not None and cut is not None:
         call.prompts = [_cut(ids, cut, request.cut) for ids in call.prompts]
-    if call.echo and (cut is not None or not call.texts):
+    if request.echo and (cut is not None or not call.texts):
         call.texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in call.prompts]
     for i, ids in enumerate(call.prompts):
         if not ids and tokenizer.bos_token_id is not None:

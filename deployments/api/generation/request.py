@@ -109,6 +109,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     usage, continuous_usage: whether a stream reports usage at its end, and in each event
     speculation: whether the engine may draft for the answer
     token_names: whether log-probabilities name tokens by their ids
+    echo: whether the answer begins with the prompt
     best_of: a number that has to equal the number of choices
     prompt_name: the client's name of the prompt
     limit_name: the client's name of the limit of output tokens
@@ -128,6 +129,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     return_token_ids: bool = False
     token_names: bool = False
     best_of: int | None = None
+    echo: bool = False
     prompt_name: str = "messages"
     limit_name: str = "max_tokens"
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -139,7 +141,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def own_error(self, error: ApiError | MantaError) -> ApiError:
         """Return an error with the client's name of the field at fault."""
-        answer = error if isinstance(error, ApiError) else from_backend(error)
+        answer = from_backend(error)
         if answer.param is None or (own := self.own_name(answer.param)) == answer.param:
             return answer
         plain = rf"(?<![\w.\]]){re.escape(answer.param)}(?![\w\[])"
@@ -190,6 +192,5 @@ class TextRequest(GenerationFields, frozen=True, kw_only=True):
     prompts: tuple[str, ...] | tuple[list[int], ...] = ()
     many: bool = False
     gaps: tuple[Gap, ...] = ()
-    echo: bool = False
     special: bool = True
     prompt_name: str = "prompt"

@@ -6,7 +6,7 @@ from typing import Any
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.fields.common import Queued
-from deployments.api.http.errors import PERMISSION, ApiError, invalid, wrong_type
+from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
@@ -82,7 +82,6 @@ def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions)
             f"this key may set priority to {caller.least_priority} or more; the operator grants "
             "less by `priority=` behind the key in http.api_keys_file",
             param="priority",
-            kind=PERMISSION,
         )
     own = "" if options.share_prefixes else caller.id
     # The key's part comes first and has one length: no salt reaches another key's blocks.

@@ -6,7 +6,7 @@ asks first (the preflight) and gets no leave.
 
 import re
 
-from deployments.api.http.errors import PERMISSION, ApiError, shown
+from deployments.api.http.errors import ApiError, shown
 from deployments.api.http.exchange import HttpExchange
 
 ANY = "*"
@@ -48,7 +48,6 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
             403,
             "origin_not_allowed",
             f"pages of {origin} may not ask here; the operator names origins in http.cors_origins",
-            kind=PERMISSION,
         )
     # Allow all requested headers: clients in browsers send many headers of their own.
     asked = exchange.headers.get(b"access-control-request-headers", [])

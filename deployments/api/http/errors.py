@@ -33,53 +33,50 @@ Headers = tuple[tuple[str, str], ...]
 # every 408, 409 and 500 again, take note of it.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
-# code -> (status, type) where the class of a backend's error does not say it.
-_BACKEND_CODES: dict[str, tuple[int, str]] = {
-    "model_not_found": (404, NOT_FOUND),
-    "model_removed": (404, NOT_FOUND),
-    "adapter_not_found": (404, NOT_FOUND),
-    "adapter_invalid": (422, INVALID),
-    "adapter_incompatible": (422, INVALID),
-    "adapter_changed": (409, INVALID),
-    "adapter_path_not_allowed": (403, PERMISSION),
-    "invalid_adapter_path": (400, INVALID),
-    "invalid_model_name": (400, INVALID),
-    "adapters_disabled": (400, INVALID),
-    "storage_full": (503, OVERLOADED),
-    "store_unavailable": (503, OVERLOADED),
-    "device_busy": (503, OVERLOADED),
-    "rate_limit_exceeded": (429, RATE_LIMIT),
-    "deadline_exceeded": (408, TIMEOUT),
-    "slow_reader": (408, TIMEOUT),
-    "cancelled": (499, INVALID),
+# code -> status where the class of a backend's error does not say it.
+_BACKEND_STATUS = {
+    **dict.fromkeys(("model_not_found", "model_removed", "adapter_not_found"), 404),
+    **dict.fromkeys(("adapter_invalid", "adapter_incompatible"), 422),
+    **dict.fromkeys(("storage_full", "store_unavailable", "device_busy"), 503),
+    **dict.fromkeys(("deadline_exceeded", "slow_reader"), 408),
     **dict.fromkeys(
         (
+            *("invalid_adapter_path", "invalid_model_name", "adapters_disabled"),
             *("structured_not_supported", "invalid_grammar", "unsupported_schema"),
             *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
-            "no_token_left",
-            *("embeddings_not_supported", "generation_not_supported"),
+            *("no_token_left", "embeddings_not_supported", "generation_not_supported"),
             *("images_not_supported", "image_too_large", "invalid_image"),
         ),
-        (400, INVALID),
+        400,
     ),
+    "adapter_changed": 409,
+    "adapter_path_not_allowed": 403,
+    "rate_limit_exceeded": 429,
+    "cancelled": 499,
 }
 _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
 # The time for which a replica remembers that it could not read an adapter.
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
-_BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
-    (InvalidRequest, (400, INVALID)),
-    (Overloaded, (503, OVERLOADED)),
-    (EngineDead, (503, SERVER)),
-    (MantaError, (500, SERVER)),
-)
+_BACKEND_CLASSES = ((InvalidRequest, 400), (Overloaded, 503), (EngineDead, 503), (MantaError, 500))
+# The type of errors of a status, where it is not that of faults of the caller.
+_KINDS = {
+    401: AUTHENTICATION,
+    403: PERMISSION,
+    404: NOT_FOUND,
+    408: TIMEOUT,
+    429: RATE_LIMIT,
+    500: SERVER,
+    503: OVERLOADED,
+}
 
 
 class ApiError(Exception):
     """An answer that is not 2xx.
 
-    status: HTTP status. kind: OpenAI's `type`; by default that of faults of the caller.
+    status: HTTP status. kind: OpenAI's `type`; "" is the usual one of the status.
     param: the field at fault, e.g. ``messages[0].role``.
     headers: extra response headers, e.g. ("allow", "GET, HEAD").
+    retry_after: seconds until another try; None: the headers say none.
     """
 
     def __init__(
@@ -91,13 +88,16 @@ class ApiError(Exception):
         param: str | None = None,
         kind: str = "",
         headers: Headers = (),
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
-        self.kind = kind or (TIMEOUT if status == 408 else INVALID)
+        self.kind = kind or _KINDS.get(status, INVALID)
+        if retry_after is not None:
+            headers = (("retry-after", str(max(1, math.ceil(retry_after)))), *headers)
         self.headers = headers
 
     def body(self) -> bytes:
@@ -121,24 +121,32 @@ def wrong_type(param: str, expected: str) -> ApiError:
 
 def internal() -> ApiError:
     """Return a 500 for an unforeseen failure; the cause goes to the log, not to the caller."""
-    return ApiError(500, "internal_error", "the server failed to process this request", kind=SERVER)
+    return ApiError(500, "internal_error", "the server failed to process this request")
 
 
-def from_backend(error: MantaError) -> ApiError:
+def from_backend(error: ApiError | MantaError) -> ApiError:
     """The answer for an error of the router or the engine. Their messages are our own templates."""
-    status, kind = _BACKEND_CODES.get(error.code) or next(
-        answer for cls, answer in _BACKEND_CLASSES if isinstance(error, cls)
+    if isinstance(error, ApiError):
+        return error
+    status = _BACKEND_STATUS.get(error.code) or next(
+        status for cls, status in _BACKEND_CLASSES if isinstance(error, cls)
     )
     headers: Headers = ()
+    seconds = None
     if status in (429, 503):
         seconds = _BACKEND_SECONDS.get(error.code, 1.0)
         if isinstance(error, Overloaded):
             seconds = error.retry_after
-        headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
     elif isinstance(error, RequestFailed) or error.code in _IN_VAIN:
         headers = NO_RETRY
     return ApiError(
-        status, error.code, error.message, param=error.param, kind=kind, headers=headers
+        status,
+        error.code,
+        error.message,
+        param=error.param,
+        kind=SERVER if isinstance(error, EngineDead) else "",
+        headers=headers,
+        retry_after=seconds,
     )
 
 

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
 
+import msgspec
+
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import ApiError, Headers
 
@@ -197,6 +199,10 @@ class HttpExchange:
             param="content-type",
             headers=_CLOSE,
         )
+
+    async def answer_json(self, value: Any, headers: Headers = ()) -> None:
+        """Answer 200 with a value as JSON. Raises ClientDisconnected."""
+        await self.answer(200, msgspec.json.encode(value), headers=headers)
 
     async def answer(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()

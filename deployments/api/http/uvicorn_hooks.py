@@ -18,10 +18,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deployments.api.http.errors import (
-    INVALID,
     NO_RETRY,
-    NOT_FOUND,
-    OVERLOADED,
     SERVER,
     ApiError,
     internal,
@@ -126,17 +123,14 @@ class _RefusalFilter:
 def _refusal(status: int) -> ApiError:
     """Return the error for a status of Serve, whose own text names deployments and addresses."""
     if status == 404:
-        return ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
+        return ApiError(404, "not_found", "nothing is served at this path")
     if status == 408:
         late = "the request took too long"
         return ApiError(408, "deadline_exceeded", late, headers=NO_RETRY)
     if status == 503:
-        retry = (("retry-after", "1"),)
-        return ApiError(
-            503, "overloaded", "no router can take the request now", kind=OVERLOADED, headers=retry
-        )
+        return ApiError(503, "overloaded", "no router can take the request now", retry_after=1)
     if status < 500:
-        return ApiError(status, "invalid_request", "the request was refused", kind=INVALID)
+        return ApiError(status, "invalid_request", "the request was refused")
     return ApiError(status, "internal_error", internal().message, kind=SERVER)
 
 

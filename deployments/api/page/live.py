@@ -4,10 +4,8 @@ It has the running batch, queues, replicas with their cost, the last routing cho
 that moved.
 """
 
-import msgspec
-
 from deployments.api.context import ApiContext
-from deployments.api.http.errors import NOT_FOUND, ApiError
+from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import NAMES, Operation, Route
 
@@ -19,10 +17,10 @@ async def live(context: ApiContext, exchange: HttpExchange) -> None:
     options = context.options
     if not options.page or options.live is None:
         message = "the live view is off; http.page in the configuration turns it on"
-        raise ApiError(404, "not_found", message, kind=NOT_FOUND)
+        raise ApiError(404, "not_found", message)
     names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
     view = {"object": "live", "key_names": names, "routers": await options.live()}
-    await exchange.answer(200, msgspec.json.encode(view), headers=(("cache-control", "no-store"),))
+    await exchange.answer_json(view, headers=(("cache-control", "no-store"),))
 
 
 ROUTE = Route(

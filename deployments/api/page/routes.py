@@ -5,7 +5,7 @@ requests that the page makes need one.
 """
 
 from deployments.api.context import ApiContext
-from deployments.api.http.errors import NOT_FOUND, ApiError, shown
+from deployments.api.http.errors import ApiError, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.page.files import INDEX, page_files
 from deployments.api.route import ANY, HTML, Operation, Route
@@ -18,12 +18,12 @@ async def page(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a file of the page. Raises ApiError 404 without such a file, or if the page is off."""
     if not context.options.page:
         message = "the page is off; http.page in the configuration turns it on"
-        raise ApiError(404, "not_found", message, kind=NOT_FOUND)
+        raise ApiError(404, "not_found", message)
     name = exchange.path[len(FILES) :] or INDEX
     file = page_files().get(name)
     if file is None:
         message = f"the page has no file {shown(name)}; it is at {PAGE}"
-        raise ApiError(404, "not_found", message, kind=NOT_FOUND)
+        raise ApiError(404, "not_found", message)
     same = exchange.headers.get(b"if-none-match") == [file.tag.encode()]
     body = b"" if same else file.content
     await exchange.answer(304 if same else 200, body, file.content_type, file.headers)

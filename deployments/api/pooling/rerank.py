@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from deployments.api.context import ApiContext
@@ -54,7 +53,7 @@ async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
         shown = not cohere if body.return_documents is None else body.return_documents
         scores, tokens = await _relevances(call, documents, most)
         answer = _ranking(call, scores, documents if shown else None, tokens, cohere=cohere)
-        await exchange.answer(200, msgspec.json.encode(answer))
+        await exchange.answer_json(answer)
 
 
 async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
@@ -72,13 +71,13 @@ async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
         scores, tokens = await _relevances(call, documents, body.max_tokens_per_doc)
         if not bare:
             answer = _ranking(call, scores, documents if shown else None, tokens)
-            await exchange.answer(200, msgspec.json.encode(answer))
+            await exchange.answer_json(answer)
             return
         results = [
             {"index": i, "score": scores[i], **({"text": documents[i].text} if shown else {})}
             for i in _order(call, scores)
         ]
-        await exchange.answer(200, msgspec.json.encode(results))
+        await exchange.answer_json(results)
 
 
 async def _relevances(

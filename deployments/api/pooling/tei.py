@@ -77,7 +77,7 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
             scores = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
             ranked = sorted(zip(scores, labels, strict=True), reverse=True)
             rankings.append([{"score": score, "label": label} for score, label in ranked])
-        await exchange.answer(200, msgspec.json.encode(rankings if pairs.many else rankings[0]))
+        await exchange.answer_json(rankings if pairs.many else rankings[0])
 
 
 def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
@@ -118,4 +118,4 @@ async def info(context: ApiContext, exchange: HttpExchange) -> None:
         "auto_truncate": False,
         "version": installed_version(),
     }
-    await exchange.answer(200, msgspec.json.encode(answer))
+    await exchange.answer_json(answer)

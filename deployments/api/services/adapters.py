@@ -1,7 +1,5 @@
 """/v1/adapters: the adapters of the served model, listed, added and removed while it runs."""
 
-import msgspec
-
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import (
@@ -10,7 +8,7 @@ from deployments.api.fields.others import (
     UNLOAD_LORA,
 )
 from deployments.api.fields.schema import TEXT
-from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
+from deployments.api.http.errors import ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.route import DELETED, LIST, NAMES, PLAIN, READS, Operation, Route
@@ -35,11 +33,10 @@ async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
                 "model_not_found",
                 f"no model is called {shown(model)}{did_you_mean(model, bases)}",
                 param="model",
-                kind=NOT_FOUND,
             )
         pairs = [pair for pair in directory.by_model() if model in ("", pair[0])]
         data = [_shown(record, base) for base, record in pairs]
-        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
+        await exchange.answer_json({"object": "list", "data": data})
         return
     body = await context.read_as(exchange, ADAPTER)
     model = body.model or ""
@@ -50,7 +47,7 @@ async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
             by_name = body.path is None or error.code == "invalid_model_name"
             error.param = "name" if by_name else "path"
         raise
-    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(context, record, model))))
+    await exchange.answer_json(_shown(record, _base(context, record, model)))
 
 
 async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
@@ -60,7 +57,7 @@ async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
     if exchange.method == "DELETE":
         await directory.remove(name, _model(exchange))
         gone = {"id": name, "object": "adapter", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(gone))
+        await exchange.answer_json(gone)
         return
     await directory.refresh()
     record = directory.records.get(name)
@@ -69,9 +66,8 @@ async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
             404,
             "adapter_not_found",
             f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}",
-            kind=NOT_FOUND,
         )
-    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(context, record, ""))))
+    await exchange.answer_json(_shown(record, _base(context, record, "")))
 
 
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:

@@ -7,17 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from deployments.api.batch_folder import RUNNING, BatchFolder, Entry
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import BATCH, FILE
 from deployments.api.fields.schema import TEXT, integer
 from deployments.api.http.errors import (
-    NOT_FOUND,
-    RATE_LIMIT,
-    TIMEOUT,
     ApiError,
     Headers,
     invalid,
@@ -43,9 +38,7 @@ _BINARY = b"application/octet-stream"
 def _folder(context: ApiContext) -> BatchFolder:
     folder = context.options.batches
     if folder is None:
-        raise ApiError(
-            404, "not_found", "batches are off here: the operator sets batch.folder", kind=NOT_FOUND
-        )
+        raise ApiError(404, "not_found", "batches are off here: the operator sets batch.folder")
     return folder
 
 
@@ -74,7 +67,7 @@ async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
             raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
         await asyncio.to_thread(folder.remove_file, id)
         answer = {"id": id, "object": "file", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(answer))
+        await exchange.answer_json(answer)
     elif rest:
         await _send_file(exchange, folder.data(id))
     else:
@@ -97,8 +90,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
                 429,
                 "rate_limit_exceeded",
                 f"{most} batches of this key have not ended (batch.key_batches)",
-                kind=RATE_LIMIT,
-                headers=(("retry-after", "60"),),
+                retry_after=60,
             )
         entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
         await _answer_one(exchange, entry)
@@ -122,7 +114,7 @@ async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 def _missing(what: str, id: str) -> ApiError:
-    return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id", kind=NOT_FOUND)
+    return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id")
 
 
 def _checked(body: JsonObject) -> tuple[JsonObject, float | None]:
@@ -189,7 +181,7 @@ def _seconds_of(after: Any, name: str) -> float:
 
 
 async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
-    await exchange.answer(200, msgspec.json.encode(entry.told))
+    await exchange.answer_json(entry.told)
 
 
 async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
@@ -211,7 +203,7 @@ async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int,
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(entries) > len(page),
     }
-    await exchange.answer(200, msgspec.json.encode(listing))
+    await exchange.answer_json(listing)
 
 
 async def _send_file(exchange: HttpExchange, path: Path) -> None:
@@ -300,7 +292,7 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
                         return
         except TimeoutError:
             late = f"the file did not arrive within {UPLOAD_SECONDS:g} s"
-            raise ApiError(408, "request_timeout", late, kind=TIMEOUT, headers=_CLOSE) from None
+            raise ApiError(408, "request_timeout", late, headers=_CLOSE) from None
 
 
 def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:

@@ -4,13 +4,11 @@ away while the others serve."""
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
-import msgspec
-
 from deployments.api.auth import authenticate
 from deployments.api.body_fields import take_str
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import MAX_MODEL_NAME, MODEL
-from deployments.api.http.errors import PERMISSION, ApiError, invalid
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ModelChanges
@@ -34,10 +32,10 @@ async def models(context: ApiContext, exchange: HttpExchange) -> None:
     may_use = exchange.caller.may_use
     served = [card for card in context.backend.models().values() if may_use(card.id)]
     if VERSION_HEADER in exchange.headers:
-        await exchange.answer(200, msgspec.json.encode(_page(served, exchange.query)))
+        await exchange.answer_json(_page(served, exchange.query))
         return
     cards = [_shown(context, card) for card in served]
-    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
+    await exchange.answer_json({"object": "list", "data": cards})
 
 
 async def one_model(context: ApiContext, exchange: HttpExchange) -> None:
@@ -46,17 +44,17 @@ async def one_model(context: ApiContext, exchange: HttpExchange) -> None:
     if exchange.method == "DELETE":
         await _changes(context).remove(name)
         gone = {"id": name, "object": "model", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(gone))
+        await exchange.answer_json(gone)
         return
     card = await find_model(name, context.backend, exchange.caller)
     if VERSION_HEADER in exchange.headers:
-        await exchange.answer(200, msgspec.json.encode(_for_anthropic(card)))
+        await exchange.answer_json(_for_anthropic(card))
         return
     shown = _shown(context, card)
     if shown.get("status") in ("starting", "sleeping") and _may_change(context, exchange):
         assert context.options.models is not None
         shown |= await context.options.models.trouble(card.id)
-    await exchange.answer(200, msgspec.json.encode(shown))
+    await exchange.answer_json(shown)
 
 
 async def _put(context: ApiContext, exchange: HttpExchange) -> None:
@@ -73,9 +71,7 @@ async def _put(context: ApiContext, exchange: HttpExchange) -> None:
         raise invalid(error.message, error.param) from None
     card = context.backend.models().get(name)
     answer = {"id": name, "object": "model", "status": "starting"}
-    await exchange.answer(
-        200, msgspec.json.encode(_shown(context, card) if card is not None else answer)
-    )
+    await exchange.answer_json(_shown(context, card) if card is not None else answer)
 
 
 def _changes(context: ApiContext) -> ModelChanges:
@@ -85,14 +81,12 @@ def _changes(context: ApiContext) -> ModelChanges:
             403,
             "permission_denied",
             "this endpoint serves one model, out of a configuration without `models`",
-            kind=PERMISSION,
         )
     if not context.options.admin_keys:
         raise ApiError(
             403,
             "permission_denied",
             "models are changed with a key of http.admin_keys_file only, and it is not set",
-            kind=PERMISSION,
         )
     return context.options.models
 

@@ -1,9 +1,7 @@
 """GET /v1/requests/{id}: the fate of a request, whichever router had it."""
 
-import msgspec
-
 from deployments.api.context import ApiContext
-from deployments.api.http.errors import NOT_FOUND, ApiError
+from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.route import NAMES, Operation, Route
 
@@ -27,10 +25,9 @@ async def explain_request(context: ApiContext, exchange: HttpExchange) -> None:
             404,
             "request_not_found",
             "no request of this id and key was accepted lately",
-            kind=NOT_FOUND,
         )
     body = {"id": id, "object": "request", "parts": prompts}
-    await exchange.answer(200, msgspec.json.encode(body))
+    await exchange.answer_json(body)
 
 
 ROUTE = Route(

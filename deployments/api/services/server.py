@@ -1,9 +1,7 @@
 """The routes about the server itself: health, readiness, version and metrics."""
 
-import msgspec
-
 from deployments.api.context import ApiContext
-from deployments.api.http.errors import OVERLOADED, ApiError
+from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.page.routes import PAGE
 from deployments.api.route import PLAIN, Operation, Route
@@ -36,13 +34,13 @@ async def ready(context: ApiContext, exchange: HttpExchange) -> None:
         code, message = "not_ready", "no engine replica can take requests yet"
         if context.backend.state().draining:
             code, message = "draining", DRAINING
-        raise ApiError(503, code, message, kind=OVERLOADED, headers=(("retry-after", "1"),))
+        raise ApiError(503, code, message, retry_after=1)
     await exchange.answer(200, b'{"status":"ready"}')
 
 
 async def version(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with Manta's version."""
-    await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
+    await exchange.answer_json({"version": installed_version()})
 
 
 async def metrics(context: ApiContext, exchange: HttpExchange) -> None:

@@ -6,22 +6,22 @@ Names and answers are those of vLLM's and SGLang's servers.
 import secrets
 from dataclasses import dataclass, field
 
-import msgspec
-
 from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
-from deployments.api.fields.schema import TEXT, one_of
+from deployments.api.fields.schema import TEXT, Body, Schema, one_of
 from deployments.api.fields.training import (
     FROM_DISK,
     PAUSE_GENERATION,
     ROLLOUT,
     THEIR_ROLLOUT,
     Rollout,
+    TheirRollout,
     TheirSampling,
     TokenSampling,
 )
+from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import QueueFields, queue_place
-from deployments.api.http.errors import INVALID, ApiError, invalid
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import Training
@@ -50,22 +50,18 @@ def _model(exchange: HttpExchange) -> str:
     return exchange.parameters().get("model", "")
 
 
-async def _say(exchange: HttpExchange, answer: JsonObject, status: int = 200) -> None:
-    await exchange.answer(status, msgspec.json.encode(answer))
-
-
 async def pause(context: ApiContext, exchange: HttpExchange) -> None:
     """Pause all replicas, as vLLM has it. Raises ApiError, MantaError."""
     await _training(context).pause(_model(exchange), exchange.parameters().get("mode", "abort"))
     if exchange.parameters().get("clear_cache", "true").lower() != "false":
         await _training(context).reset_prefix_cache(_model(exchange))
-    await _say(exchange, {"status": "paused"})
+    await exchange.answer_json({"status": "paused"})
 
 
 async def resume(context: ApiContext, exchange: HttpExchange) -> None:
     """End the pause of all replicas."""
     await _training(context).resume(_model(exchange))
-    await _say(exchange, {"status": "resumed"})
+    await exchange.answer_json({"status": "resumed"})
 
 
 async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
@@ -75,30 +71,30 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
     await training.pause(model, "abort")
     if not paused:
         await training.resume(model)
-    await _say(exchange, {"status": "aborted"})
+    await exchange.answer_json({"status": "aborted"})
 
 
 async def is_paused(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer whether requests wait for the end of a pause."""
     state = _training(context).state(_model(exchange))
-    await _say(exchange, {"is_paused": state["is_paused"]})
+    await exchange.answer_json({"is_paused": state["is_paused"]})
 
 
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the weights' version, and that of each replica."""
-    await _say(exchange, _training(context).state(_model(exchange)))
+    await exchange.answer_json(_training(context).state(_model(exchange)))
 
 
 async def world_size(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of replicas, each of which is one receiver of weights."""
     replicas = _training(context).state(_model(exchange))["replicas"]
-    await _say(exchange, {"world_size": len(replicas)})
+    await exchange.answer_json({"world_size": len(replicas)})
 
 
 async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> None:
     """Drop the cached prefixes of all replicas."""
     await _training(context).reset_prefix_cache(_model(exchange))
-    await _say(exchange, {"status": "ok"})
+    await exchange.answer_json({"status": "ok"})
 
 
 async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
@@ -112,8 +108,8 @@ async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
     except UpdateFailed as error:
         status = 409 if error.code == "update_in_progress" else 400
         param = error.param if error.param == "weight_version" else "model_path"
-        raise ApiError(status, error.code, error.message, param=param, kind=INVALID) from None
-    await _say(exchange, {"success": True, "message": "ok", "weight_version": version})
+        raise ApiError(status, error.code, error.message, param=param) from None
+    await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
 
 
 async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
@@ -123,7 +119,7 @@ async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
     if mode not in _THEIRS:
         raise invalid(f"mode is one of {', '.join(_THEIRS)}", "mode")
     await _training(context).pause(_model(exchange), _THEIRS[mode])
-    await _say(exchange, {"status": "ok"})
+    await exchange.answer_json({"status": "ok"})
 
 
 @dataclass(slots=True)
@@ -136,15 +132,12 @@ class _Choice:
     finish: str | None = None
 
 
-def _params(sampling: TokenSampling) -> SamplingParams:
-    values = {
-        name: value
-        for name in sampling.__struct_fields__
-        if (value := getattr(sampling, name)) is not None
-    }
-    if values.get("top_k") == -1:
-        values["top_k"] = 0
-    return SamplingParams(**values)
+_SAME = {name: name for name in TokenSampling.__struct_fields__}
+
+
+def _params(sampling: TokenSampling | TheirSampling, logprobs: int | None = None) -> SamplingParams:
+    """Return the params of a rollout, whose own logprobs go before these."""
+    return SamplingParams(**take_sampling(sampling, _SAME, logprobs=logprobs).values)
 
 
 async def generate(context: ApiContext, exchange: HttpExchange) -> None:
@@ -154,30 +147,23 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> None:
     """
     context.count_request(exchange)
     body = await context.read_as(exchange, ROLLOUT)
-    request, generation, choices = await _rollout(context, exchange, body)
-    await _say(exchange, _answer(request, generation, choices))
+    queue = QueueFields(priority=body.priority, cache_salt=body.cache_salt or "")
+    params = _params(body.sampling_params)
+    request, generation, choices = await _rollout(context, exchange, body, params, queue)
+    await exchange.answer_json(_answer(request, generation, choices))
 
 
 async def their_generate(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a rollout as SGLang has it. Raises ApiError, MantaError."""
     context.count_request(exchange)
-    theirs = await context.read_as(exchange, THEIR_ROLLOUT)
-    sampling = (theirs.sampling_params or TheirSampling()).as_ours()
-    if theirs.return_logprob:
-        sampling.logprobs = 0
-    body = Rollout(
-        token_ids=theirs.input_ids,
-        sampling_params=sampling,
-        model=theirs.model,
-        request_id=theirs.rid,
-        stream=theirs.stream,
-    )
-    request, generation, choices = await _rollout(context, exchange, body)
+    body = await context.read_as(exchange, THEIR_ROLLOUT)
+    params = _params(body.sampling_params or TheirSampling(), 0 if body.return_logprob else None)
+    request, generation, choices = await _rollout(context, exchange, body, params, QueueFields())
     answers = [
         _their_choice(request, generation.versions(index), choice)
         for index, choice in enumerate(choices)
     ]
-    await exchange.answer(200, msgspec.json.encode(answers[0] if len(answers) == 1 else answers))
+    await exchange.answer_json(answers[0] if len(answers) == 1 else answers)
 
 
 def _their_choice(
@@ -198,20 +184,22 @@ def _their_choice(
 
 
 async def _rollout(
-    context: ApiContext, exchange: HttpExchange, body: Rollout
+    context: ApiContext,
+    exchange: HttpExchange,
+    body: Rollout | TheirRollout,
+    params: SamplingParams,
+    queue: QueueFields,
 ) -> tuple[GenerationRequest, Generation, list[_Choice]]:
     """Run a rollout to its end. Raises ApiError, MantaError."""
     if body.stream:
         raise invalid("stream: answers of this route come whole", "stream", "not_supported")
-    fields = QueueFields(priority=body.priority, cache_salt=body.cache_salt or "")
-    place = queue_place(exchange, fields, context.options)
+    place = queue_place(exchange, queue, context.options)
     context.counter.in_flight += 1
     try:
         names = context.backend.models()
         name = body.model or next(iter(names), "")
         card = await context.admit(place.key, name, exchange.caller)
         ids = take_token_ids(body.token_ids, "token_ids", card.vocab_size)
-        params = _params(body.sampling_params)
         if params.stop:
             raise invalid(
                 "sampling_params.stop needs text; use stop_token_ids", "sampling_params.stop"
@@ -304,20 +292,33 @@ def _by_id(scored: TokenLogprobs) -> JsonObject:
     return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}}
 
 
-_QUERY = {"model": TEXT}
-_STATUSES = (403, 400, 404, 503)
 _OK = ("status",)
+
+
+def _order(
+    summary: str,
+    answer: tuple[str, ...] = _OK,
+    body: Body | None = None,
+    statuses: tuple[int, ...] = (403, 400, 404, 503),
+    **query: Schema,
+) -> Operation:
+    """Return an operation on all replicas of the model that the query names."""
+    return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
+
+
+_CHANGES = (*READS, *NAMES, 422, 503)
+_FLUSH = _order("All cached prefixes dropped")
+_RESUME = _order("The end of a pause")
+_GENERATE = Operation(
+    "Token ids and log-probabilities of a rollout",
+    QUEUES,
+    ROLLOUT,
+    ("request_id", "choices", "prompt_logprobs"),
+)
+_INFO = ("weight_version", "is_paused", "replicas")
+_LOADED = ("success", "message", "weight_version")
 ROUTES = (
-    Route(
-        GENERATE,
-        generate,
-        post=Operation(
-            "Token ids and log-probabilities of a rollout",
-            QUEUES,
-            ROLLOUT,
-            ("request_id", "choices", "prompt_logprobs"),
-        ),
-    ),
+    Route(GENERATE, generate, post=_GENERATE),
     Route(
         "/generate",
         their_generate,
@@ -326,88 +327,32 @@ ROUTES = (
     Route(
         "/pause",
         pause,
-        post=Operation(
-            "All replicas paused",
-            _STATUSES,
-            answer=_OK,
-            query={**_QUERY, "mode": one_of(*MODES), "clear_cache": TEXT},
-        ),
+        post=_order("All replicas paused", mode=one_of(*MODES), clear_cache=TEXT),
     ),
-    Route(
-        "/resume", resume, post=Operation("The end of a pause", _STATUSES, answer=_OK, query=_QUERY)
-    ),
-    Route(
-        "/is_paused",
-        is_paused,
-        get=Operation(
-            "Whether replicas are paused", _STATUSES, answer=("is_paused",), query=_QUERY
-        ),
-    ),
-    Route(
-        "/abort_requests",
-        abort_requests,
-        post=Operation(
-            "All requests ended with what they have", _STATUSES, answer=_OK, query=_QUERY
-        ),
-    ),
-    Route(
-        "/reset_prefix_cache",
-        reset_prefix_cache,
-        post=Operation("All cached prefixes dropped", _STATUSES, answer=_OK, query=_QUERY),
-    ),
-    Route(
-        "/weight_info",
-        weight_info,
-        get=Operation(
-            "The version of the weights",
-            _STATUSES,
-            answer=("weight_version", "is_paused", "replicas"),
-            query=_QUERY,
-        ),
-    ),
+    Route("/resume", resume, post=_RESUME),
+    Route("/is_paused", is_paused, get=_order("Whether replicas are paused", ("is_paused",))),
+    Route("/abort_requests", abort_requests, post=_order("All requests ended with what they have")),
+    Route("/reset_prefix_cache", reset_prefix_cache, post=_FLUSH),
+    Route("/weight_info", weight_info, get=_order("The version of the weights", _INFO)),
     Route(
         "/get_world_size",
         world_size,
-        get=Operation(
-            "How many receivers of weights there are",
-            _STATUSES,
-            answer=("world_size",),
-            query=_QUERY,
-        ),
+        get=_order("How many receivers of weights there are", ("world_size",)),
     ),
     Route(
         "/update_weights_from_disk",
         from_disk,
-        post=Operation(
-            "The weights of a checkpoint, at all replicas",
-            (*READS, *NAMES, 409, 422, 503),
-            FROM_DISK,
-            ("success", "message", "weight_version"),
-            query=_QUERY,
+        post=_order(
+            "The weights of a checkpoint, at all replicas", _LOADED, FROM_DISK, (*_CHANGES, 409)
         ),
     ),
     Route(
         "/pause_generation",
         pause_generation,
-        post=Operation(
-            "All replicas paused, in SGLang's words",
-            (*READS, *NAMES, 422, 503),
-            PAUSE_GENERATION,
-            _OK,
-            query=_QUERY,
-        ),
+        post=_order("All replicas paused, in SGLang's words", _OK, PAUSE_GENERATION, _CHANGES),
     ),
-    Route(
-        "/continue_generation",
-        resume,
-        post=Operation("The end of a pause", _STATUSES, answer=_OK, query=_QUERY),
-    ),
-    Route(
-        "/flush_cache",
-        reset_prefix_cache,
-        get=Operation("All cached prefixes dropped", _STATUSES, answer=_OK, query=_QUERY),
-        post=Operation("All cached prefixes dropped", _STATUSES, answer=_OK, query=_QUERY),
-    ),
+    Route("/continue_generation", resume, post=_RESUME),
+    Route("/flush_cache", reset_prefix_cache, get=_FLUSH, post=_FLUSH),
 )
 # for admins
 PATHS = frozenset(route.path for route in ROUTES if not route.path.endswith("/generate"))

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from deployments.api.http.errors import OVERLOADED, ApiError, from_backend, internal
+from deployments.api.http.errors import ApiError, from_backend, internal
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import JsonObject
 from deployments.api.stream.item_answer import ItemAnswer, ItemWriter
@@ -63,7 +63,7 @@ class BackgroundRun:
         try:
             await self._answer.run(self._generation, self._record)
         except (ApiError, MantaError) as error:
-            self._fail(error if isinstance(error, ApiError) else from_backend(error))
+            self._fail(from_backend(error))
         except Exception as error:
             log.error("the response %s failed: %s", self.writer.id, short_traceback(error))
             self._fail(internal())
@@ -127,8 +127,7 @@ class BackgroundRuns:
                 503,
                 "overloaded",
                 f"{len(self._runs)} responses run in the background, with {held} bytes of events",
-                kind=OVERLOADED,
-                headers=(("retry-after", "5"),),
+                retry_after=5,
             )
 
     def get(self, id: str, owner: str) -> BackgroundRun | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from deployments.api.generation.call import GenerationCall
-from deployments.api.http.errors import SERVER, ApiError, from_backend
+from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
@@ -210,7 +210,7 @@ class ItemAnswer:
         except (ApiError, MantaError) as error:
             if not exchange.started:
                 raise
-            self.writer.fail(error if isinstance(error, ApiError) else from_backend(error))
+            self.writer.fail(from_backend(error))
             await exchange.write(self._lines(), more=False)
 
     async def run(self, generation: Generation, tell: Callable[[], bool]) -> None:
@@ -298,4 +298,4 @@ async def _some(generation: Generation) -> list[Delta]:
 
 
 def _ended_early() -> ApiError:
-    return ApiError(500, "engine_error", "the generation ended early", kind=SERVER)
+    return ApiError(500, "engine_error", "the generation ended early")

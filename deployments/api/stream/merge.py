@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from deployments.api.generation.call import GenerationCall
-from deployments.api.http.errors import SERVER, ApiError, from_backend
+from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.output.chat_output import ParsedChoice
 from deployments.api.output.prediction import PredictionMatch
 from deployments.backend import Backend, Generation, Timing
@@ -191,7 +191,7 @@ def failed(delta: Delta) -> ApiError:
     """Return the error of a choice that the engine ended by an error or an abort."""
     code, _, message = delta.error.partition(": ")
     if delta.finish == "abort" or not message:
-        return ApiError(500, "engine_error", "the engine gave this request up", kind=SERVER)
+        return ApiError(500, "engine_error", "the engine gave this request up")
     return from_backend(RequestFailed(message, code=code))
 
 

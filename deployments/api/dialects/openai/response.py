@@ -64,7 +64,8 @@ class OpenAIResponse:
         ids: EventIds | None = None,
         past: Sequence[RecalledChoice | None] = (),
     ) -> None:
-        self.call = call
+        self.call, self.request = call, call.request
+        self._by_id = call.request.token_names
         self.ids = ids
         self.chat = chat
         self.wants_logprobs = call.common.params.logprobs is not None
@@ -82,7 +83,7 @@ class OpenAIResponse:
         }
         # the call whose usage each event of a stream reports
         self._metered: Generation | None = None
-        self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
+        self._echo_due = set(range(count)) if self.request.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
             self._replay = StreamReplay(call, ids, self.choices, past)
@@ -125,7 +126,7 @@ class OpenAIResponse:
         body = {**self.head, "choices": shaped, "usage": usage}
         if self.chat and call.prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
-        if self.chat and call.return_token_ids:
+        if self.chat and self.request.return_token_ids:
             body["prompt_token_ids"] = call.prompts[0]
         return _json(body)
 
@@ -150,19 +151,19 @@ class OpenAIResponse:
                 shaped["message"] = choice.parsed.message(self._number, index)
             shaped["logprobs"] = None
             if self.wants_logprobs:
-                content = chat_logprobs(call.tokenizer, choice.logprobs, by_id=call.token_names)
+                content = chat_logprobs(call.tokenizer, choice.logprobs, by_id=self._by_id)
                 shaped["logprobs"] = {"content": content, "refusal": None}
         else:
             prompt = self._prompt_of(index)
-            shaped["text"] = call.texts[prompt] + text if call.echo else text
+            shaped["text"] = call.texts[prompt] + text if self.request.echo else text
             shaped["logprobs"] = self._completion_logprobs(index, choice)
             if call.prompt_logprobs:
                 shaped["prompt_logprobs"] = self._prompt_logprobs(index)
-            if call.return_token_ids:
+            if self.request.return_token_ids:
                 shaped["prompt_token_ids"] = call.prompts[prompt]
         shaped["finish_reason"] = "length" if call.score_only else choice.finish_reason
         shaped["stop_reason"] = None if call.score_only else choice.stop_reason
-        if call.return_token_ids:
+        if self.request.return_token_ids:
             shaped["token_ids"] = [] if call.score_only else choice.token_ids
         return shaped
 
@@ -178,16 +179,16 @@ class OpenAIResponse:
         if not self.wants_logprobs:
             return None
         call = self.call
-        echoed = self._echo_logprobs(index) if call.echo else None
+        echoed = self._echo_logprobs(index) if self.request.echo else None
         if call.score_only:
             return echoed
-        shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+        shift = len(call.texts[self._prompt_of(index)]) if self.request.echo else 0
         own = completion_logprobs(
             call.tokenizer,
             choice.token_ids,
             choice.logprobs,
             [o + shift for o in choice.offsets],
-            by_id=call.token_names,
+            by_id=self._by_id,
         )
         return own if echoed is None else echoed + own
 
@@ -204,7 +205,7 @@ class OpenAIResponse:
         last = [len(decoded.text)] * (len(ids) - end)
         offsets = [0] * begin + decoded.offsets + last
         items = with_first(self.choices[index].prompt_logprobs, len(ids))
-        return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=call.token_names)
+        return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=self._by_id)
 
     def usage(self, generation: Generation) -> JsonObject:
         """Return the usage of the answer.
@@ -266,11 +267,11 @@ class OpenAIResponse:
             left = sum(choice.finish_reason is None for choice in choices)
         plain = self.call.output is None and not (
             self.wants_logprobs
-            or self.call.return_token_ids
+            or self.request.return_token_ids
             or self.call.score_only
-            or self.call.continuous_usage
+            or self.request.continuous_usage
         )
-        if self.call.continuous_usage:
+        if self.request.continuous_usage:
             self._metered = generation
         before, after = self._frames()
         try:
@@ -326,10 +327,10 @@ class OpenAIResponse:
         except (ApiError, MantaError) as error:
             if not exchange.started:
                 raise
-            answer = error if isinstance(error, ApiError) else from_backend(error)
+            answer = from_backend(error)
             await exchange.write(b"data: %b\n\n" % answer.body(), more=False)
             return
-        if self.call.include_usage and not (ids is not None and ids.told):
+        if self.request.usage and not (ids is not None and ids.told):
             if ids is not None:
                 ids.tell(1)
             out.append(self._data({"choices": [], "usage": self.usage(generation)}))
@@ -345,7 +346,7 @@ class OpenAIResponse:
         fields: JsonObject = {"choices": [choice]}
         if self._metered is not None:
             fields["usage"] = self.usage(self._metered)
-        elif self.call.include_usage:
+        elif self.request.usage:
             fields["usage"] = None
         return self._data(fields)
 
@@ -375,7 +376,7 @@ class OpenAIResponse:
             phase = 0 if self.ids is None else self.ids.shown[i].phase
             if phase == ENDED and choice.finish_reason is not None:
                 events.append(self._finish_event(i))
-            if phase or not (self.chat or (self.call.echo and not self.wants_logprobs)):
+            if phase or not (self.chat or (self.request.echo and not self.wants_logprobs)):
                 continue
             if self.ids is not None:
                 self.ids.enter(i, OPENED)
@@ -406,7 +407,7 @@ class OpenAIResponse:
         if choice.parsed is not None:
             message = choice.parsed.delta(self._number, index)
             scored = self.wants_logprobs and any(choice.parsed.is_content)
-            if not message and not (num_tokens and (call.return_token_ids or scored)):
+            if not message and not (num_tokens and (self.request.return_token_ids or scored)):
                 return b""
         elif call.score_only or not (num_tokens or decoded.text):
             return b""
@@ -414,21 +415,21 @@ class OpenAIResponse:
         if self.wants_logprobs:
             items = self._scored(choice, delta, num_tokens)
             if self.chat:
-                content = chat_logprobs(call.tokenizer, items, by_id=call.token_names)
+                content = chat_logprobs(call.tokenizer, items, by_id=self._by_id)
                 logprobs = {"content": content, "refusal": None}
             else:
-                shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+                shift = len(call.texts[self._prompt_of(index)]) if self.request.echo else 0
                 logprobs = completion_logprobs(
                     call.tokenizer,
                     delta.token_ids[:num_tokens],
                     items,
                     [o + shift for o in decoded.offsets[:num_tokens]],
-                    by_id=call.token_names,
+                    by_id=self._by_id,
                 )
         shaped = self._shaped(index, decoded.text, logprobs)
         if message is not None:
             shaped["delta"] = message
-        if call.return_token_ids:
+        if self.request.return_token_ids:
             shaped["token_ids"] = delta.token_ids[:num_tokens]
         return self._chunk(shaped)
 
@@ -458,4 +459,4 @@ class OpenAIResponse:
 
 
 def _ended_early() -> ApiError:
-    return ApiError(500, "engine_error", "the generation ended early", kind="server_error")
+    return ApiError(500, "engine_error", "the generation ended early")
