@@ -45,6 +45,11 @@ class AttentionMeta:
     # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
     # whose first token is its request's first begins it with zeros, whatever is there.
     rows: Tensor | None = None
+    # where tokens stand for rotary embeddings; None: at their positions
+    rotary: "RotaryPlaces | None" = None
+    # [num_tokens] int32: the last key that each token of a chunk sees, where tokens of an image see
+    # each other. Not descending in an entry; the chunk reaches up to these keys. None: its own.
+    last_keys: Tensor | None = None
     # [num_entries] int32: the entries' rows, in a step that verifies drafts. Adjacent decodes of a
     # row at consecutive positions then read their keys once. None: no row has several decodes.
     runs: Tensor | None = None
@@ -58,9 +63,35 @@ class AttentionMeta:
         first = position - (self.window - 1)
         return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
+    def rotation(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotary table of a layer in this step, and each token's row in it, int32.
+
+        cos_sin: the layer's own table, as of RopeInputs.
+        """
+        if self.rotary is None:
+            return cos_sin, self.positions
+        return cos_sin if self.rotary.table is None else self.rotary.table, self.rotary.rows
+
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
         """Return this step for layers whose keys are in other blocks; its plan is not made yet."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPlaces:
+    """The places of a step's tokens for rotary embeddings, where they are not their positions.
+
+    rows: [num_tokens] int32: each token's row in the rotary table.
+    table: [num_tokens, rotary_dim] float32, used instead of the layers' tables, in a step with
+        tokens that stand at different places on several axes; None = the layers' own.
+    """
+
+    rows: Tensor
+    table: Tensor | None = None
+
+    def of(self, token: int) -> "RotaryPlaces":
+        """Return the place of one token."""
+        return RotaryPlaces(self.rows[token : token + 1], self.table)
 
 
 @dataclass(frozen=True, slots=True)

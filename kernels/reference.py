@@ -284,7 +284,7 @@ class Kernels:
             both = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
         rotation = plan.rotations.get(cos_sin.data_ptr())
         if rotation is None:
-            rotation = _rotation(cos_sin, meta.positions)
+            rotation = _rotation(*meta.rotation(cos_sin))
             plan.rotations[cos_sin.data_ptr()] = rotation
         rotated = _rotate(both.float(), *rotation)
         if isinstance(k_cache, QuantizedKV):

@@ -43,6 +43,7 @@ def _walk(
     begin,
     end,
     row_position,
+    row_last,  # the last key that each row sees
     top,
     denominator,
     acc,
@@ -103,7 +104,7 @@ def _walk(
             ahead = position[None, :] - row_position[:, None]
             score = score * scale_log2 + slope[:, None] * ahead.to(tl.float32)
         if MASKED:
-            score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
+            score = tl.where(position[None, :] <= row_last[:, None], score, float("-inf"))
         if PART:
             first_key = row_position - (SCORES.window - 1)
             if SCORES.chunk:
@@ -167,7 +168,7 @@ def borders(
 
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts", "last_keys"],
 )
 def _prefill_kernel(
     q,
@@ -180,6 +181,7 @@ def _prefill_kernel(
     counts,
     sinks,  # [num_heads] float32, if SINKS
     slopes,  # [num_heads] float32, if SLOPES
+    last_keys,  # [num_tokens] int32, if SCORES.last_keys
     scale_log2,
     cap_log2,
     table_stride,
@@ -228,6 +230,11 @@ def _prefill_kernel(
     lowest, begin_full, full, end = borders(
         first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
     )
+    row_last = row_position
+    if SCORES.last_keys:
+        row_last = tl.load(last_keys + token, mask=row_mask, other=0)
+        row_last = tl.minimum(tl.maximum(row_last, row_position), length - 1)
+        end = tl.max(row_last, axis=0) + 1
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
@@ -241,16 +248,16 @@ def _prefill_kernel(
     if SCORES.window or SCORES.chunk:
         top, denominator, acc = _walk(
             query, k_cache, v_cache, table, head, lowest // TILE.keys * TILE.keys,
-            tl.minimum(begin_full, end), row_position, top,
+            tl.minimum(begin_full, end), row_position, row_last, top,
             denominator, acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, True, SCORES,
         )  # fmt: skip
     top, denominator, acc = _walk(
-        query, k_cache, v_cache, table, head, begin_full, full, row_position, top, denominator,
-        acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, False, SCORES,
+        query, k_cache, v_cache, table, head, begin_full, full, row_position, row_last, top,
+        denominator, acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, False, SCORES,
     )  # fmt: skip
     top, denominator, acc = _walk(
-        query, k_cache, v_cache, table, head, full, end, row_position, top, denominator, acc,
-        scale_log2, cap_log2, slope, lowest, HEADS, TILE, True, SCORES,
+        query, k_cache, v_cache, table, head, full, end, row_position, row_last, top, denominator,
+        acc, scale_log2, cap_log2, slope, lowest, HEADS, TILE, True, SCORES,
     )  # fmt: skip
     acc = acc / tl.sum(denominator, axis=1)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -305,6 +312,7 @@ def attention_prefill(
         meta.counts,
         q if sinks is None else sinks,
         q if slopes is None else slopes,
+        q if meta.last_keys is None else meta.last_keys,
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
         meta.block_table.stride(0),
@@ -319,6 +327,7 @@ def attention_prefill(
             softcap=softcap > 0,
             sinks=sinks is not None,
             slopes=slopes is not None,
+            last_keys=meta.last_keys is not None,
         ),
         DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,

@@ -65,7 +65,7 @@ def _numbers(k_word, v_word, KIND: tl.constexpr):
     return key_scale, key_least, value_scale, value_least
 
 
-# 20 parameters or more: 19 are what the loop reads and carries, and constants are in structs.
+# 20 parameters or more: 20 are what the loop reads and carries, and constants are in structs.
 @triton.jit
 def _walk(
     query,
@@ -80,6 +80,7 @@ def _walk(
     begin,
     end,
     row_position,
+    row_last,  # the last key that each row sees
     top,
     denominator,
     middle,  # of weights times `middle_of` values, if int4; in parts as the denominator
@@ -157,7 +158,7 @@ def _walk(
         if SCORES.softcap or SCORES.slopes:
             row_factor = tl.full([ROWS, 1], 1.0, tl.float32)
         if MASKED:
-            score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
+            score = tl.where(position[None, :] <= row_last[:, None], score, float("-inf"))
         if PART:
             first_key = row_position - (SCORES.window - 1)
             if SCORES.chunk:
@@ -190,10 +191,10 @@ def _walk(
     return top, denominator, middle, acc
 
 
-# 20 parameters or more: 16 are tensors and numbers of the launch, and constants are in structs.
+# 20 parameters or more: 17 are tensors and numbers of the launch, and constants are in structs.
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts", "last_keys"],
 )
 def _quantized_prefill_kernel(
     q,
@@ -208,6 +209,7 @@ def _quantized_prefill_kernel(
     counts,
     sinks,  # [num_heads] float32, if SINKS
     slopes,  # [num_heads] float32, if SLOPES
+    last_keys,  # [num_tokens] int32, if SCORES.last_keys
     scale_log2,
     cap_log2,
     table_stride,
@@ -265,6 +267,11 @@ def _quantized_prefill_kernel(
     lowest, begin_full, full, end = borders(
         first_position, length, QUERIES, TILE.keys, SCORES.window, SCORES.chunk, DETERMINISTIC
     )
+    row_last = row_position
+    if SCORES.last_keys:
+        row_last = tl.load(last_keys + token, mask=row_mask, other=0)
+        row_last = tl.minimum(tl.maximum(row_last, row_position), length - 1)
+        end = tl.max(row_last, axis=0) + 1
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     middle = tl.zeros([ROWS, 8], tl.float32)
@@ -278,19 +285,19 @@ def _quantized_prefill_kernel(
     if SCORES.window or SCORES.chunk:
         top, denominator, middle, acc = _walk(
             query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
-            lowest // TILE.keys * TILE.keys, tl.minimum(begin_full, end), row_position, top,
-            denominator, middle, acc, cap_log2, slope, lowest, HEADS, TILE,
+            lowest // TILE.keys * TILE.keys, tl.minimum(begin_full, end), row_position, row_last,
+            top, denominator, middle, acc, cap_log2, slope, lowest, HEADS, TILE,
             True, SCORES, CODES, DTYPE, ASM,
         )  # fmt: skip
     top, denominator, middle, acc = _walk(
         query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
-        begin_full, full, row_position, top, denominator,
+        begin_full, full, row_position, row_last, top, denominator,
         middle, acc, cap_log2, slope, lowest, HEADS, TILE,
         False, SCORES, CODES, DTYPE, ASM,
     )  # fmt: skip
     top, denominator, middle, acc = _walk(
         query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
-        full, end, row_position, top, denominator,
+        full, end, row_position, row_last, top, denominator,
         middle, acc, cap_log2, slope, lowest, HEADS, TILE,
         True, SCORES, CODES, DTYPE, ASM,
     )  # fmt: skip
@@ -338,6 +345,7 @@ def quantized_prefill(
         meta.counts,
         q if sinks is None else sinks,
         q if slopes is None else slopes,
+        q if meta.last_keys is None else meta.last_keys,
         scale / softcap if softcap else scale * 1.4426950408889634,
         softcap * 1.4426950408889634,
         meta.block_table.stride(0),
@@ -352,6 +360,7 @@ def quantized_prefill(
             softcap=softcap > 0,
             sinks=sinks is not None,
             slopes=slopes is not None,
+            last_keys=meta.last_keys is not None,
         ),
         CODES=code_pages(k_cache),
         **products(q),

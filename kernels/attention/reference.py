@@ -275,7 +275,7 @@ def _plan_chunk(
     )
     gather = Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
     num_keys = kv_len - first * size
-    whole = not (meta.window or meta.chunk)
+    whole = not (meta.window or meta.chunk) and meta.last_keys is None
     if whole and (length == 1 or length == kv_len):
         return PrefillChunk(begin, end, num_keys, gather, None)
     if whole:
@@ -283,7 +283,8 @@ def _plan_chunk(
         return PrefillChunk(begin, end, num_keys, gather, mask.triu_(num_keys - length + 1))
     key = torch.arange(first * size, kv_len, device=cache.device)
     query = key[-length:, None]
-    hidden = (key > query) | (key < meta.first_key(query))
+    last = query if meta.last_keys is None else meta.last_keys[begin:end, None]
+    hidden = (key > last) | (key < meta.first_key(query))
     mask = torch.zeros(hidden.shape, device=cache.device).masked_fill_(hidden, float("-inf"))
     return PrefillChunk(begin, end, num_keys, gather, mask)
 

@@ -456,7 +456,7 @@ def _prefill_specialized_kernel(
 def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bool:
     """Whether `specialized_prefill` serves these inputs: see `takes_specialized_prefill`."""
     q, k_cache = inputs.q, inputs.k_cache
-    if isinstance(k_cache, QuantizedKV) or not q.is_cuda:
+    if isinstance(k_cache, QuantizedKV) or not q.is_cuda or meta.last_keys is not None:
         return False
     plain = q.dtype == k_cache.dtype and k_cache.is_contiguous()
     form = attention_form(inputs)

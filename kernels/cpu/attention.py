@@ -491,15 +491,20 @@ class CpuRotation:
         self._rotate = compile_ir(module([_rotate(shape, lanes())]))["rotate"]
         self._args = (ctypes.c_int64 * _WORDS)()
 
-    def rope_kv_write(self, inputs: RopeInputs, positions: Tensor, slots: Tensor) -> Tensor:
-        """Compute `Kernels.rope_kv_write` over plain caches."""
-        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, _, _ = inputs
+    def rope_kv_write(
+        self, inputs: RopeInputs, cos_sin: Tensor, rows: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Compute `Kernels.rope_kv_write` over plain caches.
+
+        cos_sin, rows: the rotary table and the tokens' rows in it, see `AttentionMeta.rotation`.
+        """
+        qkv, _, q_norm, k_norm, eps, k_cache, v_cache, _, _ = inputs
         assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
         shape, args = self._shape, self._args
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         args[_QKV], args[_Q] = qkv.data_ptr(), q.data_ptr()
-        args[_POSITIONS], args[_SLOTS] = positions.data_ptr(), slots.data_ptr()
+        args[_POSITIONS], args[_SLOTS] = rows.data_ptr(), slots.data_ptr()
         args[_TABLE] = cos_sin.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
         args[_TOKENS] = tokens

@@ -173,7 +173,7 @@ class Deterministic(PlannedByFirstLayer):
             meta.plan = _DeterministicPlan(meta)
         kernels = meta.plan.choose(inputs.num_heads, inputs.k_cache, inputs.cos_sin, inputs.q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(inputs, meta.positions, meta.slots)
+            return kernels.rope_kv_write(inputs, *meta.rotation(inputs.cos_sin), meta.slots)
         write = super().rope_kv_write
         tokens = zip(inputs.qkv.split(1), meta.plan.writes(inputs.k_cache), strict=True)
         queries = [write(inputs._replace(qkv=row.clone()), part) for row, part in tokens]
@@ -371,6 +371,7 @@ def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
         window=meta.window,
         chunk=meta.chunk,
         rows=None if meta.rows is None else meta.rows.index_select(0, entry),
+        rotary=meta.rotary,
     )
 
 
@@ -388,6 +389,7 @@ def _apart(every: AttentionMeta) -> list[AttentionMeta]:
             window=every.window,
             chunk=every.chunk,
             rows=None if every.rows is None else every.rows[at : at + 1],
+            rotary=None if every.rotary is None else every.rotary.of(at),
         )
         for at, length in enumerate(every.kv_len.tolist())
     ]

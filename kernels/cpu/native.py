@@ -123,8 +123,9 @@ class _NativePlan(LayerKernels):
                 (chunk.begin, chunk.end, chunk.table.data_ptr(), chunk.length)
                 for chunk in self.chunks
             ]
-            last = self._meta.positions.int()
-            first = self._meta.first_key(last).contiguous()
+            own = self._meta.positions.int()
+            first = self._meta.first_key(own).contiguous()
+            last = own if self._meta.last_keys is None else self._meta.last_keys
             self._entries = Entries(spans, first, last, self._meta.block_table)
         return self._entries
 
@@ -151,7 +152,7 @@ class Native(PlannedByFirstLayer):
             meta.plan = _NativePlan(meta)
         kernels = meta.plan.choose(inputs.num_heads, inputs.k_cache, inputs.cos_sin, inputs.q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(inputs, meta.positions, meta.slots)
+            return kernels.rope_kv_write(inputs, *meta.rotation(inputs.cos_sin), meta.slots)
         return super().rope_kv_write(inputs, meta.plan.reference)
 
     def attention(self, inputs: AttentionInputs, meta: AttentionMeta) -> Tensor:

@@ -85,7 +85,7 @@ def whole_texts(
     keys, values = plan.keys(num_heads, dim, key_dtype)
     table = torch.empty(0, 0) if cos_sin is None else cos_sin
     inputs = RopeInputs(qkv, table, None, None, 0.0, keys, values, num_heads)
-    q = rotation.rope_kv_write(inputs, plan.positions, plan.slots)
+    q = rotation.rope_kv_write(inputs, inputs.cos_sin, plan.positions, plan.slots)
     out = qkv.new_empty(len(qkv), num_heads * dim)
     attend(q, keys, values, scale, plan.entries(window), out, _PLAIN)
     return out

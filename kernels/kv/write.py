@@ -297,6 +297,7 @@ def rope_kv_write(inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
     A slot of -1 writes no key or value.
     """
     qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, gated = inputs
+    cos_sin, rows = meta.rotation(cos_sin)
     num_tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     rotary_dim = cos_sin.shape[-1]
@@ -316,7 +317,7 @@ def rope_kv_write(inputs: RopeInputs, meta: AttentionMeta) -> Tensor:
         cos_sin,
         q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv,
-        meta.positions,
+        rows,
         meta.slots,
         q,
         *caches,

@@ -129,7 +129,10 @@ def attention(
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
             score += slopes.double()[:, None, None] * (key_at - query_at)
-        hidden = key_at > query_at
+        last = query_at
+        if meta.last_keys is not None:
+            last = meta.last_keys[starts[entry] : starts[entry + 1], None]
+        hidden = key_at > last
         if meta.window:
             hidden |= query_at - key_at >= meta.window
         if meta.chunk:

@@ -12,6 +12,7 @@ from kernels.attention.decode_plan import plan
 from kernels.attention.inputs import AttentionInputs
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
+from kernels.reference import Kernels
 from tests.kernels.oracle import (
     BOUND,
     DEVICE,
@@ -23,6 +24,7 @@ from tests.kernels.oracle import (
     random,
     row_error,
 )
+from tests.kernels.test_quantized_attention import plain, quantized
 
 pytestmark = pytest.mark.triton
 cuda, cuda_deterministic = kernels_for("cuda"), kernels_for("cuda", True)
@@ -176,6 +178,43 @@ def test_other_block_sizes(block_size: int) -> None:
     a prompt, and a chunk after a prefix, all ending inside, at and beyond a block's end."""
     kv_len = [block_size, block_size + 1, 19, 2 * block_size + 3]
     check(kv_len, [1, 1, 19, block_size + 2], 2, 1, 32, block_size, 2, DTYPES[-1])
+
+
+def spans_of(
+    query_len: list[int], kv_len: list[int], spans: dict[int, list[tuple[int, int]]]
+) -> torch.Tensor:
+    """The last keys of a step's tokens; spans: entry -> its ranges that see each other."""
+    last = []
+    for entry, (queries, length) in enumerate(zip(query_len, kv_len, strict=True)):
+        own = torch.arange(length - queries, length)
+        for begin, end in spans.get(entry, ()):
+            own[(own >= begin) & (own < end)] = end - 1
+        last.append(own)
+    return torch.cat(last).int().to(DEVICE)
+
+
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("name", ["", "int8"])
+def test_tokens_of_an_image_see_each_other(name: str, window: int) -> None:
+    """Bugs: a tile ends at its last query's own key; a tile that all queries see is one of keys
+    behind them; keys of the next image are seen. Images begin and end within tiles and at their
+    borders, before the chunk too, and fill a chunk up to its end."""
+    kv_len, query_len = [40, 1, 200, 70, 64, 33], [1, 1, 170, 70, 64, 5]
+    *caches, meta = paged(kv_len, query_len, 2, 32, 16, 2, torch.float32)
+    meta.window = window
+    spans = {2: [(20, 75), (80, 128), (128, 130)], 3: [(3, 60)], 4: [(10, 64)], 5: [(20, 33)]}
+    meta.last_keys = spans_of(query_len, kv_len, spans)
+    q, inputs = random(sum(query_len), 8, 32), caches
+    if name:
+        inputs = [quantized(name, cache) for cache in caches]
+        caches = [plain(cache) for cache in inputs]
+    want = attention(q, *caches, 0.2, meta)
+    assert row_error(attention(q, *caches, 0.2, replace(meta, last_keys=None)), want) > 0.1
+    for back_end in (cuda, cuda_deterministic, Kernels()):
+        meta.plan = meta.counts = None
+        back_end.prepare(meta, 8, inputs[0])
+        out = back_end.attention(AttentionInputs(q, *inputs, 0.2), meta).view(q.shape)
+        assert row_error(out, want) < BOUND[torch.float32]
 
 
 def number(value: int) -> torch.Tensor:
