@@ -2,6 +2,7 @@ r"""Speculation by look-up: edits, summaries, copies and chat with and without d
 
     python -m bench.speculation --out bench/results
     python -m bench.speculation --model FOLDER --device cuda --streams 1 64 256
+    python -m bench.speculation --host --streams 1 8 64 256
 
 The sides are engines in this process: `off`, `own` (drafts from the request's own text, vLLM's
 ngram) and `auto` (also from earlier answers). Each round has new documents, whose names and numbers
@@ -13,22 +14,33 @@ texts that are equal. On the CPU in float32 all are: tests/parity/test_speculati
     copy       a text to be repeated
     summarise  a text to be put into three sentences
     chat       a question
+
+--host: without a model, the host's time of a step where nothing repeats, in microseconds: answers
+of 512 random tokens, one batch ahead, no device. Rows have a side's time divided by that of `off`.
 """
 
 import argparse
+import gc
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from bench.report.result_file import Line, print_ratios, ratio_row, write
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from engine.batch import Batch, StepResult
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.speculation import Speculation
+from engine.speculation.settings import read_speculation
 from engine.text.tokenizer import Tokenizer
 
 SIDES: Mapping[str, Any] = {"off": "off", "own": {"method": "ngram"}, "auto": "auto"}
@@ -167,6 +179,113 @@ def table(lines: Sequence[Line]) -> list[Line]:
     return rows
 
 
+class NoDevice:
+    """A runner without a device: each step is done at once, with random tokens."""
+
+    def __init__(self) -> None:
+        self._tokens = np.random.default_rng(0).integers(2, 128_000, 1 << 22).tolist()
+        self._next = 0
+
+    def take(self, count: int) -> list[int]:
+        """Return the next random tokens."""
+        if self._next + count > len(self._tokens):
+            self._next = 0
+        self._next += count
+        return self._tokens[self._next - count : self._next]
+
+    def launch(self, batch: Batch) -> "DoneStep":
+        return DoneStep(StepResult(batch.step, self.take(sum(batch.samples))))
+
+    def recover(self) -> bool:
+        return False
+
+    def shrink(self, num_blocks: int) -> None:
+        raise NotImplementedError
+
+
+class DoneStep:
+    """A step of NoDevice."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def sample(self, masks: Any) -> None:
+        raise NotImplementedError
+
+    def conclude(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class HostSide:
+    """An engine core without a device, in which `streams` requests always run."""
+
+    def __init__(self, speculation: Any, streams: int) -> None:
+        most = 1024
+        config = CoreConfig(
+            num_blocks=streams * most // 16,
+            block_size=16,
+            max_num_seqs=2 * streams,
+            max_num_batched_tokens=2048,
+            max_model_len=most,
+            vocab_size=128_000,
+        )
+        self._runner = NoDevice()
+        drafts = Speculation.of(read_speculation(speculation), config)
+        self._core = EngineCore(config, self._runner, speculation=drafts)
+        self._streams, self._added = streams, 0
+
+    def steps(self, count: int) -> float:
+        """Run this many steps; return the seconds of one."""
+        core = self._core
+        seconds = 0.0
+        for _ in range(count):
+            while len(core.scheduler.requests) < self._streams:
+                self._added += 1
+                first = min(self._added / self._streams, 1.0)  # they end at different times
+                params = SamplingParams(max_tokens=int(512 * first), ignore_eos=True)
+                ids = self._runner.take(400)
+                core.add_request(EngineRequest(self._added, ids, len(ids), params, 0))
+            began = time.thread_time()
+            core.step()
+            seconds += time.thread_time() - began
+        return seconds / count
+
+
+def measure_host(streams: Sequence[int], rounds: int) -> Iterator[Line]:
+    """Yield a line for each side and number of streams: the median of turns of 256 steps."""
+    for count in streams:
+        sides = {name: HostSide(value, count) for name, value in SIDES.items()}
+        gc.collect()
+        turns: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(8 * rounds + 4):
+            for name, side in sides.items():
+                seconds = side.steps(256)
+                if turn >= 4:  # the first ones try drafts
+                    turns[name].append(1e6 * seconds)
+        for name, figures in turns.items():
+            line = {"streams": count, "side": name, "host_us": round(median(figures), 2)}
+            print(line, flush=True)
+            yield line
+
+
+def host_table(lines: Sequence[Line]) -> list[Line]:
+    """Return a row for each number of streams and side."""
+    off = {line["streams"]: line["host_us"] for line in lines if line["side"] == "off"}
+    return [
+        ratio_row(
+            f"host/{line['streams']}/{line['side']}",
+            line["host_us"],
+            off[line["streams"]],
+            "us",
+        )
+        for line in lines
+        if line["side"] != "off"
+    ]
+
+
 def rate(line: Line) -> float:
     return float(line["tokens"] / line["seconds"])
 
@@ -183,7 +302,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="speculation")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--host", action="store_true", help="the host's time alone")
     options = parser.parse_args()
+    if options.host:
+        host_lines = list(measure_host(options.streams, options.rounds))
+        host_rows = host_table(host_lines)
+        print_ratios(host_rows)
+        if options.out:
+            write(options.out, options.name, {}, host_rows, host_lines)
+        return
     chosen = {
         "device": options.device,
         "dtype": options.dtype,

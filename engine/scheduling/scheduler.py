@@ -576,6 +576,8 @@ class Scheduler:
                     launched.finishing.append(entry)
                 else:
                     group.join(request)
+                    if self.speculation is not None:
+                        self.speculation.expect(request)
         if self.num_constrained:
             self._constrain(launched, builder.batch)
         self.verifying = launched.num_drafts > 0 or bool(launched.proposals)
@@ -606,7 +608,7 @@ class Scheduler:
         self.verifying = False  # as such a step is the only one
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
-        if self.speculation is not None:
+        if self.speculation is not None and (launched.verifications or launched.proposals):
             self._observe_drafts(self.speculation, launched)
             for (request, _), drafts in zip(launched.proposals, result.drafts, strict=True):
                 self.speculation.receive(request, drafts)

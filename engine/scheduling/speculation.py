@@ -26,6 +26,9 @@ from engine.speculation.synthetic import AnyDrafter, SyntheticAcceptance
 
 logger = logging.getLogger("manta.engine")
 
+_READ = 8_192  # tokens that drafters may read in a step, so that no step waits for them: 2 ms
+_FEW = 16  # new tokens of a request that do not count
+
 
 @dataclass(slots=True)
 class RequestDrafts:
@@ -65,10 +68,13 @@ class Speculation:
         drafter: Drafter,
         lengths: DraftLengths,
         acceptance: SyntheticAcceptance | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         """Set up the speculation of an engine.
 
         acceptance: accepts drafts by chance, for benchmarks.
+        lookup: the drafter, if it is look-up. Drafts that rest are tried again when it sees texts
+            that repeat; those of other drafters after a time.
         """
         self.computes = isinstance(drafter, ComputedDrafter)  # whether steps compute drafts
         self.awaited: Request | None = None
@@ -76,6 +82,9 @@ class Speculation:
         self._drafter = drafter
         self._lengths = lengths
         self._acceptance = acceptance
+        self._lookup = lookup
+        self._looked = 0  # requests looked at while drafts rested
+        self._unread = _READ  # tokens that drafters may still read in this step
 
     @classmethod
     def of(cls, settings: SpeculationSettings | None, config: CoreConfig) -> "Speculation | None":
@@ -111,7 +120,8 @@ class Speculation:
             return cls(AnyDrafter(), DraftLengths(settings.tokens), synthetic)
         if settings.by_model:
             return cls(ComputedDrafter(), DraftLengths(settings.tokens))
-        return cls(Lookup(settings.lookup), DraftLengths(settings.tokens))
+        lookup = Lookup(settings.lookup)
+        return cls(lookup, DraftLengths(settings.tokens), lookup=lookup)
 
     @staticmethod
     def obstacle(recurrent: bool, stages: int, admission: str, most: int) -> str:
@@ -134,7 +144,7 @@ class Speculation:
     def peek(self, requests: Sequence[Request]) -> None:
         """Set `awaited` to the first of these requests with drafts beyond its token in flight."""
         self.awaited = None
-        if not requests or not self._lengths.begin_step(len(requests)):
+        if not requests or not self._begin_step(requests):
             return
         if self.computes:  # a step that computes drafts is not launched before the last one is done
             able = (r for r in requests if self._may_draft(r, _room(r) - 1))
@@ -157,7 +167,7 @@ class Speculation:
         if self.computes:
             computed = ((request, self._computed(request)) for request in requests)
             return _cut([Verification(*pair) for pair in computed if pair[1]], room)
-        if awaited is None and not self._lengths.begin_step(len(requests)):  # else `peek` began it
+        if awaited is None and not self._begin_step(requests):  # else `peek` began it
             return []
         chosen = []
         for request in requests:
@@ -200,6 +210,11 @@ class Speculation:
             assert isinstance(source, ComputedDrafts)
             source.receive(len(request.token_ids) - request.num_virtual, drafts)
 
+    def expect(self, request: Request) -> None:
+        """Note that a request begins to decode."""
+        if request.prediction:
+            self._lengths.wake()
+
     def observe(self, verifications: Sequence[Verification]) -> None:
         """Note what a step accepted."""
         for verification in verifications:
@@ -218,10 +233,25 @@ class Speculation:
 
     def end(self, request: Request) -> None:
         """Forget a request that ends, and let later requests draft from its answer."""
-        if request.drafts is not None:
-            self._text_known(request, request.drafts.source)
-            request.drafts.source.end()
-            request.drafts = None
+        own, request.drafts = request.drafts, None
+        if own is not None:
+            self._text_known(request, own.source)
+            own.source.end()
+        elif self._lookup is not None and self._may_draft(request):
+            self._lookup.remember(request.token_ids, request.num_prompt, request.root)
+
+    def _begin_step(self, requests: Sequence[Request]) -> int:
+        """Begin a step; see `DraftLengths.begin_step`. While drafts rest, look at a request."""
+        most = self._lengths.begin_step(len(requests))
+        if most:
+            self._unread = _READ
+        elif (lookup := self._lookup) is not None and (length := self._lengths.look_due()):
+            self._looked += 1
+            request = requests[self._looked % len(requests)]
+            self._lengths.note_look(
+                self._may_draft(request) and lookup.repeats(request.token_ids, request.root, length)
+            )
+        return most
 
     def _worth(self, request: Request, length: int) -> int:
         own: RequestDrafts | None = request.drafts
@@ -235,6 +265,13 @@ class Speculation:
         room = _room(request)
         if not self._may_draft(request, room - ahead):
             return []
+        own: RequestDrafts | None = request.drafts
+        read = 0 if own is None else own.source.num_tokens + request.num_virtual
+        missing = len(request.token_ids) - read
+        if missing > _FEW:
+            if self._unread <= 0:
+                return []
+            self._unread -= missing
         own = self._begun(request)
         most = self._lengths.limit(own.record)
         if not most:
@@ -252,7 +289,7 @@ class Speculation:
         return own.source.propose(room)
 
     @staticmethod
-    def _may_draft(request: Request, room: int) -> bool:
+    def _may_draft(request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts, of at most `room` tokens."""
         return request.speculates and request.constraint is None and room > 0
 

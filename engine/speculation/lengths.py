@@ -2,6 +2,8 @@
 
     record = DraftRecord()                              one for each request that may draft
     most = lengths.begin_step(entries)                  before each step; 0 = ask no drafter
+    if length := lengths.look_due():                    while it is 0: look at a request, whether
+        lengths.note_look(repeats)                      its last `length` tokens stood before
     drafts = source.propose(lengths.limit(record))
     del drafts[lengths.worth(record, len(drafts)) :]    drop what costs more than it gives
     lengths.observe_drafts(record, drafted, accepted)   each verified draft (drafted >= 1)
@@ -13,7 +15,9 @@ Two decisions, both of figures that the engine measures:
    are those of drafts of equal length (a draft is long where its match is long), corrected by what
    the request's earlier drafts gained. The price is the share of a step's time for one more row.
 2. Of steps: blocks of steps with drafts alternate with short ones without. Where the blocks with
-   drafts give fewer tokens a second, drafts rest for 64 steps, later for up to 256.
+   drafts give fewer tokens a second, drafts rest for 64 steps, later for up to 256. Where they
+   give nothing, they rest too, as asking for them takes time. A rest goes on as long as looks, at
+   one request every few steps, see no text that repeats.
 """
 
 import math
@@ -30,6 +34,12 @@ _PLAIN_WEIGHT = 0.15  # of a step without, which blocks have few of
 _HIT_WEIGHT = 0.04  # of a draft in the running mean of acceptance
 _FADING = 0.97  # of earlier steps in the line of prices
 _RETURNING = 0.994  # the same in a step without drafts, when the line returns to the guess
+_LEAST_GAIN = 0.004  # accepted drafts for each decode, below which drafts rest
+_BLANK = 64  # steps in a row without an accepted draft, after which drafts rest
+_LAST = 8  # steps of a rest, its last ones, that are measured
+_LOOK, _LOOK_FEW = 32, 16  # steps between two looks; with few decodes
+_REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look
+_REPEATS = 2  # looks in a row that see a repeat, after which a rest without gain is over
 _SURPRISE = 0.2  # by how much of a step one measured step may differ from the line
 _MOST_FIXED = 0.5  # of a step: what drafts cost beside their rows; more is another program's work
 _FEW = 16  # decodes with which asking for drafts takes no time that counts
@@ -63,6 +73,7 @@ class _StepCosts:
         "extra",
         "fixed",
         "gain",
+        "idle",
         "left",
         "measured",
         "noise",
@@ -71,6 +82,7 @@ class _StepCosts:
         "plain",
         "price",
         "rest",
+        "resting",
         "settling",
     )
 
@@ -82,6 +94,8 @@ class _StepCosts:
         self.extra = 0.0  # their time beyond `plain`, as a share of it
         self.measured = 0  # steps with drafts
         self.on = False
+        self.resting = False  # whether this block is a rest
+        self.idle = False  # whether it is, because drafts gave nothing
         self.block = self.left = _SETTLING + _MEASURED  # its steps, and those to come
         self.settling = _SETTLING
         self.rest = _REST
@@ -149,7 +163,10 @@ class _StepCosts:
 
     def begin_block(self) -> None:
         """Begin the next block, when the last one is over."""
-        pays = self.measured == 0 or self.value >= _KEEPS - self.noise
+        gains = self.measured == 0 or self.gain >= _LEAST_GAIN
+        pays = self.measured == 0 or (gains and self.value >= _KEEPS - self.noise)
+        self.resting = self.on and not pays
+        self.idle = self.resting and not gains
         if self.on:
             self.on = False
             self.left = _SETTLING + _MEASURED
@@ -170,9 +187,13 @@ class _StepCosts:
         self.block, self.settling = self.left, _SETTLING
 
     def end_early(self) -> bool:
-        """Whether drafts lose so much that a long block of them is over."""
-        over = self.block - self.left >= _SETTLING + _MEASURED
-        return over and self.value < _LOSES - self.noise
+        """Whether drafts lose so much, or so long gave nothing, that a block of them is over."""
+        steps = self.block - self.left
+        if steps >= (_REST if self._entries <= _FEW else _SETTLING + _MEASURED) and (
+            self.gain < _LEAST_GAIN
+        ):
+            return True
+        return steps >= _SETTLING + _MEASURED and self.value < _LOSES - self.noise
 
 
 class DraftLengths:
@@ -194,9 +215,14 @@ class DraftLengths:
         ]
         self._probed = 0  # the last step with a draft that was not worth its rows
         self._drafted = 0  # draft tokens of the last step
+        self._blank = 0  # steps in a row that asked for drafts and accepted none
         self._accepted = 0  # in steps that observe_step has not heard of
         self._interested = 0  # requests with a draft worth its rows, since the last step
         self._mean_interested = 1.0
+        self._next_look = 0  # the step from which a look is due
+        # Since the rest began or was prolonged: looks, those that saw a repeat, and of these the
+        # newest ones in a row.
+        self._looks = self._repeats = self._in_a_row = 0
 
     def forget_steps(self) -> None:
         """Forget the times of all steps, as those of an engine's start are of compilers."""
@@ -210,8 +236,35 @@ class DraftLengths:
         """
         if entries <= 0:
             return 0
-        self._entries, self._current = entries, self._costs_of(entries)
+        if entries != self._entries or not self._costs:
+            self._entries, self._current = entries, self._costs_of(entries)
         return self._most if self._current.on else 0
+
+    def look_due(self) -> int:
+        """Return how many tokens have to repeat in a look at a request; 0 = no look is due.
+
+        Legal while `begin_step` returns 0.
+        """
+        if self._step < self._next_look or not self._current.resting:
+            return 0
+        return _REPEATED_FEW if self._entries <= _FEW else _REPEATED
+
+    def note_look(self, repeats: bool) -> None:
+        """Note a look at one of the decoding requests.
+
+        repeats: whether its text ends with tokens that stood before.
+        """
+        self._next_look = self._step + (_LOOK_FEW if self._entries <= _FEW else _LOOK)
+        self._looks += 1
+        self._repeats += repeats
+        self._in_a_row = self._in_a_row + 1 if repeats else 0
+        if self._in_a_row >= _REPEATS and self._current.idle:
+            self.wake()
+
+    def wake(self) -> None:
+        """End the rest, as drafts are likely to be right now."""
+        if self._current.resting:
+            self._begin_block(self._current)
 
     def limit(self, record: DraftRecord) -> int:
         """Return the most drafts of this request in the step that `begin_step` began."""
@@ -259,12 +312,20 @@ class DraftLengths:
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Note the seconds of a step of `entries` decodes with `drafts` draft tokens in all."""
+        self._step += 1
+        costs = self._current
+        if costs.resting and costs.left > _LAST:
+            costs.left -= 1
+            return
         accepted, self._accepted = self._accepted, 0
+        self._blank = 0 if accepted or not costs.on else self._blank + 1
         self._mean_interested += 0.2 * (self._interested - self._mean_interested)
         self._interested = 0
-        self._step += 1
         drafted, self._drafted = self._drafted, drafts
         if entries <= 0 or seconds <= 0:
+            if costs.on and self._blank >= _BLANK:
+                costs.gain, costs.measured = 0.0, max(1, costs.measured)
+                self._begin_block(costs)
             return
         costs = self._costs_of(entries)
         costs.left -= 1
@@ -282,7 +343,16 @@ class DraftLengths:
             if costs.end_early():
                 costs.left = 0
         if costs.left <= 0:
-            costs.begin_block()
+            if costs.resting and self._looks and not self._repeats:
+                costs.left = _REST
+                self._looks = 0
+            else:
+                self._begin_block(costs)
+
+    def _begin_block(self, costs: _StepCosts) -> None:
+        costs.begin_block()
+        self._blank = 0
+        self._looks = self._repeats = self._in_a_row = 0
 
     def _costs_of(self, entries: int) -> _StepCosts:
         bucket = int(2 * math.log2(entries))

@@ -6,8 +6,11 @@ import pytest
 
 from engine.config.kv_groups import Full, Window
 from engine.errors import ConfigError
+from engine.scheduling import speculation as module
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation, Verification, _cut
+from engine.speculation.lengths import DraftLengths
+from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
 from engine.speculation.settings import read_speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
@@ -246,3 +249,48 @@ def test_drafter_learns_the_text_and_the_end() -> None:
     driver.finish()
     assert [drafts.text[5:] for drafts in drafter.begun] == answers
     assert all(drafts.ended for drafts in drafter.begun)
+
+
+def test_nothing_is_asked_where_nothing_repeats() -> None:
+    """Bug: with `auto`, each step asked each request for drafts that no text has, 3 us each."""
+    lookup = Lookup(LookupOptions())
+    speculation = Speculation(lookup, DraftLengths(), lookup=lookup)
+    driver = Driver(speculation=speculation, max_num_seqs=40, num_blocks=2000, max_model_len=400)
+    for first in range(32):
+        driver.add_request(3 + first, max_tokens=300, ignore_eos=True)
+    for _ in range(120):
+        driver.step()
+    asked = 0
+    propose = LookupDrafts.propose
+
+    def counted(drafts: LookupDrafts, most: int) -> list[int]:
+        nonlocal asked
+        asked += 1
+        return propose(drafts, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookupDrafts, "propose", counted)
+        patch.setattr(lookup, "repeats", lambda token_ids, key, length: False)
+        for _ in range(100):
+            driver.step()
+        assert asked == 0
+        patch.setattr(lookup, "repeats", lambda token_ids, key, length: True)
+        for _ in range(120):
+            driver.step()
+        assert asked > 0
+    driver.finish()
+
+
+def test_new_texts_are_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: when drafts begin, one step waits until the prompts of all requests are indexed."""
+    monkeypatch.setattr(module, "_READ", 20)
+    drafter = ToldDrafter("right")
+    driver = Driver(speculation=Speculation(drafter, ListedLengths([3])), async_scheduling=False)
+    for _ in range(4):
+        driver.add_request(17, max_tokens=20, ignore_eos=True)
+    begun = []
+    for _ in range(4):
+        driver.step()
+        begun.append(len(drafter.begun))
+    assert begun == [0, 2, 4, 4]
+    driver.finish()

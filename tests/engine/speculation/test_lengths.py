@@ -63,6 +63,10 @@ class Engine:
         for _ in range(steps):
             drafts = 0
             most = lengths.begin_step(entries)
+            if not most and lengths.look_due():
+                choices = TEXTS[rng.choice(texts)]
+                drafted = rng.choices(choices, [share for *_, share in choices])[0][0]
+                lengths.note_look(drafted >= (2 if entries <= 16 else 3))
             for text, record in zip(texts, records, strict=True):
                 if not most:
                     break
@@ -211,3 +215,58 @@ def test_planted_faults_show(fault: Callable[[DraftLengths], None]) -> None:
         for text in ("chat", "wrong"):
             worst = min(worst, engine.run(lengths, [text] * entries, 400))
     assert worst < 0.97
+
+
+def _rest(lengths: DraftLengths, entries: int) -> None:
+    """Run steps that ask for drafts and get none, until drafts rest."""
+    for _ in range(200):
+        if not lengths.begin_step(entries) and lengths.look_due():
+            return
+        lengths.observe_step(entries, 0, 5e-3)
+    pytest.fail("drafts that give nothing do not rest")
+
+
+@pytest.mark.parametrize("entries", [1, 8, 64, 256])
+def test_drafts_that_give_nothing_rest_until_a_text_repeats(entries: int) -> None:
+    """Bugs: each step asks hundreds of requests for drafts that no text has; a text that begins
+    to copy is not noticed."""
+    lengths = DraftLengths()
+    _rest(lengths, entries)
+    looks = asked = 0
+    for _ in range(4000):
+        asked += lengths.begin_step(entries) > 0
+        if not asked and lengths.look_due():
+            looks += 1
+            lengths.note_look(False)
+        lengths.observe_step(entries, 0, 5e-3)
+    assert asked == 0 and 4000 / 33 < looks <= 4000 / 16
+    for _step in range(100):
+        if lengths.begin_step(entries):
+            break
+        if lengths.look_due():
+            lengths.note_look(True)
+        lengths.observe_step(entries, 0, 5e-3)
+    assert lengths.begin_step(entries), "three looks in a row saw a repeat"
+
+
+def test_a_prediction_ends_the_rest() -> None:
+    """Bug: a client says what the answer will be, and the first hundred tokens have no drafts."""
+    lengths = DraftLengths()
+    _rest(lengths, 8)
+    assert lengths.begin_step(8) == 0
+    lengths.wake()
+    assert lengths.begin_step(8) > 0
+
+
+def test_steps_with_prompts_end_a_block_without_drafts() -> None:
+    """Bug: where each step computes prompts too, so that none is measured, all requests were asked
+    for drafts for ever."""
+    lengths = DraftLengths()
+    for _ in range(10):
+        lengths.begin_step(256)
+        lengths.observe_step(256, 0, 5e-3)
+    assert lengths.begin_step(256) > 0
+    for _ in range(70):
+        lengths.begin_step(256)
+        lengths.observe_step(0, 0, 9e-3)
+    assert lengths.begin_step(256) == 0

@@ -196,3 +196,35 @@ def test_cost_of_a_token_without_repeats() -> None:
             drafts.propose(7)
         seconds.append((time.perf_counter() - began) / (len(text) - 100))
     assert min(seconds) < 4e-6  # measured: 1.1 us
+
+
+def test_looks_see_what_repeats() -> None:
+    """Bugs: drafts rest for ever beside a text that copies; or a chance piece of a token ends the
+    rest."""
+    source = Lookup(LookupOptions())
+    text = list(range(500, 600))
+    assert source.repeats([*text, 7, 8, 520, 521, 522], KEY, 3)
+    assert not source.repeats([*text, 7, 8, 520, 521, 523], KEY, 3)
+    assert source.repeats([*text, 7, 8, 520, 521, 599, 522, 523], KEY, 2)
+    assert not source.repeats(text, KEY, 3)
+    # bytes 0, 1, 0, 0 | 0, 1, 0, 0 are found in the middle of 65536, 65536
+    assert not source.repeats([65536, 65536, 65536, 3, 256, 256], KEY, 2)
+    assert not source.repeats([5], KEY, 2)
+
+
+def test_answers_that_never_drafted_are_known_later() -> None:
+    """Bugs: while drafts rest no answer is remembered, so that repeated questions are not noticed;
+    a look reads all of them at once."""
+    source = Lookup(LookupOptions())
+    for number in range(9):
+        first = 1000 * number + 1000
+        source.remember([1, 2, 3, *range(first, first + 50)], 3, KEY)
+    assert source.answers.num_tokens == 9 * 53
+    assert source.repeats([9, 9010, 9011, 9012], KEY, 3), "the newest answer is read first"
+    assert not source.repeats([9, 1010, 1011, 1012], KEY, 3)
+    assert not source.repeats([9, 9010, 9011, 9012], b"another key", 3)
+    for _ in range(9):
+        drafts = begin([9, 1010, 1011, 1012], source=source).propose(7)
+    assert drafts == [1013, 1014, 1015]
+    source.remember([1, 2, 3], 3, b"nothing")
+    assert source.answers.find(b"nothing") is None
