@@ -151,6 +151,7 @@ class StepResult:
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     drafts: the new drafts of each of the batch's proposals, in their order.
+    encode_seconds: time that the step took to encode its images.
     """
 
     step: int
@@ -160,3 +161,4 @@ class StepResult:
     pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
     drafts: Sequence[list[int]] = ()
+    encode_seconds: float = 0.0

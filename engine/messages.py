@@ -227,6 +227,14 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_by_position: list[int] = []
+    # Of models that take images, since start: images that steps encoded, their embeddings, the time
+    # that this took, and images whose embeddings were kept from earlier.
+    images_encoded: int = 0
+    image_tokens_encoded: int = 0
+    image_encode_seconds: float = 0.0
+    image_cache_hits: int = 0
+    image_cache_tokens: int = 0  # embeddings that are kept
+    image_cache_size: int = 0  # the most of them
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

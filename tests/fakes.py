@@ -1,24 +1,28 @@
 """FakeRunner: a device without a model. Its next token is a hash of the tokens it reads through the
 block table, so a wrong block, a stale row or a lost token changes the text."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from engine.batch import Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
 from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
+from engine.images.image import Image
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.speculation import Speculation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -71,8 +75,11 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
     new = NewRow(0, [], request.num_prompt_tokens, p, request.seed, request.choice, sorted(stops))
     virtual = virtual_tokens(request.adapter)
     tokens, keys = [*range(VOCAB, VOCAB + virtual), *request.token_ids], [0]
-    for token in tokens:
-        keys.append(key_of(keys[-1], token))
+    places = image_places(request.token_ids, request.images)
+    for at, token in enumerate(tokens, start=-virtual):
+        image, index = places.get(at, (None, 0))
+        code = token if image is None else embedding(crc32(image.pixels), index)
+        keys.append(key_of(keys[-1], code))
     new.num_prompt_tokens += virtual
     limit = min(config.max_model_len, config.num_blocks * config.block_size)
     if p.max_tokens is not None:
@@ -83,6 +90,49 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
         if tokens[-1] in stops and len(tokens) - new.num_prompt_tokens > p.min_tokens:
             return tokens[virtual + len(request.token_ids) :], "stop"
     return tokens[virtual + len(request.token_ids) :], "length"
+
+
+IMAGE_TOKEN = 3
+ROW_END = 4
+
+
+def embedding(picture: int, index: int) -> int:
+    """What stands for an image's embedding in the keys; picture: the CRC of its pixels."""
+    return VOCAB + 100 + 1000 * picture + index
+
+
+def image_places(token_ids: Sequence[int], images: Sequence[Image]) -> dict[int, tuple[Image, int]]:
+    """Position -> the image and the index of the embedding that stand there."""
+    places = {}
+    for image in images:
+        span = range(image.start, image.start + image.length)
+        own = [at for at in span if token_ids[at] == IMAGE_TOKEN]
+        assert len(own) == image.size
+        places.update({at: (image, index) for index, at in enumerate(own)})
+    return places
+
+
+def make_prompt(*parts: int | list[int]) -> dict[str, Any]:
+    """The prompt and the images of a request (fields of `make_request`). parts: lists of tokens,
+    and pictures as numbers: picture p has 1 + p % 8 embeddings, in rows of 3 if p is odd."""
+    tokens: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, list):
+            tokens += part
+            continue
+        span = [IMAGE_TOKEN] * (1 + part % 8)
+        for at in range(3, len(span), 4):
+            if part % 2:
+                span.insert(at, ROW_END)
+        if span[-1] == ROW_END:
+            del span[-1]
+        pixels = bytes([part]) * 6
+        digest = blake2b(pixels, digest_size=16).digest()
+        size = span.count(IMAGE_TOKEN)
+        images.append(Image(digest, len(tokens), len(span), size, (1, size), (1, 1, 2), pixels))
+        tokens += span
+    return {"prompt": tokens, "images": images}
 
 
 @dataclass
@@ -99,7 +149,9 @@ class _Step:
     saved: list[tuple[int, int]]
     resumed: list[tuple[int, int]]
     masked: list[int]
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: list[Proposal]
+    images: list[Image]
+    dropped_images: list[bytes]
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
@@ -148,6 +200,11 @@ class FakeRunner:
         # Of slots, if any, rows among them: key, position.
         self.states: dict[int, tuple[int, int]] = {}
         self.news: dict[int, NewRow] = {}
+        self.places: dict[int, dict[int, tuple[Image, int]]] = {}  # of rows, as of the last launch
+        self.encoded: dict[bytes, int] = {}  # digest -> CRC of the pixels, of embeddings it has
+        self.pictures: dict[bytes, int] = {}  # the same of all that it ever had
+        self.launch_encoded: dict[bytes, int] = {}  # digest -> size, as of the last launch
+        self.num_encoded = 0
         self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
         self.in_flight: list[_Step] = []
         self.max_in_flight = 0
@@ -185,6 +242,8 @@ class FakeRunner:
             list(batch.resumed_states),
             list(batch.masked),
             list(batch.proposals),
+            list(batch.images),
+            list(batch.dropped_images),
         )
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
@@ -195,6 +254,8 @@ class FakeRunner:
 
     def recover(self) -> bool:
         assert not self.in_flight
+        self.encoded.clear()
+        self.launch_encoded.clear()
         return True
 
     def shrink(self, num_blocks: int) -> None:
@@ -226,6 +287,10 @@ class FakeRunner:
         for new in batch.new_rows:
             assert new.row not in busy, "a row was given away while a step uses it"
             self.launch_table[new.row] = {}
+            assert not any(image.pixels for image in new.images), "rows need no pixels"
+            self.places[new.row] = image_places(new.token_ids, new.images)
+        if config.images is not None:
+            self._check_images(batch, config.images)
         written: dict[int, int] = {}
         for row, index, block in batch.new_blocks:
             self.launch_table[row][index] = block
@@ -271,8 +336,41 @@ class FakeRunner:
                         taken = block in written or block in copied
                         assert not taken, "a block was given away while a step uses it"
 
+    def _check_images(self, batch: Batch, plan: ImagePlan) -> None:
+        encoded = self.launch_encoded
+        for digest in batch.dropped_images:
+            encoded.pop(digest, None)
+        for image in batch.images:
+            assert image.digest not in encoded, "an image is encoded that the runner has"
+            assert math.prod(image.shape) * 3 == len(image.pixels), "pixels are lost"
+            encoded[image.digest] = image.size
+        assert sum(encoded.values()) <= plan.cache_tokens, "more embeddings than the cache holds"
+        together = sum(image.size for image in batch.images)
+        most = max(self.config.max_num_batched_tokens, plan.largest)
+        assert together <= most, "over the budget of embeddings"
+        self.num_encoded += len(batch.images)
+        for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
+            stop = start + length
+            for at, (image, _) in self.places[row].items():
+                if not start <= at < stop:
+                    continue
+                assert image.digest in encoded, "a chunk needs an image that is not encoded"
+                if plan.bidirectional:
+                    assert stop >= image.start + image.length, "an image is cut"
+        used = {
+            image.digest
+            for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True)
+            for at, (image, _) in self.places[row].items()
+            if start <= at < start + length
+        }
+        assert used >= {image.digest for image in batch.images}, "encoded without need"
+
     def execute(self, step: _Step) -> StepResult:
         """What the device does: apply updates, write all keys, then read them and sample."""
+        for digest in step.dropped_images:
+            self.encoded.pop(digest, None)
+        for image in step.images:
+            self.encoded[image.digest] = self.pictures[image.digest] = crc32(image.pixels)
         size = self.config.block_size
         assert len({slot for _, slot in step.saved}) == len(step.saved), "a snapshot is saved twice"
         for row, slot in step.saved:
@@ -300,9 +398,14 @@ class FakeRunner:
         # model takes no order: each layer writes all keys before it reads any.)
         for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
             key = 0
+            places = self.places[row]
             for at in range(start + length):
                 token = self.tokens[row, at]
                 assert token >= 0, "computed a token that the row does not have"
+                if at in places:
+                    image, index = places[at]
+                    pictures = self.pictures if at < start else self.encoded
+                    token = embedding(pictures[image.digest], index)
                 key = key_of(key, int(token))
                 if at < start:
                     continue
@@ -373,7 +476,10 @@ class FakeRunner:
             end += 1
         text: list[int] = self.tokens[row, : end + 1].tolist()
         new, keys, drafts = self.news[row], [0], []
-        for token in text:
+        for at, token in enumerate(text):
+            if at in self.places[row]:
+                image, index = self.places[row][at]
+                token = embedding(self.pictures[image.digest], index)
             keys.append(key_of(keys[-1], token))
         right = {"right": proposal.count, "wrong": 0, "mixed": end * end % 5}[self.drafts]
         for at in range(proposal.count):

@@ -335,6 +335,36 @@ REPLICA_METRICS = (
         lambda s: s.snapshots_evicted,
     ),
     ReplicaMetric(
+        "images_encoded_total",
+        "counter",
+        "Images that the engine encoded.",
+        lambda s: s.images_encoded,
+    ),
+    ReplicaMetric(
+        "image_tokens_encoded_total",
+        "counter",
+        "Embeddings of images that the engine encoded: image tokens of prompts.",
+        lambda s: s.image_tokens_encoded,
+    ),
+    ReplicaMetric(
+        "image_encode_seconds_total",
+        "counter",
+        "Seconds that steps spent on encoding images.",
+        lambda s: s.image_encode_seconds,
+    ),
+    ReplicaMetric(
+        "image_cache_hits_total",
+        "counter",
+        "Images that were computed from embeddings in the image cache.",
+        lambda s: s.image_cache_hits,
+    ),
+    ReplicaMetric(
+        "image_cache_usage_perc",
+        "gauge",
+        "Share of the image cache in use, 0 to 1.",
+        lambda s: s.image_cache_tokens / s.image_cache_size if s.image_cache_size else 0.0,
+    ),
+    ReplicaMetric(
         "engine_prompt_tokens_total",
         "counter",
         "Prompt tokens computed by the engine.",

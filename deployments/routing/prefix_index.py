@@ -13,6 +13,7 @@ the set of its holders as the bits of an integer.
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.images.image import Image
 from engine.scheduling.prefix_hash import extend_hashes, root_hash
 
 # Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
@@ -22,19 +23,22 @@ FORWARDED_HASHES = 64  # leading hashes of a request that are passed on to other
 _LIMIT = 2**19  # most (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
-def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
+def hash_prefix(
+    token_ids: Sequence[int], adapter: str = "", salt: str = "", images: Sequence[Image] = ()
+) -> list[bytes]:
     """Return the chained prefix hashes of a prompt, one for each STRIDE tokens.
 
     The last token is in none, because it is always computed.
 
     adapter: adapter as "name@revision"; "": none.
     salt: cache salt of the request.
+    images: of the prompt.
     """
     prefix_hashes: list[bytes] = []
     if len(token_ids) <= STRIDE:
         return prefix_hashes
     root = root_hash("", adapter, salt)
-    extend_hashes(prefix_hashes, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE)
+    extend_hashes(prefix_hashes, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE, images)
     return [prefix_hash[:HASH_BYTES] for prefix_hash in prefix_hashes]
 
 

@@ -2,10 +2,10 @@
 
 `EngineConfig(model="fake:key=value,...")` selects it. The token at position p of a sequence is
 first + p % (vocab_size - first). It depends only on the position, and on the adapter's name and
-revision and the version of changed weights, which shift p. A token's log-probability depends only
-on the token. So a stream that was resumed elsewhere can be checked for gaps and repeats, and the
-CPU cost of router and client is measured without a model's. The embedding of a text is [tokens,
-their sum, the first, the last].
+revision, the version of changed weights and the digests of images, which shift p. A token's
+log-probability depends only on the token. So a stream that was resumed elsewhere can be checked for
+gaps and repeats, and the CPU cost of router and client is measured without a model's. The embedding
+of a text is [tokens, their sum, the first, the last].
 """
 
 import os
@@ -284,6 +284,8 @@ class FakeCore:
         shift = 0 if adapter is None else crc32(adapter.key.encode())
         if self._updates.count:
             shift += crc32(self._updates.version.encode())
+        for image in request.images:
+            shift += crc32(image.digest)
         finish, stop_token = "", None
         limit = self._max_len
         if params.max_tokens is not None:

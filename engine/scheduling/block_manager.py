@@ -115,9 +115,10 @@ class BlockManager:
         """Return how many positions of a typical request this many blocks hold."""
         return positions(self.kinds, blocks, self.block_size)
 
-    def next_cost(self, request: Request) -> int:
-        """Return the number of blocks that the request's next position needs."""
-        return self._growing if request.blocks else self._growing + self._fixed
+    def next_cost(self, request: Request, count: int = 1) -> int:
+        """Return the number of blocks that the request's next `count` positions need."""
+        growing = count * self._growing
+        return growing if request.blocks else growing + self._fixed
 
     def num_extensions(self, request: Request) -> int:
         """Return how many further positions of the request the free blocks allow.
@@ -276,7 +277,7 @@ class BlockManager:
 
     def hash_prefix(self, request: Request, count: int) -> list[bytes]:
         """Return the hashes of the request's first `count` blocks, whose tokens must be known."""
-        extend_hashes(request.hashes, request.root, request.token_ids, self.block_size, count)
+        self._extend_hashes(request, count)
         return request.hashes[:count]
 
     def hash_blocks(self, request: Request, num_computed: int) -> None:
@@ -289,12 +290,16 @@ class BlockManager:
         if count <= request.num_registered or not request.cacheable:
             return
         hashes, blocks, groups = request.hashes, request.blocks, self.num_groups
-        extend_hashes(hashes, request.root, request.token_ids, self.block_size, count)
+        self._extend_hashes(request, count)
         for group, kind in enumerate(self.kinds):
             if kind.by_position:
                 for index in range(request.num_registered, count):
                     self._register(hashes[index], blocks[index * groups + group], group)
         request.num_registered = count
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        root, size, images = request.root, self.block_size, request.images
+        extend_hashes(request.hashes, root, request.token_ids, size, count, images)
 
     def reset(self) -> None:
         """Empty the prefix cache. Used blocks stay in use, but are no longer matched."""

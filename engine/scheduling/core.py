@@ -107,12 +107,15 @@ class Runner(Protocol):
     """
 
     def launch(self, batch: Batch) -> PendingResult:
-        """Start a step, which needs nothing from `batch` after the return. Raises OutOfMemory."""
+        """Start a step, which needs nothing from `batch` after the return. Raises OutOfMemory.
+
+        Of `batch.dropped_images` the runner may have lost some, as in a failure or a sleep.
+        """
         ...
 
     def recover(self) -> bool:
-        """Prepare for the next step after one has raised, with none in flight; False: device
-        lost."""
+        """Drop the embeddings of images and prepare for the next step, after one has raised and
+        with none in flight; False: device lost."""
         ...
 
     def shrink(self, num_blocks: int) -> None:
@@ -271,6 +274,7 @@ class EngineCore:
         held = self._updates.ready or self._pause.frozen
         if self._sleep.wanted and self._may_fall_asleep():
             scheduler.memory.reset_prefix_cache()
+            scheduler.drop_images()
             self._sleep.begin()
         elif self._sleep.asleep and scheduler.can_run() and not held:
             self.wake()
@@ -314,6 +318,8 @@ class EngineCore:
             seconds = self._timer.between
             if self.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
+            if result is not None:  # a chunk's size does not change what its images take
+                seconds = max(0.0, seconds - result.encode_seconds)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
             if scheduler.speculation is not None:
                 entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
@@ -393,7 +399,8 @@ class EngineCore:
     def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
         """Requeue all requests, and run smaller steps from now on.
 
-        If a step of one token does not fit and the KV cache cannot shrink, begin a bisection.
+        If a step of one token does not fit and the KV cache cannot shrink, begin a bisection. So
+        does a step that encodes an image, for which a smaller KV cache is no remedy.
         """
         self._shortages.count_shortage()
         scheduler = self.scheduler
@@ -401,8 +408,9 @@ class EngineCore:
         fewer = self.config.num_blocks * 7 // 8
         can_shrink = fewer >= scheduler.memory.pools[0].blocks_for(self.config.max_model_len)
         num_tokens = newest.decodes + newest.prompt_tokens
-        smaller = num_tokens // 2
-        if not smaller and not can_shrink:
+        # an image that must not be cut, or a whole text, may exceed the limit
+        smaller = min(num_tokens, scheduler.token_limit) // 2
+        if not smaller and (newest.num_images or not can_shrink):
             self._begin_bisection(failure, -1)
             return
         self._drop_pending()
@@ -586,6 +594,7 @@ class EngineCore:
             draft_tokens=counters.draft_tokens,
             accepted_by_position=counters.accepted_by_position.copy(),
             **_of_states(scheduler),
+            **({} if scheduler.images is None else scheduler.images.stats()),
         )
 
     def check_integrity(self) -> None:

@@ -13,10 +13,14 @@ While a request decodes, its num_computed grows by one a step but is not written
 import enum
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine.batch import NewRow, TokenLogprobs
 from engine.errors import InvalidRequest, context_too_long, no_vectors
+from engine.images.image import Image
 from engine.lora.tiers.adapter import Adapter
 from engine.messages import Delta, EngineRequest
 from engine.pooling import PooledText
@@ -61,12 +65,14 @@ class Request:
         "group_index",
         "hashes",
         "id",
+        "images",
         "kv_rank",
         "last_step",
         "limit",
         "marks",
         "micro_batch",
         "min_tokens",
+        "next_image",
         "num_cached",
         "num_computed",
         "num_prefix",
@@ -120,6 +126,10 @@ class Request:
             self.token_ids[:0] = range(-self.num_virtual, 0)
             self.num_prompt += self.num_virtual
         self.cache_salt = message.cache_salt
+        self.images: Sequence[Image] = message.images
+        if self.images:
+            self.images = [_own(image, self.num_virtual, self.cache_salt) for image in self.images]
+        self.next_image = 0  # the first image with a token beyond num_computed
         self.set_model_key(config.model_key)
         # The most tokens it may have, prompt and output.
         self.limit = config.max_model_len
@@ -208,6 +218,7 @@ class Request:
             self.choice,
             sorted(self.stop_ids) if self.constraint is None else (),
             kv_rank=self.kv_rank,
+            images=self.images,
         )
         if self.num_virtual:
             new.virtual_slot, new.num_virtual = self.adapter_slot, self.num_virtual
@@ -246,6 +257,18 @@ class Request:
             delta.prompt_logprobs = self.prompt_logprobs
             if self.pooled is not None:
                 delta.vector = self.pooled.vector()
+
+
+def _own(image: Image, num_virtual: int, cache_salt: str) -> Image:
+    """Return an image as the request has it.
+
+    num_virtual: tokens that were put before the prompt.
+    cache_salt: only requests of one salt share embeddings.
+    """
+    digest = image.digest
+    if cache_salt:
+        digest = blake2b(digest + cache_salt.encode(), digest_size=len(digest)).digest()
+    return msgspec.structs.replace(image, digest=digest, start=image.start + num_virtual)
 
 
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:

@@ -22,6 +22,7 @@ The token budget of a step is spent in this order:
 3. waiting requests, in the order of service, while admission accepts the first of them;
 4. drafts of requests that decode.
 The order of service is (priority, arrival).
+A chunk with image tokens ends before an image that the step cannot encode: image_cache.py.
 """
 
 import logging
@@ -40,6 +41,7 @@ from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup, next_group
+from engine.scheduling.image_cache import ImageCache
 from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
@@ -80,6 +82,7 @@ class Scheduler:
         self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.memory = RequestMemory(config, self._most_rows, free_blocks)
         self.running = self.memory.running
+        self.images = None if config.images is None else ImageCache(config.images)
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last step scheduled
@@ -120,6 +123,8 @@ class Scheduler:
         self.num_constrained += request.constraint is not None
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
+        if self.images is not None and request.images:
+            self.images.add_request(request)
         self.queue.add_request(request)
 
     @property
@@ -191,8 +196,14 @@ class Scheduler:
         if not trusted:
             for request in {*touched, *running}:
                 self.memory.discard_cached(request)
+            self.drop_images()
         for request in running:
             self._return_to_queue(request)
+
+    def drop_images(self) -> None:
+        """Forget all embeddings of images; the next step drops those that the runner has."""
+        if self.images is not None:
+            self.images.clear()
 
     def admit_only(self, requests: Container[Request] | None) -> None:
         """Let only these requests leave the queue from now on; None lifts the restriction."""
@@ -217,6 +228,7 @@ class Scheduler:
         if recompute:
             self.requeue(trusted=False)
         self.memory.reset_prefix_cache()
+        self.drop_images()
         for request in self.requests.values():
             request.set_model_key(model_key)
             request.hashes = []
@@ -354,7 +366,12 @@ class Scheduler:
             budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)
         if self.memory.snapshots is not None:
             budget = min(budget, self.memory.snapshots.advance(request, builder.batch.step))
-        length = self._give_blocks(request, budget, builder) if budget > 0 else 0
+        if budget <= 0:
+            return
+        if self.images is not None and request.next_image < len(request.images):
+            length = self._give_blocks_to_images(self.images, request, budget, builder)
+        else:
+            length = self._give_blocks(request, budget, builder)
         if length > 0:
             builder.scored_tokens += length if scored else 0
             self._add_chunk(request, length, builder)
@@ -380,21 +397,50 @@ class Scheduler:
         room = self.token_limit - len(self.decoding)
         return min(room, builder.prompt_limit) - builder.chunk_tokens
 
-    def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Allocate blocks for up to `budget` tokens; return how many tokens have blocks now."""
+    def _give_blocks_to_images(
+        self, images: ImageCache, request: Request, budget: int, builder: StepBuilder
+    ) -> int:
+        """Allocate blocks for a chunk with images, and let the step encode them.
+
+        Returns the tokens of the chunk. They exceed `budget` if it begins in an image that must not
+        be cut and whose rest exceeds it.
+        """
+        length = images.whole(request, min(request.remaining, budget))
+        length = images.reach(request, length, self.token_limit)
+        room = self.config.max_num_batched_tokens - len(self.decoding) - builder.chunk_tokens
+        if not 0 < length <= max(budget, room):
+            return 0
+        least = images.whole(request, 1)
+        length = self._give_blocks(request, length, builder, least)
+        if length:
+            length = images.whole(request, length)
+            images.use(request, length)
+        return length
+
+    def _give_blocks(
+        self, request: Request, budget: int, builder: StepBuilder, least: int = 1
+    ) -> int:
+        """Allocate blocks for up to `budget` tokens; return how many tokens have blocks now.
+
+        least: fewer tokens are of no use; the result is 0 then.
+        """
         size, manager = self.config.block_size, self.memory.pool(request)
         length = min(request.remaining, budget)
         room = len(request.blocks) // manager.num_groups * size - request.num_computed
         if length > room:
-            if room <= 0 and manager.num_free < manager.next_cost(request):
-                self._make_room(request, builder)
+            if room < least:
+                needed = manager.next_cost(request, -(-(least - room) // size))
+                if manager.num_free < needed:
+                    self._make_room(request, needed, builder)
             count = min(-(-(length - room) // size), manager.num_extensions(request))
+            if room + count * size < least:
+                return 0
             length = min(length, room + count * size)
             builder.batch.new_blocks += manager.extend((request,), count)
         return length
 
-    def _make_room(self, request: Request, builder: StepBuilder) -> None:
-        """Preempt requests of the same pool until the request's next position has its blocks.
+    def _make_room(self, request: Request, needed: int, builder: StepBuilder) -> None:
+        """Preempt requests of the same pool until `needed` blocks are free for the request.
 
         The last request in the order of service is preempted first. Blocks may be free already, or
         become free when steps are done. No request is preempted for a later one: the last request
@@ -402,7 +448,6 @@ class Scheduler:
         scheduled in order.
         """
         pool, rank = self.memory.pool(request), request.kv_rank
-        needed = pool.next_cost(request)
         while pool.num_free < needed:
             coming = self.memory.coming(rank, builder.sampling + builder.prefill_only)
             if pool.num_free + coming >= builder.owed[rank] + needed:
@@ -502,6 +547,8 @@ class Scheduler:
             memory.cuts += held.snapshots.plan.cuts(num_tokens)
         for pool_memory in memories:  # all pools share a step's token budget
             pool_memory.uncomputed += num_tokens - request.num_computed
+        if self.images is not None:
+            self.images.computed(request)
         memory.count_running(held.footprint(request, self._step_index(request)))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
@@ -554,6 +601,9 @@ class Scheduler:
         if self.memory.snapshots is not None:
             builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
+        if self.images is not None:
+            self.images.build(builder.batch)
+            launched.num_images = len(builder.batch.images)
         step = self.step = launched.step
         for entry in launched.finishing:
             group.leave(launched.requests[entry])
@@ -564,6 +614,8 @@ class Scheduler:
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
+            if self.images is not None:
+                self.images.computed(request)
             if not (pool := self.memory.pool(request)).whole:
                 pool.drop_behind(request, request.num_computed)
             request.last_step = step
@@ -608,12 +660,16 @@ class Scheduler:
         self.verifying = False  # as such a step is the only one
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
+        if self.images is not None:
+            self.images.encode_seconds += result.encode_seconds
         if self.speculation is not None and (launched.verifications or launched.proposals):
             self._observe_drafts(self.speculation, launched)
             for (request, _), drafts in zip(launched.proposals, result.drafts, strict=True):
                 self.speculation.receive(request, drafts)
         for request in outcome.failed:
             self.memory.discard_cached(request)
+            if self.images is not None:
+                self.images.discard(request)
             self._end(request)
         for request in outcome.ended:
             self._end(request)
@@ -639,6 +695,8 @@ class Scheduler:
         self._leave(request)
         self._release(request)
         request.num_computed = 0
+        if self.images is not None:
+            self.images.restart(request)
         self.queue.add_request(request)
 
     def _leave(self, request: Request) -> None:
@@ -672,6 +730,8 @@ class Scheduler:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
         if self.speculation is not None:
             self.speculation.end(request)
+        if self.images is not None:
+            self.images.end_request(request)
 
     def _release(self, request: Request) -> None:
         """Release the request's row and blocks when no step in flight uses them."""
@@ -717,6 +777,8 @@ class Scheduler:
         assert num_queued == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
+        if self.images is not None:
+            self.images.check_integrity(self.requests.values())
         pins = Counter(r.adapter_slot for r in self.running.values())
         pins.update(r.adapter_slot for r in self.memory.deferred)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)

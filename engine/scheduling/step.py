@@ -51,6 +51,7 @@ class LaunchedStep:
     num_drafts: int = 0
     proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's
     prompt_tokens: int = 0  # tokens of its chunks
+    num_images: int = 0  # images that it encodes
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     awaits_masks: bool = False  # whether some of these had an unknown last token at the launch

@@ -13,6 +13,7 @@ import pytest
 
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
+from engine.images.image import Image
 from engine.messages import EngineRequest, StepFrame
 from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
@@ -78,6 +79,29 @@ def test_frames_arrive_in_order_and_nothing_is_left() -> None:
         await asyncio.to_thread(lambda: None)  # the executor's thread is asyncio's to keep
         for _ in range(2):
             await once()
+
+    asyncio.run(main())
+
+
+def test_images_reach_the_engine() -> None:
+    """The pixels of a large picture are lost or cut on their way, or another picture answers."""
+
+    async def main() -> None:
+        frames: list[StepFrame] = []
+        client = EngineClient(frames.append)
+        await client.start(FAKE)
+        pixels = bytes(3 * 2000 * 1000)
+        for number, digest in enumerate((b"a" * 16, b"b" * 16, b"a" * 16)):
+            message = request(number, max_tokens=4)
+            message.images = [Image(digest, 0, 2, 2, (1, 2), (1, 2000, 1000), pixels)]
+            client.submit(message)
+        assert await until(lambda: client.stats.finished == 3)
+        await client.close()
+        tokens: dict[int, list[int]] = {}
+        for frame in frames:
+            for delta in frame.deltas:
+                tokens.setdefault(delta.id, []).extend(delta.token_ids)
+        assert tokens[0] == tokens[2] != tokens[1] and len(tokens[1]) == 4
 
     asyncio.run(main())
 

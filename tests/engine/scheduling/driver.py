@@ -13,6 +13,7 @@ from tests.fakes import (
     collect,
     expected,
     make_core,
+    make_prompt,
     make_request,
     virtual_tokens,
 )
@@ -199,6 +200,10 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
                 fields["max_tokens"] = rng.choice([0, 5])
             if rng.random() < 0.2:
                 fields["logprobs"] = 0
+            if "images" in changes and rng.random() < 0.7:
+                pictures = [rng.choice([rng.randrange(10), stem[:3]]) for _ in range(5)]
+                fields |= make_prompt(stem[: rng.randrange(9)], *pictures, [7])
+                prompt = fields.pop("prompt")
             for choice in range(rng.choice([1, 1, 1, 3])):
                 driver.add_request(prompt, choice=choice, **fields)
         elif action < 0.45 and driver.scheduler.requests:

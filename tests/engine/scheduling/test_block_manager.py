@@ -1,5 +1,7 @@
 """BlockManager and prefix hashes: who owns a block, what is found again, what is evicted first."""
 
+from typing import Any
+
 import pytest
 
 from engine.lora.tiers.adapter import Adapter
@@ -110,9 +112,11 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a long prompt is hashed again at every try of admission and at every block it fills."""
     hashed = []
 
-    def counting(hashes: list[bytes], root: bytes, tokens: list[int], size: int, n: int) -> None:
+    def counting(
+        hashes: list[bytes], root: bytes, tokens: list[int], size: int, n: int, images: list[Any]
+    ) -> None:
         hashed.append(max(0, n - len(hashes)))
-        extend_hashes(hashes, root, tokens, size, n)
+        extend_hashes(hashes, root, tokens, size, n, images)
 
     monkeypatch.setattr(module, "extend_hashes", counting)
     manager = BlockManager(16, SIZE)

@@ -39,26 +39,26 @@ def refusal(**changes: Any) -> str:
     ],
 )
 def test_wrong_images_end_their_request_alone(changes: dict[str, Any], error: str) -> None:
-    """A faulty client ends the step loop, or has rows written beside its image."""
+    """Bug: a faulty client ends the step loop, or has rows written beside its image."""
     assert refusal(**changes).startswith(error)
 
 
 def test_images_that_overlap_are_refused() -> None:
-    """Two images claim one position, and the runner writes it twice."""
+    """Bug: two images claim one position, and the runner writes it twice."""
     core, _ = make_core(images=PLAN)
     output = run(core, [make_request(1, PROMPT, images=[IMAGE, IMAGE])])[1]
     assert output.deltas[0].error.startswith("invalid_image: images must be in the order")
 
 
 def test_images_are_refused_where_nothing_computes_them() -> None:
-    """A text model answers as if it had seen the image."""
+    """Bug: a text model answers as if it had seen the image."""
     core, _ = make_core()
     request = make_request(1, PROMPT, images=[IMAGE])
     assert run(core, [request])[1].deltas[0].error.startswith("images_not_supported: this model")
 
 
 def test_a_step_must_have_room_for_an_image_that_cannot_be_cut() -> None:
-    """An image waits forever for a step that has room for it."""
+    """Bug: an image waits forever for a step that has room for it."""
     plan = ImagePlan.of(TOKEN, 512, 320, 64, whole=256)
     assert plan == ImagePlan(TOKEN, 512, 256, bidirectional=True)
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 319.*raise it to 320"):

@@ -116,7 +116,9 @@ def the_adapter_is_not_in_the_root(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def hashes_are_not_chained(patch: pytest.MonkeyPatch) -> None:
-    def wrong(hashes: list[bytes], root: bytes, tokens: list[int], size: int, count: int) -> None:
+    def wrong(
+        hashes: list[bytes], root: bytes, tokens: list[int], size: int, count: int, *_: Any
+    ) -> None:
         for index in range(len(hashes), count):
             own: list[bytes] = []
             extend_hashes(own, root, tokens[index * size : (index + 1) * size], size, 1)

@@ -15,8 +15,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine.scheduling.image_plan import ImagePlan
 from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
+from tests.fakes import IMAGE_TOKEN, make_prompt
 
 STEM = [2 + i * i % 47 for i in range(48)]
 
@@ -122,6 +124,66 @@ EngineMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestEngineMachine = EngineMachine.TestCase
+
+
+class ImageMachine(EngineMachine):
+    """The same with images, in an engine whose runner keeps few of their embeddings."""
+
+    @initialize(
+        async_scheduling=st.booleans(),
+        block_size=st.sampled_from([1, 3, 4]),
+        budget=st.sampled_from([16, 20, 64]),
+        spare=st.integers(0, 20),
+        prefix_caching=st.booleans(),
+        micro_batches=st.sampled_from([1, 1, 2]),
+        cache_tokens=st.sampled_from([8, 13, 40]),
+        bidirectional=st.booleans(),
+    )
+    def start(
+        self,
+        block_size: int,
+        budget: int,
+        spare: int,
+        cache_tokens: int,
+        bidirectional: bool,
+        **changes: Any,
+    ) -> None:
+        self.driver = Driver(
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=6,
+            max_model_len=60,
+            num_blocks=-(-60 // block_size) + spare,
+            fail=(13,),
+            images=ImagePlan(IMAGE_TOKEN, cache_tokens, 8, bidirectional),
+            **changes,
+        )
+
+    @rule(
+        target=EngineMachine.ids,
+        parts=st.lists(st.one_of(st.integers(0, 9), st.just(STEM[:5])), min_size=1, max_size=6),
+        max_tokens=st.sampled_from([0, 1, 2, 7, None]),
+        seed=st.sampled_from([1, 2, 13]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        cache_salt=st.sampled_from(["", "tenant"]),
+        adapter=st.sampled_from(["", "lora", "words"]),
+        priority=st.sampled_from([0, 0, 1]),
+        choices=st.sampled_from([1, 1, 3]),
+    )
+    def add_images(self, parts: list[Any], choices: int, **fields: Any) -> Any:
+        prompt = make_prompt(*parts, [7])
+        ids = [
+            self.driver.add_request(**prompt, choice=choice, **fields) for choice in range(choices)
+        ]
+        return multiple(*ids)
+
+    @rule()
+    def drop_images(self) -> None:
+        self.driver.scheduler.drop_images()
+
+
+ImageMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=100)
+TestImageMachine = ImageMachine.TestCase
 
 
 @pytest.mark.parametrize(

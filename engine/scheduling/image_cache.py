@@ -1,0 +1,237 @@
+"""ImageCache: the images whose embeddings the runner has, and what a step encodes and drops.
+
+The runner encodes an image as a whole and keeps its embeddings by the image's digest. A step
+computes image tokens from embeddings that an earlier step or this one has encoded. So a chunk ends
+before an image that this step cannot encode:
+
+ prompt           text | image A | text | image B | text
+ step n           ------------------------|            encodes A; B exceeds what a step may encode
+ step n + 1                               |-----------  encodes B
+
+A step always encodes the first image that it needs, whatever the image's size, and further images
+up to its token budget. To make room, embeddings are dropped that this step does not use: first
+those that no request still needs, then others, each time the least recently used. A request whose
+embeddings are dropped before it has computed all of their tokens gets them encoded again. As
+requests are scheduled in the order of service, the first one always proceeds.
+
+Pixels are kept once for each digest, until the last request with the image ends: a request that is
+preempted computes its prompt again.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.batch import Batch
+from engine.images.image import Image
+from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.request import Request
+
+
+class ImageCache:
+    """The account of the runner's embeddings, and the pixels of all requests.
+
+    num_tokens: the embeddings that the runner has after the step that is being scheduled.
+    encoded, encoded_tokens, encode_seconds, hits: since the start, images encoded, their
+        embeddings, the time that this took, and images that were computed from embeddings that the
+        runner had.
+    """
+
+    def __init__(self, plan: ImagePlan) -> None:
+        self._plan = plan
+        self.num_tokens = 0
+        self.encoded = self.encoded_tokens = self.hits = 0
+        self.encode_seconds = 0.0
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # digest -> size, oldest first
+        self._pixels: dict[bytes, bytes] = {}
+        self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
+        self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
+        # Of the step that is being scheduled:
+        self._used: set[bytes] = set()  # digests whose embeddings it uses
+        self._used_tokens = 0
+        self._step_tokens = 0  # embeddings that it encodes
+        self._images: list[Image] = []  # images that it encodes
+        self._dropped: list[bytes] = []
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Take over the pixels of a new request; its images are without pixels afterwards."""
+        for image in request.images:
+            self._pixels.setdefault(image.digest, image.pixels)
+            self._holders[image.digest] += 1
+            self._needed[image.digest] += 1
+        request.images = [replace(image, pixels=b"") for image in request.images]
+
+    def computed(self, request: Request) -> None:
+        """Note that the request's num_computed has grown."""
+        images, index = request.images, request.next_image
+        while index < len(images) and _end(images[index]) <= request.num_computed:
+            self._release(self._needed, images[index].digest)
+            index += 1
+        request.next_image = index
+
+    def restart(self, request: Request) -> None:
+        """Note that the request computes its prompt again."""
+        for image in request.images[: request.next_image]:
+            self._needed[image.digest] += 1
+        request.next_image = 0
+
+    def end_request(self, request: Request) -> None:
+        """Release the images of a request that has ended."""
+        for image in request.images[request.next_image :]:
+            self._release(self._needed, image.digest)
+        for image in request.images:
+            if self._release(self._holders, image.digest):
+                del self._pixels[image.digest]
+        request.next_image = len(request.images)
+
+    @staticmethod
+    def _release(counts: Counter[bytes], digest: bytes) -> bool:
+        """Count one request less; return whether it was the last."""
+        counts[digest] -= 1
+        if counts[digest]:
+            return False
+        del counts[digest]
+        return True
+
+    # ---- the step that is being scheduled ------------------------------------------------------
+
+    def reach(self, request: Request, length: int, step_tokens: int) -> int:
+        """Return how many of the request's next `length` tokens this step can compute.
+
+        Changes nothing: follow with `use`.
+
+        step_tokens: the most embeddings that a step encodes beyond its first image.
+        """
+        start = request.num_computed
+        planned: set[bytes] = set()
+        used, encoded = self._used_tokens, self._step_tokens
+        for image in self._between(request, start, start + length):
+            if image.digest in self._used or image.digest in planned:
+                continue
+            planned.add(image.digest)
+            used += image.size
+            fits = used <= self._plan.cache_tokens
+            if image.digest not in self._sizes:
+                fits &= not encoded or encoded + image.size <= step_tokens
+                encoded += image.size
+            if not fits:
+                return max(0, image.start - start)
+        return length
+
+    def whole(self, request: Request, length: int) -> int:
+        """Return the least `length` of a chunk that cuts no image, if images must not be cut.
+
+        The chunk of `length` tokens may end in an image. It is cut before the image, or if it
+        begins in the image, prolonged to the image's end.
+        """
+        start = request.num_computed
+        stop = start + length
+        if not self._plan.bidirectional:
+            return length
+        for image in self._between(request, start, stop):
+            if stop < _end(image):
+                return (image.start if start < image.start else _end(image)) - start
+        return length
+
+    def use(self, request: Request, length: int) -> None:
+        """Add a chunk to the step: encode what it needs and the runner does not have.
+
+        length: tokens of the chunk, at most those that `reach` returned.
+        """
+        start = request.num_computed
+        missing = []
+        for image in self._between(request, start, start + length):
+            is_new = image.digest not in self._used
+            if is_new:
+                self._used.add(image.digest)
+                self._used_tokens += image.size
+            if is_new and image.digest not in self._sizes:
+                missing.append(image)
+                continue
+            self.hits += start <= image.start
+            if image.digest in self._sizes:
+                self._sizes.move_to_end(image.digest)
+        for image in missing:
+            self._make_room(image.size)
+            self._sizes[image.digest] = image.size
+            self.num_tokens += image.size
+            self._step_tokens += image.size
+            self._images.append(replace(image, pixels=self._pixels[image.digest]))
+
+    def _between(self, request: Request, start: int, stop: int) -> Iterator[Image]:
+        """Yield the images that have tokens in [start, stop), whose earlier tokens are computed."""
+        for index in range(request.next_image, len(request.images)):
+            image = request.images[index]
+            if image.start >= stop:
+                return
+            if _end(image) > start:
+                yield image
+
+    def _make_room(self, size: int) -> None:
+        """Drop embeddings that this step does not use until `size` more fit."""
+        if self.num_tokens + size <= self._plan.cache_tokens:
+            return
+        unused = [digest for digest in self._sizes if digest not in self._used]
+        unused.sort(key=self._needed.__contains__)
+        for digest in unused:
+            self._drop(digest)
+            if self.num_tokens + size <= self._plan.cache_tokens:
+                return
+        raise AssertionError("the images of a step exceed the cache")
+
+    def _drop(self, digest: bytes) -> None:
+        self.num_tokens -= self._sizes.pop(digest)
+        self._dropped.append(digest)
+
+    def build(self, batch: Batch) -> None:
+        """Give the step its images to encode and to drop; the next step begins."""
+        batch.images, self._images = self._images, []
+        batch.dropped_images, self._dropped = self._dropped, []
+        self.encoded += len(batch.images)
+        self.encoded_tokens += self._step_tokens
+        self._used.clear()
+        self._used_tokens = self._step_tokens = 0
+
+    # ---- dropping embeddings -------------------------------------------------------------------
+
+    def discard(self, request: Request) -> None:
+        """Drop the embeddings of a request's images, because they may be wrong."""
+        for image in request.images:
+            if image.digest in self._sizes:
+                self._drop(image.digest)
+
+    def clear(self) -> None:
+        """Drop all embeddings. Legal between steps."""
+        for digest in list(self._sizes):
+            self._drop(digest)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` about images."""
+        return {
+            "images_encoded": self.encoded,
+            "image_tokens_encoded": self.encoded_tokens,
+            "image_encode_seconds": self.encode_seconds,
+            "image_cache_hits": self.hits,
+            "image_cache_tokens": self.num_tokens,
+            "image_cache_size": self._plan.cache_tokens,
+        }
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
+        """Assert the invariants. Legal between steps.
+
+        requests: all requests that have not ended.
+        """
+        assert not (self._used or self._images or self._step_tokens or self._used_tokens)
+        assert self.num_tokens == sum(self._sizes.values()) <= self._plan.cache_tokens
+        held = Counter(image.digest for r in requests for image in r.images)
+        needed = Counter(image.digest for r in requests for image in r.images[r.next_image :])
+        assert held == self._holders and needed == self._needed, "an image is lost"
+        assert self._pixels.keys() == held.keys(), "pixels are lost or kept for nobody"
+
+
+def _end(image: Image) -> int:
+    return image.start + image.length
