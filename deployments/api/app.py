@@ -23,8 +23,7 @@ from deployments.api.http.exchange import (
     Send,
 )
 from deployments.api.options import ApiOptions
-from deployments.api.page.live import LIVE
-from deployments.api.page.routes import FILES
+from deployments.api.page.routes import FILES, LIVE
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, find, versioned

@@ -11,9 +11,8 @@ from typing import Any
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
-from deployments.api.http.encodings import decoded
 from deployments.api.http.errors import ApiError, invalid
-from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.exchange import HttpExchange, decoded
 from deployments.api.http.json_body import parse_json
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions

@@ -10,29 +10,60 @@ from deployments.api.dialects.anthropic import routes as anthropic
 from deployments.api.dialects.ollama import routes as ollama
 from deployments.api.dialects.openai import routes as openai
 from deployments.api.dialects.responses import routes as responses
+from deployments.api.fields.pooled import FIRST
 from deployments.api.fields.schema import Body
-from deployments.api.http.errors import ApiError, did_you_mean, shown
+from deployments.api.http.errors import ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
-from deployments.api.page import live
 from deployments.api.page import routes as web
 from deployments.api.pooling import routes as pooling
 from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Operation, Route
+from deployments.api.served_model import find_model
 from deployments.api.services import (
     adapters,
     batches,
-    invocations,
     models,
-    requests,
     server,
     training,
+)
+from deployments.backend import ModelCard
+
+_INVOKED = (
+    "messages (a chat), prompt (a completion), input (vectors or labels), query and documents "
+    f"(a ranking) or {FIRST[0]} (a score)"
 )
 
 
 async def _invoke(context: ApiContext, exchange: HttpExchange) -> None:
-    exchange.path = await invocations.route_of(context, exchange)
-    await EXACT[exchange.path].handler(context, exchange)
+    """Answer SageMaker's one route, whose body says which of the others it is for.
+
+    Raises ApiError 400 if no route takes the body, 404 for a model that is not served.
+    """
+    body = await context.read(exchange)
+    card = await find_model(body.get("model"), context.backend, exchange.caller)
+    path = _invoked(body, card)
+    if path is None:
+        raise invalid(f"the body has none of {_INVOKED}", code="missing_field")
+    exchange.path = path
+    await EXACT[path].handler(context, exchange)
+
+
+def _invoked(body: JsonObject, card: ModelCard) -> str | None:
+    names = {name for name, value in body.items() if value is not None}
+    if names & {"messages", "input"} and (card.pooling is not None or "input" in names):
+        labels = card.pooling is not None and card.pooling.labels
+        return "/v1/classify" if labels else "/v1/embeddings"
+    if "messages" in names:
+        return "/v1/chat/completions"
+    if "prompt" in names:
+        return "/v1/completions"
+    if {"query", "documents"} <= names:
+        return "/v1/rerank"
+    if names & set(FIRST):
+        return "/v1/score"
+    return None
 
 
 async def _openapi(context: ApiContext, exchange: HttpExchange) -> None:
@@ -61,19 +92,18 @@ ROUTES: tuple[Route, ...] = (
     *training.ROUTES,
     *server.PROBES,
     Route(
-        invocations.PATH,
+        "/invocations",
         _invoke,
         post=Operation(
             "What the body is for, as SageMaker asks", QUEUES, Body({}), None, (JSON, EVENTS)
         ),
     ),
     server.METRICS,
-    live.ROUTE,
     server.VERSION,
     Route("/openapi.json", _openapi, get=Operation("This document", answer=("openapi",))),
     Route("/docs", _docs, get=Operation("This document as a page", kinds=(HTML,))),
     *web.ROUTES,
-    requests.ROUTE,
+    server.REQUESTS,
 )
 EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not in route.path}
 OPEN = frozenset(route.path for route in ROUTES if route.open)

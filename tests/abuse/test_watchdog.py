@@ -184,12 +184,12 @@ def test_the_watchdog_sees_a_silent_loop(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
 
     monkeypatch.setattr(
-        "deployments.api.dialects.openai.request.take_tools", lambda *fields, **_: spin(0.2)
+        "deployments.api.dialects.openai.routes.take_tools", lambda *fields, **_: spin(0.2)
     )
     assert asyncio.run(silence(app, _chat())) > SILENCE  # small, so on the loop
     assert asyncio.run(silence(app, _chat(user="a" * 20_000))) < SILENCE  # in a thread that yields
     monkeypatch.setattr(
-        "deployments.api.dialects.openai.request.take_tools",
+        "deployments.api.dialects.openai.routes.take_tools",
         lambda *fields, **_: (sorted(range(10**6, 0, -1), key=str), None)[1],
     )
     assert asyncio.run(silence(app, _chat(user="a" * 20_000))) > SILENCE  # in one that does not

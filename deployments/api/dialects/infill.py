@@ -8,7 +8,7 @@ import msgspec
 
 from deployments.api.context import ApiContext
 from deployments.api.fields.common import LLAMA_SAMPLING
-from deployments.api.fields.infill import INFILL
+from deployments.api.fields.others import INFILL
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import TextRequest

@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from deployments.api.caller import ANYONE, Caller
-from deployments.api.http.errors import ApiError, Headers
+from deployments.api.http.errors import ApiError, Headers, invalid
+from deployments.api.http.off_loop import INLINE_CHARS, in_thread
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -317,3 +318,33 @@ _CLOSE: Headers = (("connection", "close"),)
 def _too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes"
     return ApiError(413, "body_too_large", message, headers=_CLOSE)
+
+
+async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:
+    """The body that was sent compressed. encoding: of ENCODINGS. limit: bytes.
+
+    A few KB are unpacked at once, more off the event loop, and never more than the limit: of a body
+    that unpacks to gigabytes nothing else is made.
+    Raises ApiError 400 invalid_encoding, 413 body_too_large.
+    """
+    unpack = zlib.decompressobj(ENCODINGS[encoding])
+    try:
+        body = unpack.decompress(data, INLINE_CHARS)
+        if not unpack.eof:
+            left = limit + 1 - len(body)
+            body += await in_thread(lambda: unpack.decompress(unpack.unconsumed_tail, left), left)
+    except zlib.error:
+        raise _broken(encoding) from None
+    if len(body) > limit:
+        raise ApiError(413, "body_too_large", f"the body is larger than {limit} bytes unpacked")
+    if not unpack.eof or unpack.unused_data:
+        raise _broken(encoding)
+    return body
+
+
+def _broken(encoding: bytes) -> ApiError:
+    return invalid(
+        f"the body is not one whole {encoding.decode()} stream, as content-encoding says",
+        "content-encoding",
+        "invalid_encoding",
+    )

@@ -1,17 +1,77 @@
-"""GET /page: the page; GET /page/{name}: its scripts and styles.
+"""GET /page, /page/{name}: the page and its files; GET /v1/live: the routers' present state.
 
-Both need no key, because they are the same for everyone and show nothing of what is served. The
-requests that the page makes need one.
+The page needs no key, because it is the same for everyone and shows nothing of what is served. The
+requests that it makes need one.
 """
 
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
 from deployments.api.context import ApiContext
-from deployments.api.http.errors import ApiError, shown
+from deployments.api.http.errors import ApiError, Headers, shown
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.page.files import INDEX, page_files
-from deployments.api.route import ANY, HTML, Operation, Route
+from deployments.api.route import ANY, HTML, NAMES, Operation, Route
+
+# Everything is a file of this host: no inline script or style, no frame around it, no form.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Headers = (
+    ("content-security-policy", POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-cache"),  # asked for each time, and not sent again if it is the same
+)
+_TYPES = {
+    "html": b"text/html; charset=utf-8",
+    "js": b"text/javascript; charset=utf-8",
+    "css": b"text/css; charset=utf-8",
+    "svg": b"image/svg+xml",
+}
+INDEX = "index.html"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """tag: of this content, as in an ETag header."""
+
+    content: bytes
+    content_type: bytes
+    tag: str
+
+    @property
+    def headers(self) -> Headers:
+        return (*_HEADERS, ("etag", self.tag))
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """Return all files of the page by name, such as `app.js` and `chat/chat.js`.
+
+    A request's path is looked up here and never on disk.
+    """
+    return dict(_below(files("deployments.api.page").joinpath("static"), ""))
+
+
+def _below(folder: Traversable, path: str) -> Iterator[tuple[str, PageFile]]:
+    for entry in folder.iterdir():
+        kind = _TYPES.get(entry.name.rpartition(".")[2])
+        if entry.is_dir():
+            yield from _below(entry, f"{path}{entry.name}/")
+        elif kind is not None:
+            content = entry.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            yield f"{path}{entry.name}", PageFile(content, kind, tag)
+
 
 PAGE = "/page"
 FILES = f"{PAGE}/"
+LIVE = "/v1/live"
 
 
 async def page(context: ApiContext, exchange: HttpExchange) -> None:
@@ -29,7 +89,23 @@ async def page(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(304 if same else 200, body, file.content_type, file.headers)
 
 
+async def live(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer the live view. Raises ApiError 404 if the page is off."""
+    options = context.options
+    if not options.page or options.live is None:
+        message = "the live view is off; http.page in the configuration turns it on"
+        raise ApiError(404, "not_found", message)
+    names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
+    view = {"object": "live", "key_names": names, "routers": await options.live()}
+    await exchange.answer_json(view, headers=(("cache-control", "no-store"),))
+
+
 ROUTES = (
+    Route(
+        LIVE,
+        live,
+        get=Operation("What routers know now", NAMES, answer=("object", "key_names", "routers")),
+    ),
     Route(
         PAGE,
         page,

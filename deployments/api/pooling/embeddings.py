@@ -1,18 +1,109 @@
-"""POST /v1/embeddings: embeddings in OpenAI's form. POST /pooling: the model's pooled output in
-vLLM's.
-"""
+"""Embeddings in OpenAI's form and vLLM's, and VectorFormat: how an answer writes vectors."""
 
-from typing import TypeVar
+import base64
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.pooled import EMBEDDINGS, POOLING, Embeddings
+from deployments.api.fields.pooled import (
+    BYTES,
+    BYTES_ONLY,
+    EMBEDDINGS,
+    POOLING,
+    Dtype,
+    Embeddings,
+    Format,
+)
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
-from deployments.api.pooling.vector_format import VectorFormat
+from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
 from engine.errors import no_vectors
 from engine.pooling import Vector, as_array
+
+_MAX_METADATA = 8192  # bytes of a header
+_BINARY = b"application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """The format of embeddings in an answer.
+
+    form: how JSON has them, or bytes instead of JSON
+    dtype: the type of an element
+    big: whether the highest byte comes first
+    """
+
+    form: Format
+    dtype: Dtype
+    big: bool
+
+    @classmethod
+    def of(cls, body: Embeddings) -> "VectorFormat":
+        """Return the format that a body asks for."""
+        form, dtype = body.encoding_format or "float", body.embed_dtype or "float32"
+        return cls(form, dtype, body.endianness == "big")
+
+    @property
+    def binary(self) -> bool:
+        return self.form in (BYTES, BYTES_ONLY)
+
+    def written(self, values: Vector) -> list[float] | str:
+        """Return an embedding as JSON has it: numbers, or base64."""
+        if self.form == "base64":
+            return base64.b64encode(self.packed(values)).decode()
+        numbers: list[float] = self._rounded(values).tolist()
+        return numbers
+
+    def packed(self, values: Vector) -> bytes:
+        if self.dtype == "bfloat16":
+            high = (_bfloat16(values).view(np.uint32) >> 16).astype(">u2" if self.big else "<u2")
+            return high.tobytes()
+        code = "f2" if self.dtype == "float16" else "f4"
+        return values.astype((">" if self.big else "<") + code).tobytes()
+
+    def _rounded(self, values: Vector) -> Vector:
+        if self.dtype == "bfloat16":
+            return _bfloat16(values)
+        return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
+
+    async def answer(
+        self, exchange: HttpExchange, call: PooledCall[T], vectors: list[Vector]
+    ) -> None:
+        """Answer with the bytes of all embeddings, one after the other.
+
+        With "bytes" the header `metadata` tells them apart. Raises ApiError 400 if that header is
+        too large.
+        """
+        packed = [self.packed(vector) for vector in vectors]
+        headers: tuple[tuple[str, str], ...] = ()
+        if self.form == BYTES:
+            items, start = [], 0
+            for index, vector_bytes in enumerate(packed):
+                item: dict[str, Any] = {"index": index, "embed_dtype": self.dtype, "start": start}
+                item |= {"endianness": "big" if self.big else "little"}
+                start += len(vector_bytes)
+                items.append({**item, "end": start, "shape": [len(vectors[index])]})
+            metadata = msgspec.json.encode({"model": call.card.id, "data": items}).decode()
+            if len(metadata) > _MAX_METADATA:
+                raise invalid(
+                    f"encoding_format bytes of {len(packed)} vectors has more metadata than a "
+                    "header holds; use bytes_only, or fewer texts",
+                    "encoding_format",
+                )
+            headers = (("metadata", metadata),)
+        await exchange.answer(200, b"".join(packed), _BINARY, headers)
+
+
+def _bfloat16(values: Vector) -> Vector:
+    """Round to the nearest numbers of bfloat16, ties to even, as float32."""
+    bits = values.astype(np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
 
 E = TypeVar("E", bound=Embeddings)
 

@@ -1,6 +1,7 @@
 """MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -8,12 +9,50 @@ import msgspec
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.output.chat_output import ParsedChoice
-from deployments.api.output.prediction import PredictionMatch
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import RequestFailed
 from engine.messages import Delta
 from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+
+class PredictionMatch:
+    """The count of output tokens that are those of the prediction, in its order.
+
+    It follows from the text alone, so it is the same whatever the engine drafted, and after a
+    takeover. The match ends at a token that differs, and goes on where two tokens in a row stand in
+    the prediction.
+
+    accepted: such tokens so far; at most as many as the prediction has
+    """
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self.accepted = 0
+        self._prediction = prediction
+        self._next = 0  # index of the token that would go on with the match; -1: there is none
+        self._last = -1
+        # the first place after each pair of tokens
+        self._after: dict[tuple[int, int], int] = {}
+        for place in range(len(prediction), 1, -1):
+            self._after[prediction[place - 2], prediction[place - 1]] = place
+
+    @property
+    def rejected(self) -> int:
+        """The number of the prediction's tokens that are not in the output."""
+        return len(self._prediction) - self.accepted
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Take the next output tokens."""
+        prediction = self._prediction
+        for token in tokens:
+            place = self._next
+            if 0 <= place < len(prediction) and prediction[place] == token:
+                self.accepted = min(self.accepted + 1, len(prediction))
+                self._next = place + 1
+            else:
+                self._next = self._after.get((self._last, token), -1)
+            self._last = token
+
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deployments.api.app import build_asgi
-from deployments.api.fields import agents, generation, infill, liteqwen, ollama, others, pooled
+from deployments.api.fields import agents, generation, liteqwen, ollama, others, pooled
 from deployments.api.fields.schema import NEVER, Body, Schema
 from deployments.api.openapi.document import document
 from deployments.api.options import ApiOptions
@@ -53,7 +53,7 @@ BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/classify": (pooled.CLASSIFY, {"model": MODEL, "input": "hello"}),
     "/chat": (liteqwen.CHAT, {"query": "hello", "gen_kwargs": {"max_new_tokens": 2}}),
     "/api/chat": (ollama.CHAT, {"model": MODEL, "messages": TURN, "options": {"num_predict": 2}}),
-    "/infill": (infill.INFILL, {"model": MODEL, "input_prefix": "a", "input_suffix": "b"}),
+    "/infill": (others.INFILL, {"model": MODEL, "input_prefix": "a", "input_suffix": "b"}),
     "/api/generate": (
         ollama.GENERATE,
         {"model": MODEL, "prompt": "hello", "options": {"num_predict": 2}},

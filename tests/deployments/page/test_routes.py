@@ -7,7 +7,7 @@ import re
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.api.page.files import page_files
+from deployments.api.page.routes import page_files
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_backend import FakeBackend
 

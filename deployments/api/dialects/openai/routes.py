@@ -1,19 +1,167 @@
-"""The routes of OpenAI's chats and completions."""
+"""/v1/chat/completions and /v1/completions: their bodies as requests, and their routes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deployments.api.body_fields import take_int
 from deployments.api.context import ApiContext
-from deployments.api.dialects.openai.request import read_chat, read_text
 from deployments.api.dialects.openai.response import OpenAIResponse
-from deployments.api.fields.generation import CHAT, COMPLETION
+from deployments.api.fields.generation import CHAT, COMPLETION, Generation
 from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.call import GenerationCall
-from deployments.api.generation.request import ChatRequest, TextRequest
+from deployments.api.generation.call import GenerationCall, template_options
+from deployments.api.generation.messages import check_messages
+from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
+from deployments.api.generation.sampling import agreed, take_sampling
+from deployments.api.generation.tenancy import take_queue
+from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.options import ApiOptions
+from deployments.api.output.constraints import take_constraint
+from deployments.api.output.request import take_tools
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.event_ids import EventIds
 from deployments.backend import RecalledChoice
+from engine.sampling_params import MAX_LOGPROBS
+from engine.text.infill import Gap
+
+DEFAULT_TOKENS = 16  # of a completion
+
+
+def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
+    """Read the body of a chat. Raises ApiError 400 naming the field."""
+    ignored: list[str] = []
+    fields = CHAT.read(body, ignored, strict=options.strict)
+    if fields.modalities is not None and fields.modalities != ["text"]:
+        raise invalid("only text can be generated", "modalities", "modality_not_supported")
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return ChatRequest(
+        **_common(fields, body, None, logprobs),
+        messages=check_messages(fields.messages, body["messages"], ignored),
+        template=template_options(
+            options,
+            fields.chat_template_kwargs,
+            opens=fields.add_generation_prompt,
+            continues=fields.continue_final_message,
+        ),
+        tools=take_tools(
+            fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls is not False
+        ),
+        effort=fields.reasoning_effort,
+        thinking_budget=fields.thinking_token_budget,
+        shows_reasoning=fields.include_reasoning is not False,
+        separate_reasoning=fields.separate_reasoning is not False,
+        prediction="" if fields.prediction is None else fields.prediction.text,
+        ignored=tuple(ignored),
+    )
+
+
+def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
+    """Read the body of a completion. Raises ApiError 400 naming the field."""
+    ignored: list[str] = []
+    fields = COMPLETION.read(body, ignored, strict=options.strict)
+    logprobs = None
+    if fields.logprobs is not False:
+        logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
+    common = _common(fields, body, DEFAULT_TOKENS, logprobs)
+    prompt, suffix = fields.prompt, fields.suffix
+    prompts: tuple[str, ...] | tuple[list[int], ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    if suffix:
+        gaps = _gaps(prompt, suffix, options.max_prompts)
+        cut = common["cut"] is not None
+        for name, asked in (("echo", fields.echo), ("truncate_prompt_tokens", cut)):
+            if asked:
+                message = f"{name} and suffix exclude each other"
+                raise invalid(message, "suffix", "conflicting_fields")
+    else:
+        prompts = _prompts(prompt, options.max_prompts)
+    return TextRequest(
+        **common,
+        prompts=prompts,
+        many=isinstance(prompt, list) and prompts[:1] != (prompt,),
+        gaps=gaps,
+        echo=bool(fields.echo),
+        special=fields.add_special_tokens is not False,
+        ignored=tuple(ignored),
+    )
+
+
+def _common(
+    fields: Generation, body: Mapping[str, Any], default: int | None, logprobs: int | None
+) -> dict[str, Any]:
+    """Return what chats and completions have in common, by the names of GenerationFields.
+
+    default: the limit of output tokens where the body names none
+
+    Raises ApiError 400.
+    """
+    limit, limit_name = fields.max_tokens, "max_tokens"
+    if (same := fields.max_new_tokens) is not None:
+        limit = agreed("max_tokens", limit, "max_new_tokens", same)
+    if (same := fields.max_completion_tokens) is not None:
+        limit_name = "max_completion_tokens"
+        limit = agreed("max_tokens", limit, limit_name, same)
+    elif limit is None:
+        limit = default
+    usage = continuous = None
+    if (stream := fields.stream_options) is not None:
+        asked = body["stream_options"].values()
+        if not fields.stream and any(option not in (None, False) for option in asked):
+            raise invalid("stream_options needs stream: true", "stream_options")
+        usage, continuous = stream.include_usage, stream.continuous_usage_stats
+    cut = fields.truncate_prompt_tokens
+    return {
+        "model": fields.model,
+        "sampling": take_sampling(fields, max_tokens=limit, logprobs=logprobs),
+        "queue": take_queue(fields, body.get("user"), fields.cache_salt),
+        "stream": bool(fields.stream),
+        "usage": bool(usage),
+        "continuous_usage": bool(continuous),
+        "constraint": take_constraint(fields),
+        "cut": None if cut is None else PromptCut(cut, fields.truncation_side != "right"),
+        "speculation": fields.speculation is not False,
+        "return_token_ids": bool(fields.return_token_ids),
+        "token_names": bool(fields.return_tokens_as_token_ids),
+        "best_of": fields.best_of,
+        "limit_name": limit_name,
+        "names": {"max_tokens": limit_name},
+    }
+
+
+def _gaps(prompt: Any, suffix: str, max_prompts: int) -> tuple[Gap, ...]:
+    texts = prompt if isinstance(prompt, list) else [prompt or ""]
+    if len(texts) > max_prompts:
+        raise _too_many(len(texts), max_prompts)
+    if not texts or any(not isinstance(text, str) for text in texts):
+        raise invalid("suffix needs a prompt of text", "suffix", "conflicting_fields")
+    return tuple(Gap(text, suffix) for text in texts)
+
+
+def _prompts(prompt: Any, max_prompts: int) -> tuple[str, ...] | tuple[list[int], ...]:
+    """Return the prompts, whose token ids are not yet checked. Raises ApiError 400."""
+    if prompt is None:
+        raise invalid("prompt is required", "prompt", "missing_field")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list):
+        raise wrong_type("prompt", "a string, a list of token ids, or a list of these")
+    if not prompt:
+        raise invalid("prompt must not be empty", "prompt")
+    if not isinstance(prompt[0], (str, list)):
+        return (prompt,)
+    if len(prompt) > max_prompts:
+        raise _too_many(len(prompt), max_prompts)
+    for i, item in enumerate(prompt):
+        if not isinstance(item, type(prompt[0])):
+            raise wrong_type(f"prompt[{i}]", "of the same kind as prompt[0]")
+    return tuple(prompt)
+
+
+def _too_many(count: int, most: int) -> ApiError:
+    message = f"prompt takes at most {most} prompts, got {count}"
+    return invalid(message, "prompt", "too_many_prompts")
 
 
 class OpenAIDialect(DialectRequest):

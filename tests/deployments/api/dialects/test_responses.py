@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.api.output.text_reader import TextReader
+from deployments.api.output.chat_output import TextReader
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.api.output.test_tools import (
     CITY,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.api.output.prediction import PredictionMatch
+from deployments.api.stream.merge import PredictionMatch
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import FakeBackend
 
