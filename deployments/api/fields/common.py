@@ -1,14 +1,19 @@
 """Queued: the fields that bodies of several routes share."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.caller import LEAST_PRIORITY
+from deployments.api.fields.schema import TOKEN
 
 UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # of a text that is cut
+TokenIds = Annotated[  # each of which is checked against the vocabulary where it is read
+    list[Any],
+    Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
+]
 TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"const": 0}})]
 
 

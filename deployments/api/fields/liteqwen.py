@@ -5,11 +5,11 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import ROLES
-from deployments.api.fields.body import struct_body
+from deployments.api.fields.body import expects, struct_body
 from deployments.api.fields.chat import MESSAGE
-from deployments.api.fields.common import UINT31, Queued
+from deployments.api.fields.common import UINT31, Queued, TokenIds
 from deployments.api.fields.generation import of_schema, sampled
-from deployments.api.fields.schema import TEXT, TOKEN, either, list_of, one_of
+from deployments.api.fields.schema import TEXT, either, list_of, one_of
 from deployments.api.http.exchange import MAX_REQUEST_ID
 
 MAX_HISTORY = 500
@@ -29,13 +29,7 @@ class GenKwargs(Struct, kw_only=True, gc=False):
     repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
     max_length: _Count | None = None
     max_new_tokens: _Count | None = None
-    prefix_token_ids: (
-        Annotated[
-            list[Any],
-            Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
-        ]
-        | None
-    ) = None
+    prefix_token_ids: TokenIds | None = None
     prefix_text: str | None = None
     return_logits: bool | None = None
     adapter_name: Annotated[str, Meta(max_length=1024)] | None = None
@@ -45,7 +39,7 @@ class GenKwargs(Struct, kw_only=True, gc=False):
 class LiteqwenChat(Queued, kw_only=True):
     """The body of /chat and /stream_chat_post."""
 
-    query: Annotated[str, Meta(extra={"expected": "a string", "code": "invalid_type"})]
+    query: Annotated[str, expects("a string")]
     role: Annotated[Any, of_schema(one_of(*(role for role in ROLES if role != "tool")))] = None
     history: Annotated[
         Any,

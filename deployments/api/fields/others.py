@@ -7,13 +7,12 @@ from msgspec import Meta, Struct
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.chat import Messages
-from deployments.api.fields.common import UINT31, Queued
+from deployments.api.fields.common import UINT31, Queued, TokenIds
 from deployments.api.fields.generation import ReasoningEffort, Stop, of_schema, sampled
 from deployments.api.fields.schema import (
     FILLED,
     OBJECT,
     TEXT,
-    TOKEN,
     Body,
     Schema,
     integer,
@@ -47,13 +46,7 @@ class Tokenize(Struct, kw_only=True, gc=False):
 class Detokenize(Struct, kw_only=True, gc=False):
     """The body of /detokenize."""
 
-    tokens: Annotated[
-        list[Any],
-        Meta(
-            extra_json_schema={"items": TOKEN},
-            extra={"expected": "a list of token ids"},
-        ),
-    ]
+    tokens: TokenIds
     model: str | None = None
     skip_special_tokens: bool | None = None
 

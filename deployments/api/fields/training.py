@@ -1,22 +1,15 @@
 """Bodies of the routes for trainers."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import MAX_SALT_BYTES
 from deployments.api.fields.body import struct_body
+from deployments.api.fields.common import TokenIds
 from deployments.api.fields.generation import Stop, StopTokenIds, sampled
-from deployments.api.fields.schema import TOKEN
 
-_TokenIds = Annotated[
-    list[Any],
-    Meta(
-        min_length=1,
-        extra_json_schema={"items": TOKEN},
-        extra={"expected": "a list of token ids"},
-    ),
-]
+_TokenIds = Annotated[TokenIds, Meta(min_length=1)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
 
 

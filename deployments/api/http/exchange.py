@@ -105,30 +105,22 @@ class HttpExchange:
     def check_envelope(self) -> None:
         """Check sizes and framing before anything is read. Raises ApiError 400, 414 or 431."""
         if self._url_bytes > MAX_URL_BYTES:
-            raise ApiError(
-                414, "uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes", headers=_CLOSE
-            )
+            raise closing(414, "uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes")
         if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
-            raise ApiError(
+            raise closing(
                 431,
                 "headers_too_large",
                 f"at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes in total",
-                headers=_CLOSE,
             )
         hosts = self.headers.get(b"host", [])
         if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
-            raise ApiError(400, "invalid_host", "the Host header is not valid", headers=_CLOSE)
+            raise closing(400, "invalid_host", "the Host header is not valid")
         lengths = set(self.headers.get(b"content-length", []))
         if len(lengths) > 1 or not all(map(bytes.isdigit, lengths)):
-            raise ApiError(
-                400, "invalid_content_length", "Content-Length is not valid", headers=_CLOSE
-            )
+            raise closing(400, "invalid_content_length", "Content-Length is not valid")
         if lengths and b"transfer-encoding" in self.headers:
-            raise ApiError(
-                400,
-                "invalid_framing",
-                "Content-Length and Transfer-Encoding exclude each other",
-                headers=_CLOSE,
+            raise closing(
+                400, "invalid_framing", "Content-Length and Transfer-Encoding exclude each other"
             )
 
     async def body(self, limit: int, timeout_s: float) -> bytes:
@@ -159,18 +151,12 @@ class HttpExchange:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise ApiError(
-                408,
-                "request_timeout",
-                f"the body did not arrive within {timeout_s:g} s",
-                headers=_CLOSE,
+            raise closing(
+                408, "request_timeout", f"the body did not arrive within {timeout_s:g} s"
             ) from None
         if lengths and int(lengths[0]) != size:
-            raise ApiError(
-                400,
-                "invalid_content_length",
-                "the body is not as long as Content-Length says",
-                headers=_CLOSE,
+            raise closing(
+                400, "invalid_content_length", "the body is not as long as Content-Length says"
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -179,12 +165,11 @@ class HttpExchange:
             named = b",".join(self.headers[b"content-encoding"]).lower().split(b",")
             encodings = [name.strip() for name in named if name.strip() not in (b"", b"identity")]
             if len(encodings) > 1 or not ENCODINGS.keys() >= set(encodings):
-                raise ApiError(
+                raise closing(
                     415,
                     "unsupported_media_type",
                     f"content-encoding must be one of {b', '.join(ENCODINGS).decode()}, or none",
-                    param="content-encoding",
-                    headers=_CLOSE,
+                    "content-encoding",
                 )
             self.encoding = encodings[0] if encodings else b""
         types = self.headers.get(b"content-type", [])
@@ -193,12 +178,8 @@ class HttpExchange:
             charset = parameters.strip().replace(b'"', b"").replace(b" ", b"")
             if kind.strip() == JSON and charset in (b"", b"charset=utf-8", b"charset=utf8"):
                 return
-        raise ApiError(
-            415,
-            "unsupported_media_type",
-            "content-type must be application/json",
-            param="content-type",
-            headers=_CLOSE,
+        raise closing(
+            415, "unsupported_media_type", "content-type must be application/json", "content-type"
         )
 
     async def answer_json(self, value: Any, headers: Headers = ()) -> None:
@@ -315,9 +296,14 @@ class UntilDisconnect:
 _CLOSE: Headers = (("connection", "close"),)
 
 
+def closing(status: int, code: str, message: str, param: str | None = None) -> ApiError:
+    """Return an error behind which the connection is closed, as not all of the request was read."""
+    return ApiError(status, code, message, param=param, headers=_CLOSE)
+
+
 def _too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes"
-    return ApiError(413, "body_too_large", message, headers=_CLOSE)
+    return closing(413, "body_too_large", message)
 
 
 async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:

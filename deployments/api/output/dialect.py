@@ -42,7 +42,7 @@ class Dialect:
         if isinstance(value, str):
             if self.raw:
                 return f"{quote}{value}{quote}"
-            inner = _quoted(value).replace('\\"', '"')
+            inner = _inner(value).replace('\\"', '"')
             return f"{quote}{inner.replace(quote, chr(92) + quote)}{quote}"
         if self.nested and isinstance(value, dict):
             return f"{{{self.write(value)}}}"
@@ -127,7 +127,7 @@ class DialectReader:
             word = self._words.get(word, word)
             key = rest.startswith(":") and self._open.endswith("{")
             known = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
-            out.append(word if known and not key else json.dumps(word, ensure_ascii=False))
+            out.append(word if known and not key else quoted(word))
         return rest
 
     def _string(self, text: str, final: bool, out: list[str]) -> str:
@@ -138,23 +138,23 @@ class DialectReader:
             if at < 0:
                 keep = 0 if final else overlap(text, quote)
                 at = len(text) - keep
-                out.append(_quoted(text[:at]))
+                out.append(_inner(text[:at]))
                 return text[at:]
         else:
             places = [at for mark in (quote, "\\") if (at := text.find(mark)) >= 0]
             if not places:
-                out.append(_quoted(text))
+                out.append(_inner(text))
                 return ""
             at = min(places)
             if text[at] == "\\":
                 size = {"u": 6, "x": 4}.get(text[at + 1 : at + 2], 2)
                 escape = text[at : at + size]
-                out.append(_quoted(text[:at]))
+                out.append(_inner(text[:at]))
                 if len(escape) < size:
                     return "" if final else text[at:]
                 out.append(_unescaped(escape))
                 return text[at + size :]
-        out.append(_quoted(text[:at]) + '"')
+        out.append(_inner(text[:at]) + '"')
         self._quote = ""
         return text[at + len(quote) :]
 
@@ -175,10 +175,15 @@ def _unescaped(escape: str) -> str:
         try:
             code = int(escape[2:], 16)
         except ValueError:
-            return _quoted(escape)
+            return _inner(escape)
         return f"\\u{code:04x}"
-    return "'" if escape[1] == "'" else _quoted(escape)
+    return "'" if escape[1] == "'" else _inner(escape)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def quoted(text: str) -> str:
+    """Return a text as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _inner(text: str) -> str:
+    return quoted(text)[1:-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.api.http.json_body import JsonObject
-from deployments.api.output.dialect import Dialect
+from deployments.api.output.dialect import Dialect, quoted
 from deployments.api.output.output_format import (
     CHANNEL,
     CONSTRAIN,
@@ -253,11 +253,11 @@ class _Builder:
         parts, at = [], 0
         for match in self._cuts.finditer(text):
             if match.start() > at:
-                parts.append(_quoted(text[at : match.start()]))
+                parts.append(quoted(text[at : match.start()]))
             parts.append(_tokens({self._marks[match.group()]}))
             at = match.end()
         if at < len(text) or not parts:
-            parts.append(_quoted(text[at:]))
+            parts.append(quoted(text[at:]))
         return " ".join(parts)
 
     def _free(
@@ -289,7 +289,7 @@ class _Builder:
             ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
             text = self._free((mark, *others), starts, ends, tail)
             return f"{text} {self.literal(mark[len(tail) :])}"
-        suffix = f"[suffix={_quoted(mark)}]: "
+        suffix = f"[suffix={quoted(mark)}]: "
         self._rules.append(f"{name}{suffix}{_without(others, starts)}")
         head = self._up_to_shown((mark, *others), starts)
         if not head:
@@ -364,11 +364,11 @@ class _Builder:
             elif function.grammar:
                 value = f"%lark {{\n{function.grammar}\n}} {close}"
             elif (choices := _choices(inner)) is not None:
-                value = f"({' | '.join(map(_quoted, choices))}) {close}"
+                value = f"({' | '.join(map(quoted, choices))}) {close}"
             else:
                 value = self._until(f"{rule}_value", tags.value_close)
             key = " ".join(
-                (self.literal(tags.key_open), _quoted(name), self.literal(tags.key_close))
+                (self.literal(tags.key_open), quoted(name), self.literal(tags.key_close))
             )
             self._rules.append(f"{rule}: {key} {value}")
             parts.append(rule if name in required else f"{rule}?")
@@ -384,7 +384,7 @@ class _Builder:
         for place, (name, inner) in enumerate(items):
             _check_name(name, name.strip(), dialect.assign)
             value = self._value(dialect, f"{rule}_{place}", inner, shared)
-            self._rules.append(f"{rule}_{place}: {_quoted(name + dialect.assign)} {value}")
+            self._rules.append(f"{rule}_{place}: {quoted(name + dialect.assign)} {value}")
             parts.append(f"{rule}_{place}")
         # The rules for what may follow an argument; each contains the next one's.
         for place in range(len(items) - 1, 0, -1):
@@ -423,9 +423,9 @@ class _Builder:
             quote = dialect.quotes[0]
             return f"{self.literal(quote)} {self._until(f'{rule}_text', quote)}"
         if kind == "boolean" and keys <= _PLAIN:
-            return f"({_quoted(dialect.value(True))} | {_quoted(dialect.value(False))})"
+            return f"({quoted(dialect.value(True))} | {quoted(dialect.value(False))})"
         if kind == "null" and keys <= _PLAIN:
-            return _quoted(dialect.value(None))
+            return quoted(dialect.value(None))
         if dialect.nested and kind == "array" and keys <= _PLAIN | {"items"} and "items" in keys:
             item = self._value(dialect, f"{rule}_item", schema["items"], shared)
             self._rules.append(f"{rule}_item: {item}")
@@ -445,11 +445,11 @@ class _Builder:
         Strings in Python are in double quotes, as all strings that JSON's grammar gives.
         """
         if not isinstance(value, str):
-            return _quoted(dialect.value(value))
+            return quoted(dialect.value(value))
         quote = dialect.quotes[0]
         if not dialect.raw or quote in value:
-            return _quoted(_quoted(value))
-        return " ".join((self.literal(quote), _quoted(value), self.literal(quote)))
+            return quoted(quoted(value))
+        return " ".join((self.literal(quote), quoted(value), self.literal(quote)))
 
 
 def _check_name(name: str, read: str, end: str) -> None:
@@ -519,7 +519,3 @@ def _json(schema: Any, options: JsonObject) -> str:
         schema = {} if schema else {"enum": []}
     guided = {**schema, "x-guidance": {**options, **_UNICODE}}
     return f"{_JSON} {json.dumps(guided, ensure_ascii=False)}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -1,10 +1,9 @@
 """OutputParser: text of a model to content, reasoning and calls, piece by piece."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from deployments.api.output.dialect import DialectReader, overlap
+from deployments.api.output.dialect import DialectReader, overlap, quoted
 from deployments.api.output.output_format import NUMBER, OutputFormat, Reasoning
 from deployments.api.output.step_parser import Event, Kind, StepParser
 
@@ -242,7 +241,7 @@ class OutputParser(StepParser):
         return True
 
     def _key(self, key: str) -> None:
-        self._out.append(Event("arguments", f"{'{' if self._first else ', '}{_quoted(key)}: "))
+        self._out.append(Event("arguments", f"{'{' if self._first else ', '}{quoted(key)}: "))
         self._first = False
 
     def _next_written(self) -> bool:
@@ -276,7 +275,7 @@ class OutputParser(StepParser):
         assert self._format is not None and self._format.tagged is not None
         before, mark = self._take((self._format.tagged.value_close,))
         if before or mark:
-            self._out.append(Event("arguments", _quoted(before)[1:-1] + ('"' if mark else "")))
+            self._out.append(Event("arguments", quoted(before)[1:-1] + ('"' if mark else "")))
         if mark:
             self._step = self._next_argument
         return bool(mark)
@@ -370,7 +369,3 @@ def _found(mark: str, text: str) -> tuple[int, int]:
             return at, size
         at = text.find(first, at + 1) if size == _NO else -1
     return -1, 0
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -11,6 +11,7 @@ from deployments.api.http.errors import ApiError, invalid
 from deployments.api.output.channel_parser import ChannelParser
 from deployments.api.output.constraints import RequestedGrammar
 from deployments.api.output.detect import template_output
+from deployments.api.output.dialect import quoted
 from deployments.api.output.grammar import Function, json_content, output_grammar
 from deployments.api.output.output_format import OutputFormat, Reasoning
 from deployments.api.output.parser import OutputParser, Thinking
@@ -151,7 +152,7 @@ class OutputPlan:
         if grammar.kind == "json_schema":
             return json_content(msgspec.json.decode(grammar.text))
         if grammar.kind == "choice":
-            return " | ".join(map(_quoted, msgspec.json.decode(grammar.text)))
+            return " | ".join(map(quoted, msgspec.json.decode(grammar.text)))
         if grammar.kind == "regex":
             return f"/{_ENDS.sub(_escaped, grammar.text)}/"
         raise _not_beside(where)
@@ -168,10 +169,6 @@ def _not_beside(where: str) -> ApiError:
 def _escaped(match: re.Match[str]) -> str:
     """Return a slash or line break of an expression, perhaps escaped already, as Lark has it."""
     return {"/": "\\/", "\n": "\\n"}.get(match[0][-1], match[0])
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
 
 
 def plan_output(

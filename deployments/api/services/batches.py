@@ -14,11 +14,10 @@ from deployments.api.fields.others import BATCH, FILE
 from deployments.api.fields.schema import TEXT, integer
 from deployments.api.http.errors import (
     ApiError,
-    Headers,
     invalid,
     shown,
 )
-from deployments.api.http.exchange import ClientDisconnected, HttpExchange
+from deployments.api.http.exchange import ClientDisconnected, HttpExchange, closing
 from deployments.api.http.json_body import JsonObject
 from deployments.api.route import BYTES, DELETED, LIST, NAMES, PAGES, READS, Operation, Route
 
@@ -30,7 +29,6 @@ _BOUNDARY = re.compile(rb'multipart/form-data;.*boundary="?([^";,]{1,200})"?', r
 _NAME = re.compile(rb'[; ]name="([^"]*)"')
 _FILENAME = re.compile(rb'[; ]filename="([^"]*)"')
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
-_CLOSE: Headers = (("connection", "close"),)
 _PART = 2**20
 _BINARY = b"application/octet-stream"
 
@@ -235,11 +233,10 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
     owner, most = exchange.caller.id, folder.settings.key_bytes
     held = sum(entry.told["bytes"] for entry in await asyncio.to_thread(folder.files, owner))
     if held >= most:
-        raise ApiError(
+        raise closing(
             413,
             "storage_full",
             f"this key's files take {held} of {most} bytes (batch.key_bytes): delete some",
-            headers=_CLOSE,
         )
     raw, content = folder.upload(), folder.upload()
     try:
@@ -263,7 +260,7 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
 
 
 def _unsupported(message: str, param: str) -> ApiError:
-    return ApiError(415, "unsupported_media_type", message, param=param, headers=_CLOSE)
+    return closing(415, "unsupported_media_type", message, param)
 
 
 async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
@@ -279,12 +276,11 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
                     part = message.get("body", b"")
                     size += len(part)
                     if size > limit:
-                        raise ApiError(
+                        raise closing(
                             413,
                             "body_too_large",
                             f"the form is larger than {limit} bytes (batch.file_bytes, or what "
                             "is left of batch.key_bytes)",
-                            headers=_CLOSE,
                         )
                     if part:
                         await asyncio.to_thread(file.write, part)
@@ -292,7 +288,7 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
                         return
         except TimeoutError:
             late = f"the file did not arrive within {UPLOAD_SECONDS:g} s"
-            raise ApiError(408, "request_timeout", late, headers=_CLOSE) from None
+            raise closing(408, "request_timeout", late) from None
 
 
 def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:

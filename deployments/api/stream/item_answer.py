@@ -28,7 +28,7 @@ from deployments.api.stream.keepalive import (
     first_items,
 )
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
-from deployments.api.stream.merge import ChoiceOutput
+from deployments.api.stream.merge import ChoiceOutput, ended_early
 from deployments.api.stream.replay import StreamReplay
 from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
@@ -191,7 +191,7 @@ class ItemAnswer:
             if self.choice.finish_reason is None:
                 deltas = [d for _, d in await first_items(generation, exchange, keepalive)]
                 if not deltas:
-                    raise _ended_early()
+                    raise ended_early()
             if not exchange.started:
                 await exchange.start(self.media_type, STREAM_HEADERS)
             spoke = time.monotonic()
@@ -293,9 +293,5 @@ def new_number(ids: EventIds | None) -> tuple[bytes, int]:
 async def _some(generation: Generation) -> list[Delta]:
     items = await generation.next()
     if not items:
-        raise _ended_early()
+        raise ended_early()
     return [delta for _, delta in items]
-
-
-def _ended_early() -> ApiError:
-    return ApiError(500, "engine_error", "the generation ended early")

@@ -234,6 +234,11 @@ def failed(delta: Delta) -> ApiError:
     return from_backend(RequestFailed(message, code=code))
 
 
+def ended_early() -> ApiError:
+    """Return the error of a generation that ended before its choices did."""
+    return ApiError(500, "engine_error", "the generation ended early")
+
+
 def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
     """Merge the deltas into one for each choice if more than `keep` a choice have piled up.
 

@@ -33,7 +33,7 @@ from deployments.api.stream.logprobs import (
     prompt_logprobs,
     with_first,
 )
-from deployments.api.stream.merge import ChoiceOutput, coalesce
+from deployments.api.stream.merge import ChoiceOutput, coalesce, ended_early
 from deployments.api.stream.replay import StreamReplay
 from deployments.backend import Generation, RecalledChoice
 from engine.batch import TokenLogprobs
@@ -101,7 +101,7 @@ class OpenAIResponse:
         while left:
             items = await generation.next()
             if not items:
-                raise _ended_early()
+                raise ended_early()
             for index, delta in items:
                 choice = choices[index]
                 if choice.finish_reason is not None:
@@ -277,7 +277,7 @@ class OpenAIResponse:
         try:
             items = await first_items(generation, exchange, keepalive) if left else []
             if left and not items:
-                raise _ended_early()
+                raise ended_early()
             if not exchange.started:
                 await exchange.start(EVENT_STREAM, STREAM_HEADERS)
             out = self._opening()
@@ -323,7 +323,7 @@ class OpenAIResponse:
                     spoke = time.monotonic()
                 items = await generation.next()
                 if not items:
-                    raise _ended_early()
+                    raise ended_early()
         except (ApiError, MantaError) as error:
             if not exchange.started:
                 raise
@@ -456,7 +456,3 @@ class OpenAIResponse:
                 "stop_reason": stop,
             }
         )
-
-
-def _ended_early() -> ApiError:
-    return ApiError(500, "engine_error", "the generation ended early")
