@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,3 +128,6 @@ class ApiContext:
         except TimeoutError:
             message = "the request's deadline has passed"
             raise MantaError(message, code="deadline_exceeded") from None
+
+
+Handler = Callable[[ApiContext, HttpExchange], Awaitable[None]]

@@ -1,11 +1,11 @@
 """generate: one generation request, from its body to the end of its answer, in any dialect."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from deployments.api.context import ApiContext
+from deployments.api.context import ApiContext, Handler
 from deployments.api.generation.call import GenerationCall, check_context, prepare
 from deployments.api.generation.request import ChatRequest, TextRequest
 from deployments.api.generation.tenancy import queue_place
@@ -38,6 +38,9 @@ class DialectRequest(ABC):
     """
 
     names_model_first = False
+
+    def __init__(self, context: ApiContext) -> None:
+        self._options = context.options
 
     @abstractmethod
     def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
@@ -113,6 +116,15 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         raise request.own_error(error) from None
     finally:
         context.counter.in_flight -= 1
+
+
+def answers(dialect: Callable[[ApiContext], DialectRequest]) -> Handler:
+    """Return the handler of a route that generates in this dialect."""
+
+    async def answer(context: ApiContext, exchange: HttpExchange) -> None:
+        await generate(context, exchange, dialect(context))
+
+    return answer
 
 
 async def _answer(

@@ -1,13 +1,10 @@
 """Route and Operation: a served path, and what /openapi.json says of its methods."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.api.context import ApiContext
+from deployments.api.context import Handler
 from deployments.api.fields.schema import TEXT, Body, Schema
-from deployments.api.http.exchange import HttpExchange
-
-Handler = Callable[[ApiContext, HttpExchange], Awaitable[None]]
 
 # The statuses that an operation may end with, beside 200 and those of every operation.
 READS = (400, 408, 413, 415)  # the operation reads a body

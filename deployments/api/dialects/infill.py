@@ -6,16 +6,14 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.context import ApiContext
 from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.others import INFILL
-from deployments.api.generate import DialectRequest, generate
+from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import TextRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError
-from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
@@ -36,9 +34,6 @@ _NAMES: Mapping[str, str] = {
 
 class InfillRequest(DialectRequest):
     """A request that becomes a completion with a gap."""
-
-    def __init__(self, context: ApiContext) -> None:
-        self._options = context.options
 
     def read(self, body: Mapping[str, Any]) -> TextRequest:
         ignored: list[str] = []
@@ -126,15 +121,10 @@ class _Answer(ItemAnswer):
         return lines
 
 
-async def infill(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer llama.cpp's request for the text between two others. Raises ApiError, MantaError."""
-    await generate(context, exchange, InfillRequest(context))
-
-
 ROUTES = (
     Route(
         PATH,
-        infill,
+        answers(InfillRequest),
         post=Operation(
             "What stands between two texts", QUEUES, INFILL, ("content", "stop"), STREAMS
         ),

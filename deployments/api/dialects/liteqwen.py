@@ -1,6 +1,7 @@
 """The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deployments.api.body_fields import (
@@ -10,7 +11,7 @@ from deployments.api.bounds import ROLES
 from deployments.api.context import ApiContext
 from deployments.api.fields.chat import MESSAGE, unknown_role
 from deployments.api.fields.liteqwen import CHAT, MAX_HISTORY, STOP, GenKwargs, LiteqwenChat
-from deployments.api.generate import DialectRequest, generate
+from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatRequest
@@ -201,14 +202,6 @@ class _Answer(ItemAnswer):
         super()._feed(delta, generation)
 
 
-async def chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, LiteqwenRequest(context, stream=False))
-
-
-async def stream_chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, LiteqwenRequest(context, stream=True))
-
-
 async def stop(context: ApiContext, exchange: HttpExchange) -> None:
     """End a request of this caller, whichever router has it. Raises ApiError 404."""
     body = await context.read_as(exchange, STOP)
@@ -256,7 +249,7 @@ def _add_history(builder: ChatBuilder, value: Any) -> None:
 ROUTES = (
     Route(
         "/chat",
-        chat,
+        answers(partial(LiteqwenRequest, stream=False)),
         post=Operation(
             "A chat, as liteqwen has it",
             QUEUES,
@@ -266,7 +259,7 @@ ROUTES = (
     ),
     Route(
         "/stream_chat_post",
-        stream_chat,
+        answers(partial(LiteqwenRequest, stream=True)),
         post=Operation("The same as events", QUEUES, CHAT, kinds=(EVENTS,)),
     ),
     Route(

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 PRODUCT = tuple(f"{ROOT / name}/" for name in ("deployments", "engine"))
 API = ("deployments/api/", "engine/text/", "engine/sampling_params.py", "engine/typecheck.py")
 # Calls and functions of each leg, with a few to spare. The goal for both is 250 of 140.
-BOUNDS = {"api": (115, 100), "router": (57, 50)}
+BOUNDS = {"api": (114, 99), "router": (57, 50)}
 BODY = {
     "model": "m",
     "messages": [{"role": "user", "content": "Tell me something about the sea, please"}],

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.generation.call import GenerationCall, scored_entries
+from deployments.api.generation.request import ChatRequest
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
@@ -51,7 +52,6 @@ _json = msgspec.json.encode
 class OpenAIResponse:
     """The answer to one call.
 
-    chat: whether the answer is a chat completion, else a completion
     ids: the event ids of a stream
     past: for a resumed stream, the choices as replicas recall them
     """
@@ -60,14 +60,13 @@ class OpenAIResponse:
         self,
         call: GenerationCall,
         *,
-        chat: bool,
         ids: EventIds | None = None,
         past: Sequence[RecalledChoice | None] = (),
     ) -> None:
         self.call, self.request = call, call.request
         self._by_id = call.request.token_names
         self.ids = ids
-        self.chat = chat
+        self.chat = chat = isinstance(call.request, ChatRequest)
         self.wants_logprobs = call.common.params.logprobs is not None
         count = len(call.prompts) * call.common.params.n
         offsets = self.wants_logprobs and not chat

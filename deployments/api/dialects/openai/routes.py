@@ -4,18 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.api.body_fields import take_int
-from deployments.api.context import ApiContext
 from deployments.api.dialects.openai.response import OpenAIResponse
 from deployments.api.fields.generation import CHAT, COMPLETION, Generation
-from deployments.api.generate import DialectRequest, generate
+from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall, template_options
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
 from deployments.api.generation.sampling import agreed, take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError, invalid, wrong_type
-from deployments.api.http.exchange import HttpExchange
-from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import take_constraint
 from deployments.api.output.request import take_tools
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
@@ -25,67 +22,6 @@ from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
 DEFAULT_TOKENS = 16  # of a completion
-
-
-def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
-    """Read the body of a chat. Raises ApiError 400 naming the field."""
-    ignored: list[str] = []
-    fields = CHAT.read(body, ignored, strict=options.strict)
-    if fields.modalities is not None and fields.modalities != ["text"]:
-        raise invalid("only text can be generated", "modalities", "modality_not_supported")
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return ChatRequest(
-        **_common(fields, body, None, logprobs),
-        messages=check_messages(fields.messages, body["messages"], ignored),
-        template=template_options(
-            options,
-            fields.chat_template_kwargs,
-            opens=fields.add_generation_prompt,
-            continues=fields.continue_final_message,
-        ),
-        tools=take_tools(
-            fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls is not False
-        ),
-        effort=fields.reasoning_effort,
-        thinking_budget=fields.thinking_token_budget,
-        shows_reasoning=fields.include_reasoning is not False,
-        separate_reasoning=fields.separate_reasoning is not False,
-        prediction="" if fields.prediction is None else fields.prediction.text,
-        ignored=tuple(ignored),
-    )
-
-
-def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
-    """Read the body of a completion. Raises ApiError 400 naming the field."""
-    ignored: list[str] = []
-    fields = COMPLETION.read(body, ignored, strict=options.strict)
-    logprobs = None
-    if fields.logprobs is not False:
-        logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
-    common = _common(fields, body, DEFAULT_TOKENS, logprobs)
-    prompt, suffix = fields.prompt, fields.suffix
-    prompts: tuple[str, ...] | tuple[list[int], ...] = ()
-    gaps: tuple[Gap, ...] = ()
-    if suffix:
-        gaps = _gaps(prompt, suffix, options.max_prompts)
-        cut = common["cut"] is not None
-        for name, asked in (("echo", fields.echo), ("truncate_prompt_tokens", cut)):
-            if asked:
-                message = f"{name} and suffix exclude each other"
-                raise invalid(message, "suffix", "conflicting_fields")
-    else:
-        prompts = _prompts(prompt, options.max_prompts)
-    return TextRequest(
-        **common,
-        prompts=prompts,
-        many=isinstance(prompt, list) and prompts[:1] != (prompt,),
-        gaps=gaps,
-        echo=bool(fields.echo),
-        special=fields.add_special_tokens is not False,
-        ignored=tuple(ignored),
-    )
 
 
 def _common(
@@ -169,35 +105,87 @@ class OpenAIDialect(DialectRequest):
 
     names_model_first = True
 
-    def __init__(self, context: ApiContext, *, chat: bool) -> None:
-        self._options = context.options
-        self._chat = chat
-
-    def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest:
-        return (read_chat if self._chat else read_text)(body, self._options)
-
     def answer(
         self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> OpenAIResponse:
-        return OpenAIResponse(call, chat=self._chat, ids=ids, past=past)
+        return OpenAIResponse(call, ids=ids, past=past)
 
 
-async def chat(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a chat. Raises ApiError, MantaError."""
-    await generate(context, exchange, OpenAIDialect(context, chat=True))
+class OpenAIChat(OpenAIDialect):
+    """A chat."""
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        ignored: list[str] = []
+        fields = CHAT.read(body, ignored, strict=self._options.strict)
+        if fields.modalities is not None and fields.modalities != ["text"]:
+            raise invalid("only text can be generated", "modalities", "modality_not_supported")
+        if fields.top_logprobs and not fields.logprobs:
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        return ChatRequest(
+            **_common(fields, body, None, logprobs),
+            messages=check_messages(fields.messages, body["messages"], ignored),
+            template=template_options(
+                self._options,
+                fields.chat_template_kwargs,
+                opens=fields.add_generation_prompt,
+                continues=fields.continue_final_message,
+            ),
+            tools=take_tools(
+                fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls is not False
+            ),
+            effort=fields.reasoning_effort,
+            thinking_budget=fields.thinking_token_budget,
+            shows_reasoning=fields.include_reasoning is not False,
+            separate_reasoning=fields.separate_reasoning is not False,
+            prediction="" if fields.prediction is None else fields.prediction.text,
+            ignored=tuple(ignored),
+        )
 
 
-async def completion(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a completion. Raises ApiError, MantaError."""
-    await generate(context, exchange, OpenAIDialect(context, chat=False))
+class OpenAICompletion(OpenAIDialect):
+    """A completion."""
+
+    def read(self, body: Mapping[str, Any]) -> TextRequest:
+        ignored: list[str] = []
+        fields = COMPLETION.read(body, ignored, strict=self._options.strict)
+        logprobs = None
+        if fields.logprobs is not False:
+            logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
+        common = _common(fields, body, DEFAULT_TOKENS, logprobs)
+        prompt, suffix = fields.prompt, fields.suffix
+        prompts: tuple[str, ...] | tuple[list[int], ...] = ()
+        gaps: tuple[Gap, ...] = ()
+        if suffix:
+            gaps = _gaps(prompt, suffix, self._options.max_prompts)
+            cut = common["cut"] is not None
+            for name, asked in (("echo", fields.echo), ("truncate_prompt_tokens", cut)):
+                if asked:
+                    message = f"{name} and suffix exclude each other"
+                    raise invalid(message, "suffix", "conflicting_fields")
+        else:
+            prompts = _prompts(prompt, self._options.max_prompts)
+        return TextRequest(
+            **common,
+            prompts=prompts,
+            many=isinstance(prompt, list) and prompts[:1] != (prompt,),
+            gaps=gaps,
+            echo=bool(fields.echo),
+            special=fields.add_special_tokens is not False,
+            ignored=tuple(ignored),
+        )
 
 
 _ANSWER = ("id", "object", "created", "model", "choices")
 ROUTES = (
-    Route("/v1/chat/completions", chat, post=Operation("A chat", QUEUES, CHAT, _ANSWER, STREAMS)),
+    Route(
+        "/v1/chat/completions",
+        answers(OpenAIChat),
+        post=Operation("A chat", QUEUES, CHAT, _ANSWER, STREAMS),
+    ),
     Route(
         "/v1/completions",
-        completion,
+        answers(OpenAICompletion),
         post=Operation("Texts, or token ids, continued", QUEUES, COMPLETION, _ANSWER, STREAMS),
     ),
 )
