@@ -41,11 +41,8 @@ DEADLINE = "deadline_seconds"
 MAX_DEADLINE = 7 * 86400.0  # seconds
 MAX_SALT_BYTES = 128
 
-BATCH_ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/responses",
-)
+BatchEndpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
+]
 MAX_BATCH_METADATA = 16  # OpenAI's
 MAX_BATCH_WINDOW = 30 * 86400  # seconds

@@ -1,11 +1,11 @@
 """Bodies of infilling, tokenising, adapters, batches and files."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
-from deployments.api.fields.body import struct_body
+from deployments.api.bounds import MAX_BATCH_METADATA, MAX_BATCH_WINDOW, BatchEndpoint
+from deployments.api.fields.body import Typed, expects, struct_body, words
 from deployments.api.fields.chat import Messages
 from deployments.api.fields.common import UINT31, Queued, TokenIds
 from deployments.api.fields.generation import ReasoningEffort, Stop, of_schema, sampled
@@ -18,10 +18,10 @@ from deployments.api.fields.schema import (
     integer,
     list_of,
     one_of,
-    record,
     text,
 )
 from deployments.api.fields.tools import TOOLS
+from engine.errors import InvalidRequest
 
 MAX_MODEL_NAME = 128  # bytes
 MAX_ADAPTER_NAME = 256  # bytes; whether it is a valid name is checked later
@@ -97,23 +97,52 @@ MODEL = Body(  # a section `models.NAME`; the configuration's own checks say mor
     },
     ("name",),
 )
-_EXPIRES: Schema = record(
-    {"anchor": one_of("created_at"), "seconds": integer(3600, MAX_BATCH_WINDOW)}
-)
-BATCH = Body(
-    {
-        "input_file_id": TEXT,
-        "endpoint": one_of(*BATCH_ENDPOINTS),
-        "completion_window": {"type": "string", "pattern": r"^\d{1,3}[hd]$"},
-        "output_expires_after": _EXPIRES,
-        "metadata": {
-            "type": "object",
-            "additionalProperties": text(512),
-            "maxProperties": MAX_BATCH_METADATA,
-        },
-    },
-    ("input_file_id", "endpoint", "completion_window"),
-)
+
+
+def _needed_text(value: Any) -> InvalidRequest | None:
+    if isinstance(value, str):
+        return None
+    code = "missing_field" if value is None else "invalid_type"
+    return InvalidRequest(" must be a string", code=code)
+
+
+_NEEDED = Meta(extra={"fault": _needed_text})
+WINDOW = "hours or days, such as 24h or 7d, 30d at most"
+_EXPIRES = f'{{"anchor": "created_at", "seconds": 3600 to {MAX_BATCH_WINDOW}}}'
+_METADATA = f"up to {MAX_BATCH_METADATA} strings by name"
+
+
+class ExpiresAfter(Struct, gc=False):
+    """The time for which files of a batch are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=MAX_BATCH_WINDOW)]
+
+
+_ExpiresAfter = Annotated[ExpiresAfter, expects(_EXPIRES, "invalid_value", whole=True)]
+EXPIRES_AFTER: Typed[ExpiresAfter] = Typed(_ExpiresAfter)
+
+
+class Batch(Struct, kw_only=True, gc=False):
+    """The body of POST /v1/batches. completion_window: `services/batches.py` checks its length."""
+
+    input_file_id: Annotated[str, _NEEDED]
+    endpoint: Annotated[BatchEndpoint, _NEEDED, words(BatchEndpoint, "one of ", ", ")]
+    completion_window: Annotated[
+        str, _NEEDED, Meta(extra_json_schema={"pattern": r"^\d{1,3}[hd]$"})
+    ]
+    output_expires_after: _ExpiresAfter | None = None
+    metadata: (
+        Annotated[
+            dict[str, Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=MAX_BATCH_METADATA),
+            expects(_METADATA, "invalid_value", whole=True),
+        ]
+        | None
+    ) = None
+
+
+BATCH = struct_body(Batch, openai=False)
 # Fields of multipart/form-data.
 FILE: Schema = {
     "type": "object",

@@ -5,12 +5,11 @@ import mmap
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from deployments.api.batch_folder import RUNNING, BatchFolder, Entry
-from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
+from deployments.api.bounds import MAX_BATCH_WINDOW
 from deployments.api.context import ApiContext
-from deployments.api.fields.others import BATCH, FILE
+from deployments.api.fields.others import BATCH, EXPIRES_AFTER, FILE, WINDOW, Batch
 from deployments.api.fields.schema import TEXT, integer
 from deployments.api.http.errors import (
     ApiError,
@@ -76,11 +75,10 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer GET and POST of /v1/batches."""
     folder, owner = _folder(context), exchange.caller.id
     if exchange.method == "POST":
-        fields, keep = _checked(await context.read(exchange))
-        if await asyncio.to_thread(folder.file, fields["input_file_id"], owner) is None:
-            raise invalid(
-                f"there is no file {shown(fields['input_file_id'])}", "input_file_id", "not_found"
-            )
+        body = await context.read_as(exchange, BATCH)
+        fields, name = _new_batch(body), body.input_file_id
+        if await asyncio.to_thread(folder.file, name, owner) is None:
+            raise invalid(f"there is no file {shown(name)}", "input_file_id", "not_found")
         entries = await asyncio.to_thread(folder.batches, owner)
         most = folder.settings.key_batches
         if sum(entry.told["status"] in RUNNING for entry in entries) >= most:
@@ -90,6 +88,8 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
                 f"{most} batches of this key have not ended (batch.key_batches)",
                 retry_after=60,
             )
+        kept = body.output_expires_after
+        keep = None if kept is None else float(kept.seconds)
         entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
         await _answer_one(exchange, entry)
         return
@@ -115,38 +115,20 @@ def _missing(what: str, id: str) -> ApiError:
     return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id")
 
 
-def _checked(body: JsonObject) -> tuple[JsonObject, float | None]:
-    """Return a new batch, and the most seconds that its results are kept. Raises ApiError 400."""
-    for name in ("input_file_id", "endpoint", "completion_window"):
-        if not isinstance(body.get(name), str):
-            code = "missing_field" if body.get(name) is None else "invalid_type"
-            raise invalid(f"{name} must be a string", name, code)
-    if body["endpoint"] not in BATCH_ENDPOINTS:
-        raise invalid(f"endpoint must be one of {', '.join(BATCH_ENDPOINTS)}", "endpoint")
-    window = _WINDOW.fullmatch(body["completion_window"])
+def _new_batch(body: Batch) -> JsonObject:
+    """Return a new batch. Raises ApiError 400."""
+    window = _WINDOW.fullmatch(body.completion_window)
     seconds = int(window[1]) * (3600 if window[2] == "h" else 86400) if window else 0
     if not 0 < seconds <= MAX_BATCH_WINDOW:
-        raise invalid(
-            "completion_window must be hours or days, such as 24h or 7d, 30d at most",
-            "completion_window",
-        )
-    after = body.get("output_expires_after")
-    keep = None if after is None else _seconds_of(after, "output_expires_after")
-    metadata = body.get("metadata")
-    if metadata is not None and not (
-        isinstance(metadata, dict)
-        and len(metadata) <= MAX_BATCH_METADATA
-        and all(isinstance(text, str) and len(text) <= 512 for text in metadata.values())
-    ):
-        raise invalid("metadata must be up to 16 strings by name", "metadata")
+        raise invalid(f"completion_window must be {WINDOW}", "completion_window")
     now = int(time.time())
     stamps = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")
-    fields = {
+    return {
         "object": "batch",
-        "endpoint": body["endpoint"],
+        "endpoint": body.endpoint,
         "errors": None,
-        "input_file_id": body["input_file_id"],
-        "completion_window": body["completion_window"],
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
         "status": "validating",
         "output_file_id": None,
         "error_file_id": None,
@@ -155,27 +137,8 @@ def _checked(body: JsonObject) -> tuple[JsonObject, float | None]:
         **{f"{stamp}_at": None for stamp in stamps},
         "expired_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
-        "metadata": metadata,
+        "metadata": body.metadata,
     }
-    return fields, keep
-
-
-def _seconds_of(after: Any, name: str) -> float:
-    """Return the seconds of OpenAI's {"anchor": "created_at", "seconds": ...}.
-
-    Raises ApiError 400.
-    """
-    seconds = after.get("seconds") if isinstance(after, dict) else None
-    if (
-        not isinstance(seconds, int)
-        or after.get("anchor") != "created_at"
-        or not 3600 <= seconds <= MAX_BATCH_WINDOW
-    ):
-        raise invalid(
-            f'{name} must be {{"anchor": "created_at", "seconds": 3600 to {MAX_BATCH_WINDOW}}}',
-            name,
-        )
-    return float(seconds)
 
 
 async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
@@ -252,7 +215,7 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
                 "anchor": fields.get("expires_after[anchor]"),
                 "seconds": int(seconds) if seconds.isdecimal() else None,
             }
-            keep = _seconds_of(after, "expires_after")
+            keep = float(EXPIRES_AFTER.read(after, "expires_after").seconds)
         return await asyncio.to_thread(folder.add_file, content, name, purpose, owner, keep)
     finally:
         for path in (raw, content):
