@@ -83,24 +83,14 @@ class TextInput(Shape):
         return cls(value, True)
 
 
-class Document(Shape):
-    """A text as a string, or in the `text` or `content` of an object."""
-
-    SCHEMA = _DOCUMENT
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    @classmethod
-    def parse(cls, value: Any) -> Self:
-        text = value
-        if isinstance(value, dict):
-            text = value.get("text")
-            if (content := value.get("content")) is not None:
-                text = content if isinstance(content, str) else _joined(content)
-        if not isinstance(text, str):
-            raise Fault("must be a string, or an object with a string in text or content")
-        return cls(text)
+def _document_text(value: Any) -> str | None:
+    """Return a string, or the one in `text` or `content` of an object; None if there is none."""
+    text = value
+    if isinstance(value, dict):
+        text, content = value.get("text"), value.get("content")
+        if content is not None:
+            text = content if isinstance(content, str) else _joined(content)
+    return text if isinstance(text, str) else None
 
 
 class Documents(Shape):
@@ -121,10 +111,10 @@ class Documents(Shape):
             raise Fault(message, code="invalid_value")
         texts = []
         for i, item in enumerate(items):
-            try:
-                texts.append(Document.parse(item).text)
-            except Fault as fault:
-                raise Fault(fault.message, f"[{i}]" if many else "") from None
+            if (text := _document_text(item)) is None:
+                message = "must be a string, or an object with a string in text or content"
+                raise Fault(message, f"[{i}]" if many else "")
+            texts.append(text)
         return cls(texts, many)
 
 

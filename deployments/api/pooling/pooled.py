@@ -110,11 +110,14 @@ class PooledCall(Generic[T]):
             return tokenizer.encode(
                 text, add_special_tokens=self.special, max_tokens=most_kept, keep_end=self.keep_end
             )
+        self._check_length(text, path)
+        return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
+
+    def _check_length(self, text: str, path: str) -> None:
         try:
-            tokenizer.check_length(text, self.limit)
+            self.tokenizer.check_length(text, self.limit)
         except TooManyTokens as error:
             raise too_many_tokens(error, path) from None
-        return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
 
     def encode_pair(self, first: str, second: str, path: str, most: int | None = None) -> list[int]:
         """Return the token ids of two texts, as tokenizer.json puts them together.
@@ -125,12 +128,9 @@ class PooledCall(Generic[T]):
 
         Raises InvalidRequest context_length_exceeded.
         """
-        for text in (first, second):
-            if not self.truncate:
-                try:
-                    self.tokenizer.check_length(text, self.limit)
-                except TooManyTokens as error:
-                    raise too_many_tokens(error, path) from None
+        if not self.truncate:
+            self._check_length(first, path)
+            self._check_length(second, path)
         ids, cuttable = self.tokenizer.encode_pair(
             first,
             second,
