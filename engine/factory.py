@@ -21,7 +21,7 @@ from engine.lora.ranked_loader import RankedLoader
 from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
-from engine.models.drafters.build import build_drafter, load_drafter
+from engine.models.drafters.build import build_drafter, drafter_folder, load_drafter
 from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.ranks import Ranks
@@ -296,7 +296,9 @@ def _build_part(
             # thread would otherwise get a pool of torch's threads, which spin on all cores.
             torch.set_num_threads(resolved.num_threads)
         if drafter is not None:
-            load_drafter(drafter, folder, config.seed or 0)
+            settings = read_speculation(config.speculation)
+            files = None if folder is None else drafter_folder(settings, folder)
+            load_drafter(drafter, files, config.seed or 0)
     # waits until all ranks' weights are loaded, so that free memory is measured without them
     place.world.least(rank)
     phases.end("weights")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.architectures import ARCHITECTURES
+from engine.config.eagle3_config import Eagle3Config
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
@@ -310,11 +311,15 @@ def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
         return
     key = f"method {settings.method}"
     why = ""
-    if model.record.mtp is None:
+    if settings.method == "eagle3":
+        Eagle3Config.from_folder(settings.model, model)
+    elif model.record.mtp is None:
         layouts = ", ".join(name for name, a in ARCHITECTURES.items() if a.mtp is not None)
         why = f"no layout of MTP layers is known for {model.architecture}, only for {layouts}"
     elif not model.mtp_layers:
         why = f"config.json has no MTP layer ({model.record.mtp.count} is 0)"
+    if why:
+        pass
     elif model.recurrent:
         why = "the model has recurrent states, which a step cannot take back"
     elif kv_groups(model).whole_group is None:

@@ -32,8 +32,10 @@ from deployments.checkpoints.tokenizer_files import formats as tokenizer_formats
 from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from deployments.environment import cache_dir
 from engine.config.model_config import ModelConfig
+from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.shards import weight_files
+from engine.speculation.settings import read_speculation
 
 # Part of every cache key: increment it when convert() or write_tokenizer() writes something else.
 _CONVERTER = 3
@@ -104,6 +106,34 @@ def resolve_model(
     check_model(spec, weights=weights)
     folder = path.resolve() if path.is_dir() else _from_hub(spec, revision)
     return _with_tokenizer(folder, models, progress)
+
+
+def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str, Any]:
+    """Return engine fields in which the drafter of `speculation` is a local folder.
+
+    A hub name is downloaded.
+
+    engine: fields of EngineConfig.
+    weights: False downloads config.json alone.
+    Raises ConfigError.
+    """
+    options = dict(engine)
+    settings = read_speculation(options.get("speculation", "off"))
+    if settings is None or not settings.model:
+        return options
+    path = Path(settings.model).expanduser()
+    if path.is_dir():
+        folder = path.resolve()
+    elif _HUB_NAME.fullmatch(settings.model):
+        folder = _from_hub(settings.model, None, _check_drafter, weights=weights)
+    else:
+        raise ConfigError(
+            f"speculation: model {settings.model!r}: no such folder; give a folder with "
+            "config.json, or a hub name like org/name",
+            param="speculation",
+        )
+    options["speculation"] = {**options["speculation"], "model": str(folder)}
+    return options
 
 
 def _with_tokenizer(folder: Path, models: Path, progress: Progress | None) -> Path:
@@ -338,7 +368,25 @@ def _is_default(path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == DEFAULT_MODEL.sha256
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _check_model_folder(folder: Path) -> None:
+    """Raise ConfigError for a model that would be refused, from its folder without weights."""
+    _check_folder(folder, weights=False)
+    ModelConfig.from_folder(folder)
+
+
+def _check_drafter(folder: Path) -> None:
+    """Raise ConfigError for a folder without a config.json; the engine reads it with the model."""
+    Reader.from_file(folder / "config.json")
+
+
+def _from_hub(
+    name: str,
+    revision: str | None,
+    check: Callable[[Path], None] = _check_model_folder,
+    *,
+    weights: bool = True,
+) -> Path:
+    """Download a model; its weights, unless left out, when `check` has passed its other files."""
     from huggingface_hub import snapshot_download  # imported here: slow, and seldom needed
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -351,8 +399,9 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
         # A model that is refused costs no download of its weights.
-        _check_folder(folder, weights=False)
-        ModelConfig.from_folder(folder)
+        check(folder)
+        if not weights:
+            return folder
         commit = folder.name  # the branch may move meanwhile
         snapshot_download(name, revision=commit, allow_patterns=_HUB_WEIGHTS)
         if not weight_files(folder):
@@ -378,5 +427,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
             "download the model elsewhere and give its folder, or use 'default'",
             param="model",
         ) from error
-    _check_folder(folder, weights=True)
+    if check is _check_model_folder:
+        _check_folder(folder, weights=True)
     return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_model
+from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_model, with_drafter
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
@@ -153,7 +153,8 @@ def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
 
 
 def _engine(config: MantaConfig, kind: PoolKind, pool: PoolConfig) -> EngineConfig:
-    return EngineConfig(**config.engine_options(config.decided(kind, pool)))
+    options = config.engine_options(config.decided(kind, pool))
+    return EngineConfig(**with_drafter(options, weights=False))
 
 
 def _costs(

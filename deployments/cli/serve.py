@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deployments.checkpoints.resolve import resolve_model
+from deployments.checkpoints.resolve import resolve_model, with_drafter
 from deployments.cli.console import StatusLine, err, model_progress
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.driver import Driver, RayLostError
@@ -106,6 +106,8 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     # A replica would report a fault in the headers only after a minute.
                     if not dummy:
                         read_headers(model_folder)
+                for pool in part.pools_on(gpus_here()).values():
+                    with_drafter(part.engine_options(pool), weights=not dummy)
     driver.ignore(signal.SIGINT)
     driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):

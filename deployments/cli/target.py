@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from deployments.checkpoints.resolve import with_drafter
 from deployments.config.load import MantaConfig, load_config, parse_config
 from deployments.environment import gpus_here
 from engine.config.engine_config import EngineConfig
@@ -66,4 +67,4 @@ def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
     if kind in target.pools:
         options = target.engine_options(target.pools[kind])
     wanted["device"] = "cuda" if kind == "gpu" else "cpu"
-    return msgspec.convert({**options, **wanted}, EngineConfig)
+    return msgspec.convert({**with_drafter(options), **wanted}, EngineConfig)

@@ -295,9 +295,10 @@ def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, fold
     """
     import torch
 
-    from engine.models.drafters.build import read_drafter
+    from engine.models.drafters.build import drafter_folder, read_drafter
     from engine.resolve import decide
     from engine.runner.memory import outline_drafter
+    from engine.speculation.settings import read_speculation
     from engine.weights import check_headers
 
     where, alone = torch.device(device.kind), _on_one_rank(config)
@@ -305,7 +306,7 @@ def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, fold
     check_headers(_outline(resolved), folder)
     drafter = outline_drafter(resolved)
     if drafter is not None:
-        read_drafter(drafter, folder)
+        read_drafter(drafter, drafter_folder(read_speculation(config.speculation), folder))
 
 
 def _on_one_rank(config: EngineConfig) -> EngineConfig:

@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 from deployments import model_applications
 from deployments.adapters.registry import AdapterSettings
-from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model, with_drafter
 from deployments.cluster_store import store
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.environment import gpus_here
@@ -114,6 +114,7 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
         blocks=keeps_blocks(options),
     )
     options["model"] = str(folder)
+    options = with_drafter(options, weights=not dummy)
     if "graph_sizes" in options:
         options["graph_sizes"] = tuple(options["graph_sizes"])
     return EngineConfig(**options)

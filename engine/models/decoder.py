@@ -300,6 +300,10 @@ class Decoder:
             self.head = ends.column(
                 "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
             )
+        # Layers whose inputs a drafter reads, ascending; the number of layers stands for the last
+        # one's output. `through` leaves copies of these in `tapped`, [n, hidden_size] each.
+        self.taps: tuple[int, ...] = ()
+        self.tapped: list[Tensor] = []
         self.modules_elsewhere: set[str] = set()
         own = range(config.num_layers) if layer_numbers is None else layer_numbers
         if build.stage.count > 1 and layer_numbers is None:
@@ -449,10 +453,32 @@ class Decoder:
         kv: Mapping[int, KV],
         inputs: Tensor | None = None,
     ) -> Tensor:
+        if self.taps:
+            return self._tapped(residual, metas, kv, inputs)
         for layer in self.layers:
             number = layer.number
             own = kv.get(number, ())
             residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
+        return residual
+
+    def _tapped(
+        self,
+        residual: Tensor,
+        metas: Sequence[AttentionMeta],
+        kv: Mapping[int, KV],
+        inputs: Tensor | None,
+    ) -> Tensor:
+        """Run the layers as `through` does, and keep the inputs of `taps`."""
+        self.tapped, scale = [], self.config.residual_scale
+        for layer in self.layers:
+            number = layer.number
+            if number in self.taps:
+                self.tapped.append(residual * scale)
+            own = kv.get(number, ())
+            residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
+        # the last layer's output, or all that `one_layer` has left out
+        while len(self.tapped) < len(self.taps):
+            self.tapped.append(residual * scale)
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ class Model(Protocol):
     stage: Stage
     layer_numbers: range
     kv: KVGroups  # what these layers keep in the KV cache
+    # layers whose inputs a drafter reads, and these inputs after a run (see `Decoder`)
+    taps: tuple[int, ...]
+    tapped: list[Tensor]
     modules_elsewhere: set[str]  # modules that adapters may change, in layers of other stages
     num_parameters: int  # number on this rank
     num_active_parameters: int  # number that one token uses

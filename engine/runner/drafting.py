@@ -58,12 +58,13 @@ class Drafting:
         A proposal's drafts after its count have no meaning. None without proposals.
 
         metas: of the step, by groups.
-        states: the step's hidden states [num_tokens, hidden_size] after the final norm.
+        states: of all tokens of the step, as `ModelDrafter.fused` takes them.
         """
         meta = metas[self._group]
         meta = meta.elsewhere(meta.slots, meta.block_table)
         meta.window = meta.chunk = 0
         meta.lora = None
+        states = self._drafter.fused(states)
         rows = self._pass(self._next_tokens(meta), states, meta)
         return self._propose(batch, rows) if batch.proposals else None
 

@@ -127,6 +127,12 @@ class ModelForward:
         """Run the model over a step that is laid out; see `run`."""
         return self.run(step.token_ids, step.metas, own=step.own)
 
+    def tapped(self) -> Tensor | None:
+        """Return the layer inputs that a drafter reads of the last run, one beside the other
+        [num_tokens, taps * hidden_size]; None if it reads final states."""
+        model = self.model
+        return torch.cat(model.tapped, dim=-1) if model.taps else None
+
     def run(
         self,
         token_ids: Tensor,

@@ -213,7 +213,7 @@ class StepGraphs:
 
         tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
         if self._drafter:
-            self._every = zeros(tokens)
+            self._every = zeros(tokens).repeat(1, max(1, len(model.taps)))
         if not model.stage.alone:
             self._entered, self._handed_on = zeros(tokens), zeros(tokens)
             return
@@ -473,7 +473,8 @@ class StepGraphs:
                 entered = forward.model.enter(token_ids, metas[0].positions)
             hidden, out = forward.run(token_ids, metas, entered, own=divided), self._handed_on
         if self._drafter:
-            self._every[:num_tokens].copy_(hidden)
+            tapped = forward.tapped()
+            self._every[:num_tokens].copy_(hidden if tapped is None else tapped)
         if mixed and stage.last:
             torch.index_select(hidden, 0, self._inputs.last[:entries], out=out[:entries])
         else:

@@ -60,7 +60,7 @@ class EagerStep:
         entered = None if forward.link is None else forward.stage_input(step)
         states = forward.run(step.token_ids, step.metas, entered, step.own)
         places = step.sample_rows, step.sample_positions
-        return Hidden(states, places, step.last, metas=step.metas)
+        return Hidden(states, places, step.last, metas=step.metas, every=forward.tapped())
 
 
 class ProgramStep:
@@ -89,7 +89,9 @@ class ProgramStep:
         elif entered is None:
             states = forward.model.leave(states)
         places = step.sample_rows, step.sample_positions
-        return Hidden(states, places, step.last, are_logits, metas=step.metas)
+        return Hidden(
+            states, places, step.last, are_logits, metas=step.metas, every=forward.tapped()
+        )
 
 
 class GraphStep:

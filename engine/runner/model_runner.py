@@ -66,6 +66,7 @@ class ModelRunner:
         # Programs of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
         recordable = not forward.cuda and forward.own is None and self.model.group.recordable
+        recordable &= not self.model.taps  # copies of layers' inputs are in no program
         self.eager = EagerStep(forward)
         layers: LayersLauncher = self.eager
         if recordable and isinstance(self.model, Decoder):

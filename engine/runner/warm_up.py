@@ -46,12 +46,14 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         runner.lora.forget()
     if runner.drafting is not None:
         batch.proposals = [Proposal(pad, 0, 0, (), 2)]
-        runner.drafting.launch(batch, step.metas, hidden)
+        states = forward.tapped()
+        runner.drafting.launch(batch, step.metas, hidden if states is None else states)
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
     step = forward.inputs.assemble(decode)
-    state = forward.run_step(step)
+    last = forward.run_step(step)
     if runner.drafting is not None:
-        runner.drafting.launch(decode, step.metas, state)
+        states = forward.tapped()
+        runner.drafting.launch(decode, step.metas, last if states is None else states)
     if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:

@@ -45,7 +45,8 @@ class SpeculationSettings:
     tokens: the most draft tokens of a request in a step.
     explicit: whether the configuration asks for it by itself, and not by "auto".
     rates: of synthetic acceptance, see synthetic.py; () = drafts are accepted where they are right.
-    method: "lookup"; or, where a model drafts, "mtp": layers of the checkpoint itself.
+    method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, or "eagle3".
+    model: the folder of the model that drafts; "" = the checkpoint's.
     """
 
     tokens: int = TOKENS
@@ -53,6 +54,7 @@ class SpeculationSettings:
     explicit: bool = False
     rates: tuple[float, ...] = ()
     method: str = "lookup"
+    model: str = ""
 
     @property
     def by_model(self) -> bool:
@@ -75,8 +77,8 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     method = entries.pop("method", "lookup")
     if method == "synthetic":
         return _synthetic(entries)
-    if method in _MTP_NAMES:
-        return _mtp(method, entries)
+    if method in _MTP_NAMES or method == "eagle3":
+        return _by_model(method, entries)
     if method not in _METHODS or "model" in entries:
         what = f"model {entries['model']!r}" if method in _METHODS else f"method {method!r}"
         raise _refused(
@@ -106,8 +108,12 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     return SpeculationSettings(tokens, lookup, explicit=True)
 
 
-def _mtp(method: str, entries: dict[str, Any]) -> SpeculationSettings:
-    """Read the settings of MTP layers. Raises ConfigError."""
+def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:
+    """Read the settings of a drafter that is a model. Raises ConfigError."""
+    mtp = method in _MTP_NAMES
+    model = "" if mtp else entries.pop("model", "")
+    if not mtp and (not model or not isinstance(model, str)):
+        raise _refused(f"method {method} needs model: the folder or hub name of the drafter")
     if entries.pop("draft_tensor_parallel_size", 1) != 1:
         raise _refused("draft_tensor_parallel_size must be 1, as one rank has the drafter whole")
     if "tokens" in entries and "num_speculative_tokens" in entries:
@@ -118,13 +124,14 @@ def _mtp(method: str, entries: dict[str, Any]) -> SpeculationSettings:
     tokens = entries.pop("tokens", _MODEL_TOKENS if number is None else number)
     if entries:
         key = next(iter(entries))
-        raise _refused(
-            f"{key} does not go with method {method}, whose layers are the model's own; it takes "
-            "tokens (num_speculative_tokens)"
+        why = (
+            ", whose layer is the model's own; it takes tokens"
+            if mtp
+            else "; it takes model, tokens"
         )
-    return SpeculationSettings(
-        _number("tokens", tokens, *_RANGES["tokens"]), explicit=True, method="mtp"
-    )
+        raise _refused(f"{key} does not go with method {method}{why} (num_speculative_tokens)")
+    tokens = _number("tokens", tokens, *_RANGES["tokens"])
+    return SpeculationSettings(tokens, explicit=True, method="mtp" if mtp else method, model=model)
 
 
 def _synthetic(given: Mapping[str, Any]) -> SpeculationSettings:

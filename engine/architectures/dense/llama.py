@@ -5,7 +5,7 @@ They have rotary embeddings, RMS norms before attention and MLP, and a gated MLP
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import (
     FULL,
@@ -47,6 +47,20 @@ NEIGHBOURS: Mapping[str, CheckpointTensor] = {"qkv": CheckpointTensor(QKV, neigh
 
 def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, CheckpointTensor]:
     return {name: stored for name, stored in tensors.items() if name not in ours}
+
+
+def one_llama_layer(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a Llama with one layer, for a drafter that has such a layer.
+
+    values: the layer's keys.
+    """
+    return {
+        **values,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
 
 
 def ungated(

@@ -22,7 +22,11 @@ class Attention:
     Rotary embeddings, and an RMS norm on each head of q and k, are applied if the model has them.
     """
 
-    def __init__(self, build: Builder, tables: Tables) -> None:
+    def __init__(self, build: Builder, tables: Tables, in_features: int = 0) -> None:
+        """Make the attention of the builder's layer.
+
+        in_features: width of the input; 0 = hidden_size.
+        """
         config = build.config
         assert build.layer is not None
         layer = config.attention[build.layer]
@@ -45,7 +49,8 @@ class Attention:
             (first * size, last * size)
             for (first, last), size in zip(head_ranges, rows, strict=False)
         ]
-        self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
+        wide_input = in_features or hidden
+        self.qkv = build.column(ours, sizes, wide_input, bias=config.qkv_bias, ranges=ranges)
         columns, attended = (begin * value, end * value), layer.num_heads * value
         self.out = build.row("out", hidden, attended, bias=config.out_bias, columns=columns)
         self.linears: tuple[Linear, ...] = (self.qkv, self.out)

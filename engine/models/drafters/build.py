@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from engine.config.eagle3_config import Eagle3Config
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.drafters.drafter import ModelDrafter
+from engine.models.drafters.eagle3 import Eagle3Drafter
 from engine.models.drafters.mtp import MtpDrafter
 from engine.models.registry import Model
+from engine.shards import weight_files
 from engine.speculation.settings import SpeculationSettings
 from engine.weights import load_weights
 from engine.weights.converted import Manifest
@@ -23,11 +26,26 @@ def build_drafter(settings: SpeculationSettings | None, model: Model) -> ModelDr
     if settings is None or not settings.by_model:
         return None
     assert isinstance(model, Decoder)
-    return MtpDrafter(model)
+    if settings.method == "mtp":
+        return MtpDrafter(model)
+    folder = Path(settings.model)
+    # a plan may have config.json alone
+    stored = read_index(folder) if weight_files(folder) else {}
+    own_embedding = any(name.endswith("embed_tokens.weight") for name in stored)
+    config = Eagle3Config.from_folder(folder, model.config)
+    return Eagle3Drafter(config, model, own_embedding=own_embedding)
+
+
+def drafter_folder(settings: SpeculationSettings | None, folder: Path) -> Path:
+    """Return the folder of the drafter's files.
+
+    folder: of the model.
+    """
+    return Path(settings.model) if settings is not None and settings.model else folder
 
 
 def load_drafter(drafter: ModelDrafter, folder: Path | None, seed: int) -> None:
-    """Fill the drafter from the model's files, or with random weights if folder is None.
+    """Fill the drafter from its folder, or with random weights if folder is None.
 
     Raises ConfigError as `read_drafter` does.
     """
@@ -38,7 +56,7 @@ def load_drafter(drafter: ModelDrafter, folder: Path | None, seed: int) -> None:
 
 
 def read_drafter(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
-    """Return the drafter's tensors in the model's files, by the names that it uses.
+    """Return the drafter's tensors in its folder, by the names that it uses.
 
     drafter: on any device.
     Raises ConfigError naming file and tensor for one that is missing, unexpected or of another
@@ -50,7 +68,7 @@ def read_drafter(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]
             "checkpoint that it was made of, or set speculation: auto",
             param="speculation",
         )
-    if all(map(drafter.ignores, read_index(folder))):
+    if isinstance(drafter, MtpDrafter) and all(map(drafter.ignores, read_index(folder))):
         raise ConfigError(
             f"speculation: config.json of {folder} has an MTP layer, and its files have no tensor "
             "of it; set speculation: auto or off",

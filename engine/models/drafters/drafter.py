@@ -20,6 +20,7 @@ from kernels.metadata import AttentionMeta
 class ModelDrafter(Loadable, Protocol):
     """A network that drafts for a model."""
 
+    taps: tuple[int, ...]  # layers whose inputs it reads, see `Decoder.taps`; () = final states
     layer_number: int  # the number that its layer has in `kv`
     kv: KVGroups  # what its layer keeps; a group of its own
 
@@ -28,11 +29,19 @@ class ModelDrafter(Loadable, Protocol):
         """The most bytes of weights and tables while loading."""
         ...
 
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the states of a step's first pass [n, drafter's hidden size], in new memory.
+
+        states: [n, taps * hidden_size] inputs of the model's layers, one beside the other; without
+            taps [n, hidden_size], after the final norm.
+        """
+        ...
+
     def forward(self, token_ids: Tensor, states: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """Compute rows [n, hidden_size], which are also the states of the next pass.
+        """Compute rows [n, drafter's hidden size], which are also the states of the next pass.
 
         token_ids: [n] int64, the token after each row's own.
-        states: [n, hidden_size], of the model after its final norm, or rows of the last pass.
+        states: of `fused`, or rows of the last pass; may be overwritten.
         kv: the layer's caches, written in place.
         """
         ...

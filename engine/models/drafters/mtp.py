@@ -34,6 +34,7 @@ class MtpDrafter:
         config, mtp = model.config, model.config.record.mtp
         assert mtp is not None and config.mtp_layers
         self._model, self._mtp = model, mtp
+        self.taps: tuple[int, ...] = ()
         self.layer_number = number = config.num_layers
         self.device, self.dtype = model.device, model.dtype
         build = replace(model.build, config=config.with_mtp())
@@ -134,6 +135,10 @@ class MtpDrafter:
                 owner.finish()
 
     # ---- drafts --------------------------------------------------------------------------------
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the model's final states, which the layer reads as they are."""
+        return states
 
     def forward(self, token_ids: Tensor, states: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         """Compute rows; see `ModelDrafter.forward`."""

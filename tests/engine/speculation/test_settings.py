@@ -34,6 +34,8 @@ def test_layers_of_the_checkpoint(method: str) -> None:
     settings = read_speculation(config.speculation)
     assert settings is not None and settings.by_model and settings.method == "mtp"
     assert settings.tokens == 2 and settings.explicit
+    eagle = read_speculation({"method": "eagle3", "model": "org/x", "num_speculative_tokens": 5})
+    assert eagle is not None and (eagle.method, eagle.model, eagle.tokens) == ("eagle3", "org/x", 5)
 
 
 def test_names_of_vllm() -> None:
@@ -68,11 +70,11 @@ def test_names_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("eagle3", "method 'eagle3' is not there; Manta drafts by look-up"),
+        ("eagle3", "method eagle3 needs model: the folder or hub name of the drafter"),
         ({"method": "mtp", "model": "draft"}, "model does not go with method mtp"),
         ({"method": "mtp", "draft_tensor_parallel_size": 2}, "one rank has the drafter whole"),
         ({"method": "mtp", "num_speculative_tokens": 0}, "tokens must be an integer in 1..16"),
-        ({"method": "eagle3", "model": "draft"}, "method 'eagle3' is not there"),
+        ({"method": "eagle3", "model": "draft", "factor": 2}, "factor does not go with method"),
         ({"method": "draft_model"}, "'draft_model'"),
         ({"model": "llama-1b", "num_speculative_tokens": 3}, "model 'llama-1b' is not there"),
         ({"tokens": 0}, "tokens must be an integer in 1..16, got '0'"),
