@@ -78,7 +78,7 @@ class Proposal:
     entry: the row's decode, or its chunk that samples.
     first_draft: entry of the first of `drafts`; has no meaning without any.
     drafts: the row's drafts in this step. Where some are accepted, the new drafts follow these.
-    count: number of new drafts, at least 1. The row has blocks for as many further tokens but one.
+    count: number of new drafts, at least 1. The row has blocks for as many further tokens.
     """
 
     row: int

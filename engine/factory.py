@@ -21,7 +21,7 @@ from engine.lora.ranked_loader import RankedLoader
 from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
-from engine.models.drafters.build import build_drafter, drafter_folder, load_drafter
+from engine.models.drafters.build import build_drafter, load_drafter
 from engine.models.drafters.drafter import ModelDrafter
 from engine.models.registry import Model, build_model
 from engine.parallel.ranks import Ranks
@@ -274,7 +274,8 @@ def _build_part(
             data_parallel_attention=config.attention_data_parallel,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
-        drafter = build_drafter(read_speculation(config.speculation), model)
+        settings = read_speculation(config.speculation)
+        drafter = build_drafter(settings, model, config.quantization)
         # no memory page is touched yet
         if device.type == "cpu" and not rank % config.ranks_per_node:
             parts: list[Sized] = [*parts_here(resolved, model)]
@@ -295,10 +296,8 @@ def _build_part(
             # From here on the cores are for the step loop and the threads that read adapters. Each
             # thread would otherwise get a pool of torch's threads, which spin on all cores.
             torch.set_num_threads(resolved.num_threads)
-        if drafter is not None:
-            settings = read_speculation(config.speculation)
-            files = None if folder is None else drafter_folder(settings, folder)
-            load_drafter(drafter, files, config.seed or 0)
+        if drafter is not None and settings is not None:
+            load_drafter(drafter, settings, folder, config.seed or 0)
     # waits until all ranks' weights are loaded, so that free memory is measured without them
     place.world.least(rank)
     phases.end("weights")

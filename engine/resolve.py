@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.architectures import ARCHITECTURES
+from engine.config.draft_config import draft_config
 from engine.config.eagle3_config import Eagle3Config
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.kv_groups import kv_groups
@@ -166,7 +167,6 @@ def decide(
         _check_data_parallel_attention(model)
     check_ranks(model, config.tensor_parallel, config.expert_parallel, data_parallel_attention)
     check_stages(model, config.pipeline_parallel)
-    _check_drafter(config, model)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
             f"deterministic: {model.architecture} has latent attention, whose CUDA kernels split "
@@ -183,6 +183,7 @@ def decide(
                 param="max_model_len",
             )
         max_model_len = config.max_model_len
+    _check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
     max_num_seqs = config.max_num_seqs or most
     if config.graph_sizes and max(config.graph_sizes) > max_num_seqs:
@@ -305,7 +306,10 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
 
 
 def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a model that drafts is asked for and cannot."""
+    """Raise ConfigError if a model that drafts is asked for and cannot.
+
+    model: for texts of at most max_model_len tokens.
+    """
     settings = read_speculation(config.speculation)
     if settings is None or not settings.by_model:
         return
@@ -313,6 +317,8 @@ def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
     why = ""
     if settings.method == "eagle3":
         Eagle3Config.from_folder(settings.model, model)
+    elif settings.method == "draft_model":
+        draft_config(settings.model, model)
     elif model.record.mtp is None:
         layouts = ", ".join(name for name, a in ARCHITECTURES.items() if a.mtp is not None)
         why = f"no layout of MTP layers is known for {model.architecture}, only for {layouts}"

@@ -317,9 +317,9 @@ class FakeRunner:
                 assert (batch.rows[place], batch.starts[place]) == (row, end + at), draft
             last = end + len(own) + proposal.count  # the text is never longer than this
             assert last < config.max_model_len, "drafts beyond the longest text"
-            for index in range(end // config.block_size, (last - 2) // config.block_size + 1):
+            for index in range(end // config.block_size, (last - 1) // config.block_size + 1):
                 for group, kind in enumerate(config.kinds):
-                    if kind.by_position and index * config.block_size <= last - 2:
+                    if kind.by_position and index * config.block_size < last:
                         block = self.launch_table[row][index * self.groups + group]
                         assert written.setdefault(block, row) == row, "two requests write one block"
         copied = {block for prefix in batch.prefixes for block in prefix.blocks}

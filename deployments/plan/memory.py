@@ -295,7 +295,7 @@ def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, fold
     """
     import torch
 
-    from engine.models.drafters.build import drafter_folder, read_drafter
+    from engine.models.drafters.build import check_drafter
     from engine.resolve import decide
     from engine.runner.memory import outline_drafter
     from engine.speculation.settings import read_speculation
@@ -305,8 +305,9 @@ def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, fold
     resolved = decide(alone, model, where, device.name, device.capability)
     check_headers(_outline(resolved), folder)
     drafter = outline_drafter(resolved)
-    if drafter is not None:
-        read_drafter(drafter, drafter_folder(read_speculation(config.speculation), folder))
+    settings = read_speculation(config.speculation)
+    if drafter is not None and settings is not None:
+        check_drafter(drafter, settings, folder)
 
 
 def _on_one_rank(config: EngineConfig) -> EngineConfig:

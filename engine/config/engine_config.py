@@ -139,7 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "auto" drafts what followed the same tokens before, in prompt, answer and earlier answers,
         where measured steps gain by it; "off" never drafts. A mapping sets it by hand, in our names
         or vLLM's: {method: lookup, tokens: 7, shared_tokens: 0}, {method: mtp} for drafts by the
-        checkpoint's own layer, or {method: eagle3, model: FOLDER}. docs/speculation.md.
+        checkpoint's own layer, {method: eagle3, model: FOLDER}, or draft_model likewise.
+        docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 

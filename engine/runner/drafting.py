@@ -49,6 +49,9 @@ class Drafting:
         self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
         self._rows, self.kv, self._group = rows, kv, group
         self._attention = kv.groups.groups[0].attention
+        self.reads_states = drafter.reads_states
+        # how far the token that a row reads lies behind the row's own
+        self._ahead = 1 if drafter.reads_states else 0
         self._vocab = vocab
         self._cuda = rows.tokens.device.type == "cuda"
 
@@ -64,23 +67,26 @@ class Drafting:
         meta = meta.elsewhere(meta.slots, meta.block_table)
         meta.window = meta.chunk = 0
         meta.lora = None
+        meta.rotary = meta.last_keys = None
         states = self._drafter.fused(states)
-        rows = self._pass(self._next_tokens(meta), states, meta)
+        rows = self._pass(self._tokens_of(meta), states, meta)
         return self._propose(batch, rows) if batch.proposals else None
 
     def _pass(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
-        attention, kv = self._attention, self.kv.layers[self._drafter.layer_number]
-        self._kernels.prepare(meta, attention.num_heads, kv[0], attention.latent_rank)
-        return self._drafter.forward(token_ids, states, kv, meta)
+        attention, layers = self._attention, self.kv.layers
+        cache = next(iter(layers.values()))[0]
+        self._kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
+        return self._drafter.forward(token_ids, states, layers, meta)
 
-    def _next_tokens(self, meta: AttentionMeta) -> Tensor:
-        """Return the token after each token of a step [num_tokens] int64, as its row has it."""
+    def _tokens_of(self, meta: AttentionMeta) -> Tensor:
+        """Return a token for each token of a step [num_tokens] int64, as its row has it now: the
+        one after it for a drafter that reads states, else itself."""
         assert meta.rows is not None
         rows, count = meta.rows.long(), len(meta.positions)
         if len(rows) < count:
             lengths = meta.query_start.diff().long()
             rows = torch.repeat_interleave(rows, lengths, output_size=count)
-        return self._rows.tokens[rows, meta.positions.long() + 1].long()
+        return self._rows.tokens[rows, meta.positions.long() + self._ahead].long()
 
     def _propose(self, batch: Batch, rows: Tensor) -> Tensor:
         """Return the drafts of the batch's proposals.
@@ -103,17 +109,18 @@ class Drafting:
         longest += drafts.shape[1] + most
         drawn: list[Tensor] = []
         for number in range(1, most + 1):
+            wanted = counts >= number
+            if number > 1 or not self.reads_states:
+                token_ids = drawn[-1] if drawn else tokens[row, last + 1].long()
+                at = last + number - self._ahead
+                meta = self._single(row, torch.where(wanted, at, last), wanted, longest)
+                states = self._pass(token_ids, states, meta)
             logits, position = self._drafter.logits(states), last + 1 + number
             sampled = self._sampler.sample(logits, row, position, tokens, plan).tokens
             # a start that only collects kernels leaves any number here
             drawn.append(sampled.clamp(0, self._vocab - 1))
-            if number == most:
-                break
-            goes_on = counts > number
             if plan.penalised:  # penalties count the drafts before
-                tokens[row, torch.where(goes_on, position, last + 2)] = drawn[-1].to(tokens.dtype)
-            meta = self._single(row, torch.where(goes_on, last + number, last), goes_on, longest)
-            states = self._pass(drawn[-1], states, meta)
+                tokens[row, torch.where(wanted, position, last + 2)] = drawn[-1].to(tokens.dtype)
         return torch.stack(drawn, 1)
 
     def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:

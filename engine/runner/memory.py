@@ -96,7 +96,7 @@ def outline_drafter(resolved: Resolved) -> ModelDrafter | None:
     settings = read_speculation(resolved.config.speculation)
     if settings is None or not settings.by_model:
         return None
-    return build_drafter(settings, outline(resolved))
+    return build_drafter(settings, outline(resolved), resolved.config.quantization)
 
 
 def parts_here(resolved: Resolved, model: Model) -> list[Model]:

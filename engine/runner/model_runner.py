@@ -70,7 +70,9 @@ class ModelRunner:
         self.eager = EagerStep(forward)
         layers: LayersLauncher = self.eager
         if recordable and isinstance(self.model, Decoder):
-            self.programs = StepPrograms(self.model, self.rows, self.kv, leaves=drafting is None)
+            self.programs = StepPrograms(
+                self.model, self.rows, self.kv, leaves=drafting is None or not drafting.reads_states
+            )
             layers = ProgramStep(forward, self.programs)
         self.launcher: StepLauncher = self._on_stage(layers)
 

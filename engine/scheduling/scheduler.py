@@ -313,7 +313,7 @@ class Scheduler:
     def _add_proposals(self, speculation: Speculation, builder: StepBuilder) -> None:
         """Let the step compute drafts of requests that sample, as far as free blocks allow.
 
-        Beside the first draft, which needs no block, each has keys in the drafter's cache.
+        A drafter's cache may keep the next token and all drafts but the last.
         """
         index = self.decoding.step_index + 1
         lasts = {request: request.base + index for request in self.decoding.requests}
@@ -323,8 +323,9 @@ class Scheduler:
             lasts[verification.request] += len(verification.drafts)
         for request, count in speculation.compute(lasts):
             first = lasts[request] + 1
-            places = self._places(request, first + count - 1, builder)
-            builder.proposals.append((request, max(1, min(count, 1 + places - first))))
+            count = min(count, self._places(request, first + count, builder) - first)
+            if count > 0:
+                builder.proposals.append((request, count))
 
     def _places(self, request: Request, tokens: int, builder: StepBuilder) -> int:
         """Give a request free blocks, up to this many tokens; return how many its blocks hold then.

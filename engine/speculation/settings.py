@@ -45,7 +45,8 @@ class SpeculationSettings:
     tokens: the most draft tokens of a request in a step.
     explicit: whether the configuration asks for it by itself, and not by "auto".
     rates: of synthetic acceptance, see synthetic.py; () = drafts are accepted where they are right.
-    method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, or "eagle3".
+    method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, "eagle3" or
+        "draft_model".
     model: the folder of the model that drafts; "" = the checkpoint's.
     """
 
@@ -77,14 +78,14 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     method = entries.pop("method", "lookup")
     if method == "synthetic":
         return _synthetic(entries)
-    if method in _MTP_NAMES or method == "eagle3":
+    if method in _MTP_NAMES or method in ("eagle3", "draft_model"):
         return _by_model(method, entries)
     if method not in _METHODS or "model" in entries:
         what = f"model {entries['model']!r}" if method in _METHODS else f"method {method!r}"
         raise _refused(
             f"{what} is not there; Manta drafts by look-up, which needs no weights: set auto, or "
-            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off; or by a "
-            "checkpoint's own MTP layers: method mtp"
+            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off; or by models: "
+            "method mtp, eagle3 or draft_model"
         )
     options: dict[str, Any] = {}
     for key, item in entries.items():

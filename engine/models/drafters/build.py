@@ -2,26 +2,31 @@
 
 from pathlib import Path
 
+from engine.config.draft_config import draft_config
 from engine.config.eagle3_config import Eagle3Config
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.models.drafters.draft_model import DraftModel, same_vocabulary
 from engine.models.drafters.drafter import ModelDrafter
 from engine.models.drafters.eagle3 import Eagle3Drafter
 from engine.models.drafters.mtp import MtpDrafter
 from engine.models.registry import Model
 from engine.shards import weight_files
 from engine.speculation.settings import SpeculationSettings
-from engine.weights import load_weights
+from engine.weights import check_headers, load_weights
 from engine.weights.converted import Manifest
 from engine.weights.index import read_index
 from engine.weights.load import fill_part, read_named
 from engine.weights.stored import StoredTensor
 
 
-def build_drafter(settings: SpeculationSettings | None, model: Model) -> ModelDrafter | None:
+def build_drafter(
+    settings: SpeculationSettings | None, model: Model, quantization: str
+) -> ModelDrafter | None:
     """Allocate the drafter beside a model, on its device; None if no model drafts.
 
     settings: of `engine.speculation`, which `resolve` has checked for this model.
+    quantization: as of `build_model`.
     """
     if settings is None or not settings.by_model:
         return None
@@ -29,6 +34,8 @@ def build_drafter(settings: SpeculationSettings | None, model: Model) -> ModelDr
     if settings.method == "mtp":
         return MtpDrafter(model)
     folder = Path(settings.model)
+    if settings.method == "draft_model":
+        return DraftModel(draft_config(folder, model.config), model, quantization)
     # a plan may have config.json alone
     stored = read_index(folder) if weight_files(folder) else {}
     own_embedding = any(name.endswith("embed_tokens.weight") for name in stored)
@@ -36,26 +43,49 @@ def build_drafter(settings: SpeculationSettings | None, model: Model) -> ModelDr
     return Eagle3Drafter(config, model, own_embedding=own_embedding)
 
 
-def drafter_folder(settings: SpeculationSettings | None, folder: Path) -> Path:
-    """Return the folder of the drafter's files.
-
-    folder: of the model.
-    """
-    return Path(settings.model) if settings is not None and settings.model else folder
-
-
-def load_drafter(drafter: ModelDrafter, folder: Path | None, seed: int) -> None:
+def load_drafter(
+    drafter: ModelDrafter, settings: SpeculationSettings, folder: Path | None, seed: int
+) -> None:
     """Fill the drafter from its folder, or with random weights if folder is None.
 
-    Raises ConfigError as `read_drafter` does.
+    folder: of the model.
+    Raises ConfigError as `check_drafter` does.
     """
-    if folder is None:
-        load_weights(drafter, None, seed=seed)
+    own = folder and Path(settings.model or folder)
+    if folder is None or own is None or isinstance(drafter, DraftModel):
+        if folder is not None and own is not None:
+            _check_vocabulary(own, folder)
+        load_weights(drafter, own, seed=seed)
     else:
-        fill_part(drafter, read_drafter(drafter, folder), folder)
+        fill_part(drafter, _read(drafter, own), own)
 
 
-def read_drafter(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
+def check_drafter(drafter: ModelDrafter, settings: SpeculationSettings, folder: Path) -> None:
+    """Raise ConfigError naming file and tensor for faults of the drafter's files.
+
+    Faults are a tensor that is missing, unexpected or of another shape, and other tokens.
+
+    drafter: on any device.
+    folder: of the model.
+    """
+    own = Path(settings.model or folder)
+    if isinstance(drafter, DraftModel):
+        _check_vocabulary(own, folder)
+        check_headers(drafter, own)
+    else:
+        _read(drafter, own)
+
+
+def _check_vocabulary(own: Path, folder: Path) -> None:
+    if not same_vocabulary(own, folder):
+        raise ConfigError(
+            f"speculation: draft model {own}: its tokenizer has other tokens than the model's, so "
+            "that its drafts would be of another text; take a draft model of the same family",
+            param="speculation",
+        )
+
+
+def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
     """Return the drafter's tensors in its folder, by the names that it uses.
 
     drafter: on any device.

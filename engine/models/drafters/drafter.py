@@ -1,12 +1,16 @@
-"""ModelDrafter: the interface of networks that draft next tokens from a model's hidden states.
+"""ModelDrafter: the interface of networks that draft the next tokens of a model's texts.
 
-A drafter has a layer, whose row i belongs to token i of a text and reads the model's state of token
-i and the embedding of token i + 1. Its keys lie beside the model's own, in the same blocks:
+Most drafters have a layer whose row i belongs to token i of a text, and reads the model's state of
+token i and the embedding of token i + 1. Its keys lie in blocks of the same numbers as the model's:
 
  step     states of all its tokens, next tokens -> rows; the last true row gives the first draft
  pass     that row, the draft -> the next row, which gives the next draft; and so on
+
+A draft model reads no states. Its row i reads token i, as the model's does, so that the first draft
+takes a pass, too.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -21,8 +25,8 @@ class ModelDrafter(Loadable, Protocol):
     """A network that drafts for a model."""
 
     taps: tuple[int, ...]  # layers whose inputs it reads, see `Decoder.taps`; () = final states
-    layer_number: int  # the number that its layer has in `kv`
-    kv: KVGroups  # what its layer keeps; a group of its own
+    reads_states: bool  # whether it reads states of the model
+    kv: KVGroups  # what its layers keep; one group that keeps all tokens
 
     @property
     def loading_bytes(self) -> int:
@@ -37,12 +41,14 @@ class ModelDrafter(Loadable, Protocol):
         """
         ...
 
-    def forward(self, token_ids: Tensor, states: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
+    ) -> Tensor:
         """Compute rows [n, drafter's hidden size], which are also the states of the next pass.
 
-        token_ids: [n] int64, the token after each row's own.
+        token_ids: [n] int64, the token after each row's own; its own without states.
         states: of `fused`, or rows of the last pass; may be overwritten.
-        kv: the layer's caches, written in place.
+        kv: the layers' caches, written in place.
         """
         ...
 

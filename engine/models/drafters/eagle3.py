@@ -1,6 +1,6 @@
 """Eagle3Drafter: an EAGLE-3 drafter, which reads the inputs of some layers of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -40,6 +40,8 @@ class Eagle3Drafter:
     the model's layer inputs, those of further passes are its own rows.
     """
 
+    reads_states = True
+
     def __init__(self, config: Eagle3Config, model: Decoder, *, own_embedding: bool) -> None:
         """Allocate the drafter beside a model, which then keeps the inputs of the layers it reads.
 
@@ -55,7 +57,6 @@ class Eagle3Drafter:
                 param="speculation",
             )
         model.taps = self.taps = config.taps
-        self.layer_number = 0
         self.device, self.dtype = model.device, model.dtype
         own = model.build
         method = linear_method("none", own.kernels, own.runs_on, body.quantized)
@@ -184,7 +185,9 @@ class Eagle3Drafter:
             states = torch.cat(normed, dim=-1)
         return self._join.forward(states)
 
-    def forward(self, token_ids: Tensor, states: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
+    ) -> Tensor:
         """Compute rows; see `ModelDrafter.forward`."""
         if self._table is None:
             embedded = self._model.enter(token_ids, meta.positions)
@@ -194,8 +197,8 @@ class Eagle3Drafter:
         normed = self._hidden_norm(states)
         x = torch.cat((self._embedding_norm(embedded), normed), dim=-1)
         residual = normed if self._config.norm_before_residual else states
-        residual = self._attention.forward(x, kv, meta, residual=residual)
-        rows = self._mlp.forward(residual, kv, meta)
+        residual = self._attention.forward(x, kv[0], meta, residual=residual)
+        rows = self._mlp.forward(residual, kv[0], meta)
         return self._norm(rows) if self._config.norm_output else rows
 
     def logits(self, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """MtpDrafter: a checkpoint's multi-token-prediction (MTP) layer, with the model's own head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -26,6 +26,9 @@ class MtpDrafter:
     Its weights are those of the model's files that the model itself ignores.
     """
 
+    taps: tuple[int, ...] = ()
+    reads_states = True
+
     def __init__(self, model: Decoder) -> None:
         """Allocate the layer beside the model, on its device.
 
@@ -34,8 +37,7 @@ class MtpDrafter:
         config, mtp = model.config, model.config.record.mtp
         assert mtp is not None and config.mtp_layers
         self._model, self._mtp = model, mtp
-        self.taps: tuple[int, ...] = ()
-        self.layer_number = number = config.num_layers
+        self._number = number = config.num_layers
         self.device, self.dtype = model.device, model.dtype
         build = replace(model.build, config=config.with_mtp())
         self._tables = Tables(config.max_positions, build.device)
@@ -64,11 +66,11 @@ class MtpDrafter:
         """Return the name that sources have for a tensor or module of the layer."""
         name, layers = self._numbered(name), self._numbered(self._mtp.layer)
         if name.startswith(layers):
-            return f"model.layers.{self.layer_number}.{name[len(layers) :]}"
+            return f"model.layers.{self._number}.{name[len(layers) :]}"
         return name
 
     def _numbered(self, name: str) -> str:
-        return name.replace("{layers}", str(self.layer_number))
+        return name.replace("{layers}", str(self._number))
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -140,13 +142,15 @@ class MtpDrafter:
         """Return the model's final states, which the layer reads as they are."""
         return states
 
-    def forward(self, token_ids: Tensor, states: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
+    ) -> Tensor:
         """Compute rows; see `ModelDrafter.forward`."""
         embedded = self._embedding_norm(self._model.enter(token_ids, meta.positions))
         hidden = self._hidden_norm(states)
         both = (hidden, embedded) if self._mtp.hidden_first else (embedded, hidden)
         residual = self._project.forward(torch.cat(both, dim=-1))
-        return self._norm(self._layer.forward(residual, kv, meta))
+        return self._norm(self._layer.forward(residual, kv[self._number], meta))
 
     def logits(self, rows: Tensor) -> Tensor:
         """Compute logits by the model's head; see `ModelDrafter.logits`."""

@@ -1,0 +1,33 @@
+"""draft_config: the configuration of a draft model, compared with the model's. No torch."""
+
+from pathlib import Path
+
+from engine.config.kv_groups import Full, kv_groups
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+
+
+def draft_config(folder: str | Path, model: ModelConfig) -> ModelConfig:
+    """Read the configuration of a draft model, for texts as long as the model's.
+
+    Raises ConfigError where it cannot draft for the model.
+    """
+    config = ModelConfig.from_folder(folder)
+    why = ""
+    if config.vocab_size != model.vocab_size:
+        why = f"its vocab_size {config.vocab_size} is not the model's {model.vocab_size}"
+    elif not config.generates or config.whole_texts:
+        why = "it generates no text"
+    elif config.max_positions < model.max_positions:
+        why = (
+            f"it has {config.max_positions} positions, fewer than max_model_len "
+            f"{model.max_positions}; lower max_model_len"
+        )
+    else:
+        config = config.within(model.max_positions)
+        groups = kv_groups(config)
+        if config.recurrent or groups.kinds != (Full(),) or groups.borrowed:
+            why = f"{config.architecture} does not keep the whole text in all of its layers alike"
+    if why:
+        raise ConfigError(f"speculation: draft model {folder}: {why}", param="speculation")
+    return config

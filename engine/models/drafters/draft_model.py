@@ -1,0 +1,95 @@
+"""DraftModel: a smaller model of the same vocabulary as a drafter, with its own KV cache."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.config.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.registry import Model, build_model
+from engine.weights.parameter import Parameter, Unit
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta
+
+
+class DraftModel:
+    """A model that drafts for another one; implements drafter.ModelDrafter.
+
+    It reads tokens alone, and no states of the other model.
+    """
+
+    taps: tuple[int, ...] = ()
+    reads_states = False
+
+    def __init__(self, config: ModelConfig, model: Decoder, quantization: str) -> None:
+        """Allocate the draft model beside a model, on its device.
+
+        quantization: of weights that are stored in 16 or 32 bits.
+        """
+        on_load = quantization if config.quantized is None and quantization != "gguf" else "none"
+        build = model.build
+        self.model: Model = build_model(
+            config,
+            build.dtype,
+            build.device,
+            build.kernels,
+            quantization=on_load,
+            runs_on=build.runs_on,
+        )
+        self.kv, self.device, self.dtype = self.model.kv, self.model.device, self.model.dtype
+        self.num_bytes, self.open_bytes = self.model.num_bytes, self.model.open_bytes
+        self.loading_bytes = self.model.loading_bytes
+
+    def tensor_name(self, stored: str) -> str:
+        """Return the name that sources have for the files' tensor `stored`."""
+        return self.model.tensor_name(stored)
+
+    def ignores(self, stored: str) -> bool:
+        """Whether the draft model does not use the files' tensor of this name."""
+        return self.model.ignores(stored)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return every tensor that loading fills."""
+        return self.model.parameters()
+
+    def units(self) -> Iterator[Unit]:
+        """Return the units of parameters that any thread may finish."""
+        return self.model.units()
+
+    def finish(self) -> None:
+        """Pack what is not packed yet, after all parameters are filled."""
+        self.model.finish()
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the states, which are not read."""
+        return states
+
+    def forward(
+        self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
+    ) -> Tensor:
+        """Compute the tokens' hidden states; see `ModelDrafter.forward`."""
+        # placeholders of virtual tokens have numbers beyond the vocabulary
+        known = token_ids.clamp(max=self.model.config.vocab_size - 1)
+        return self.model.forward(known, [meta], kv)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Compute logits by the draft model's head; see `ModelDrafter.logits`."""
+        return self.model.logits(rows)
+
+
+def same_vocabulary(folder: Path, other: Path) -> bool:
+    """Whether two folders' tokenizers have the same tokens, as far as both have tokenizer.json."""
+    tables = []
+    for path in (folder / "tokenizer.json", other / "tokenizer.json"):
+        if not path.is_file():
+            return True
+        tables.append(_tokens(path))
+    return tables[0] == tables[1]
+
+
+def _tokens(path: Path) -> object:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    added = [(token["id"], token["content"]) for token in values.get("added_tokens") or ()]
+    return values.get("model", {}).get("vocab"), added

@@ -1,0 +1,115 @@
+"""A draft model of the same vocabulary: always right where it is the model itself, and texts that
+stay what they are without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, check_files, plan
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.runner.model_runner import ModelRunner
+from engine.scheduling.core import EngineCore
+from tests.drafters import ListedLengths
+from tests.parity.engine_driver import Output, engine, run
+from tests.parity.test_speculation import PROMPTS, SAMPLING
+from tests.parity.test_speculation import model as make_model
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def small(path: Path, **sizes: Any) -> Path:
+    import transformers as t
+
+    torch.manual_seed(1)
+    config = t.LlamaConfig(**{**SMALL, "vocab_size": 512, **sizes})
+    t.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def drafting(
+    folder: Path, drafter: Path, *lengths: int, **fields: Any
+) -> tuple[EngineCore, ListedLengths]:
+    value = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 7}
+    core = engine(folder, speculation=value, num_threads=1, **fields)
+    assert core.scheduler.speculation is not None
+    controller = ListedLengths(lengths)
+    core.scheduler.speculation._lengths = controller
+    return core, controller
+
+
+def plain(core: EngineCore) -> list[Output]:
+    core.scheduler.speculation = None
+    core.reset_prefix_cache()
+    return run(core, PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_model_itself_is_always_right(folder: Path, ahead: bool) -> None:
+    """Bugs: a key of a draft is missing or one too many; the first token of a text, a chunk or a
+    reused prefix has no key; a draft is drawn with other noise, penalties or filters."""
+    fields = {"max_num_batched_tokens": 37, "async_scheduling": ahead}
+    core, controller = drafting(folder, folder, 3, 7, 1, **fields)
+    drafted = run(core, PROMPTS, SAMPLING)
+    assert controller.accepted == controller.drafted > 50
+    for some, other in zip(plain(core), drafted, strict=True):
+        assert (some.token_ids, some.finish) == (other.token_ids, other.finish)
+
+
+def test_text_and_memory_with_another_model(folder: Path, tmp_path: Path) -> None:
+    """Bugs: wrong drafts change a text; the plan counts other bytes than the draft model takes."""
+    drafter = small(tmp_path / "small")
+    core, controller = drafting(folder, drafter, 3, 0, 7, num_blocks=40, max_model_len=256)
+    drafted = run(core, PROMPTS, SAMPLING)
+    assert controller.drafted > 100 and controller.accepted < controller.drafted / 2
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain(core)]
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    value = {"method": "draft_model", "model": str(drafter)}
+    config = EngineConfig(
+        model=str(folder), dtype="float32", speculation=value, num_blocks=40, max_model_len=256
+    )
+    device = Hardware("CPU", "cpu", 8 * GIB)
+    target = ModelConfig.from_folder(folder)
+    planned = plan(target, config, device)
+    assert dict(planned.memory.rows)["drafter"] == runner.drafting._drafter.num_bytes
+    keys = runner.kv.storage.nbytes + runner.drafting.kv.storage.nbytes
+    assert planned.memory.block_bytes == keys // 40
+    check_files(target, config, device, folder)
+
+
+def test_refusals(folder: Path, tmp_path: Path) -> None:
+    """Bugs: a model of other tokens drafts, and is never right; positions end before the text."""
+
+    def refusal(drafter: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            drafting(folder, drafter, 3)
+        return caught.value.message
+
+    assert "vocab_size 500 is not the model's 512" in refusal(small(tmp_path / "a", vocab_size=500))
+    short = small(tmp_path / "b", max_position_embeddings=100)
+    assert "it has 100 positions, fewer than max_model_len 512" in refusal(short)
+    drafter = small(tmp_path / "c")
+    for path, token in ((folder, "x"), (drafter, "y")):
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {token: 3}}}))
+    try:
+        assert "its tokenizer has other tokens than the model's" in refusal(drafter)
+    finally:
+        (folder / "tokenizer.json").unlink()
