@@ -146,6 +146,8 @@ class Drafting:
             max_kv_len=min(longest, width * size),
             query_start_host=None if self._cuda else list(range(count + 1)),
             kv_len_host=None if self._cuda else kv_len.tolist(),
+            # filled on the device, where a copy from the host would wait
+            counts=torch.full((2,), count, dtype=torch.int32, device=row.device),
             rows=row,
         )
 

@@ -211,7 +211,7 @@ class StepGraphs:
             size = model.config.hidden_size
             return torch.zeros(rows, size, dtype=model.dtype, device=device)
 
-        tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
+        tokens = max([*self._decodes, *chain.from_iterable(self._mixed.values())])
         if self._drafter:
             self._every = zeros(tokens).repeat(1, max(1, len(model.taps)))
         if not model.stage.alone:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import Batch, Proposal
+from engine.runner.drafting import Drafting
 from engine.runner.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
@@ -45,15 +46,11 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     if runner.lora is not None:
         runner.lora.forget()
     if runner.drafting is not None:
-        batch.proposals = [Proposal(pad, 0, 0, (), 2)]
-        states = forward.tapped()
-        runner.drafting.launch(batch, step.metas, hidden if states is None else states)
+        tapped = forward.tapped()
+        runner.drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
+        _warm_up_drafts(runner, runner.drafting)
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-    step = forward.inputs.assemble(decode)
-    last = forward.run_step(step)
-    if runner.drafting is not None:
-        states = forward.tapped()
-        runner.drafting.launch(decode, step.metas, last if states is None else states)
+    forward.run_step(forward.inputs.assemble(decode))
     if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:
@@ -107,6 +104,16 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
         batch.samples.append(True)
         num_tokens -= length
     return batch
+
+
+def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
+    """Draft two tokens for as many rows as there are."""
+    pad, forward = runner.rows.pad_row, runner.forward
+    batch = Batch(-1, [pad] * pad, [0] * pad, [1] * pad, [True] * pad, num_decodes=pad)
+    batch.proposals = [Proposal(pad, entry, entry, (), 2) for entry in range(pad)]
+    step = forward.inputs.assemble(batch)
+    hidden, tapped = forward.run_step(step), forward.tapped()
+    drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
 
 
 def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
