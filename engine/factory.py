@@ -515,7 +515,19 @@ def _build_runner(
             group = groups.whole_group
             assert group is not None
             drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory)
-            drafting = Drafting(drafter, kernels, rows, drafts_kv, sampler, group, vocab_size)
+            most = resolved.max_num_batched_tokens
+            own_layout = rows, kv.block_size, most + max_num_seqs, device, steps
+            drafting = Drafting(
+                drafter,
+                kernels,
+                rows,
+                drafts_kv,
+                sampler,
+                group,
+                vocab_size,
+                None if drafter.reads_states else make_inputs(*own_layout),
+                most,
+            )
         return ModelRunner(forward, sampling, prompts, drafting)
 
     plan: MemoryPlan | None = None

@@ -2,7 +2,9 @@
 
 A drafter (engine/models/drafters/) first gets all tokens of the step, so that its cache has keys of
 each, those of rejected drafts until the next step writes over them. Where the batch has proposals,
-the row of the text's last token gives the first draft, and passes of one token the others. Drafts
+the row of the text's last token gives the first draft, and passes of one token the others. A draft
+model, which reads no states, reads chunks in their own steps, and other tokens of a row only when
+it is to draft for it; at rest it costs nothing. Drafts
 are drawn as the model's tokens are, with the noise of the same seed, choice and position, so that
 they agree wherever the distributions do. Nothing here waits for the device.
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.drafters.drafter import ModelDrafter
 from engine.runner.caches.kv_cache import KVCache
+from engine.runner.inputs import CpuInputs, CudaInputs
 from engine.runner.request_rows import RequestRows
 from engine.sampling.device_result import DeviceResult
 from engine.sampling.sampler import Sampler
@@ -39,13 +42,21 @@ class Drafting:
         sampler: Sampler,
         group: int,
         vocab: int,
+        inputs: CpuInputs | CudaInputs | None,
+        max_tokens: int,
     ) -> None:
         """Set up drafting.
 
         kv: the drafter's cache, with as many blocks as the model's.
         group: the model's group of layers whose block tables the drafter shares.
         vocab: the number of tokens that the model knows.
+        inputs: make the inputs of a draft model, and of nothing else. They have room for
+            max_tokens, and for a token more of each row.
+        max_tokens: the most tokens of a step.
         """
+        self._inputs, self._max_tokens = inputs, max_tokens
+        # of each row the tokens that a draft model has read; -1 = none of this request's
+        self._read = [-1] * (rows.pad_row + 1)
         self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
         self._rows, self.kv, self._group = rows, kv, group
         self._attention = kv.groups.groups[0].attention
@@ -63,14 +74,56 @@ class Drafting:
         metas: of the step, by groups.
         states: of all tokens of the step, as `ModelDrafter.fused` takes them.
         """
+        if not self.reads_states:
+            return self._follow(batch)
         meta = metas[self._group]
         meta = meta.elsewhere(meta.slots, meta.block_table)
         meta.window = meta.chunk = 0
         meta.lora = None
         meta.rotary = meta.last_keys = None
         states = self._drafter.fused(states)
-        rows = self._pass(self._tokens_of(meta), states, meta)
-        return self._propose(batch, rows) if batch.proposals else None
+        rows = self._pass(self._next_tokens(meta), states, meta)
+        if not batch.proposals:
+            return None
+        ends = [*accumulate(batch.lengths)]
+        places = [(ends[p.entry] - 1, p.first_draft) for p in batch.proposals]
+        return self._propose(batch, rows, places)
+
+    def _follow(self, batch: Batch) -> Tensor | None:
+        """Let a draft model read what it lacks of chunks, and of rows that are to have drafts."""
+        for new in batch.new_rows:
+            self._read[new.row] = -1
+        # entry -> the tokens to read
+        spans: dict[int, tuple[int, int]] = {}
+        for entry in range(batch.num_decodes, len(batch.rows)):
+            start = batch.starts[entry]
+            spans[entry] = start, start + batch.lengths[entry]
+            self._read[batch.rows[entry]] = spans[entry][1]
+        share = self._max_tokens - sum(end - start for start, end in spans.values())
+        share = max(0, share) // max(1, len(batch.proposals))
+        for proposal in batch.proposals:
+            entry, drafts = proposal.entry, len(proposal.drafts)
+            start, known = batch.starts[entry], batch.starts[entry] + batch.lengths[entry] + 1
+            end = known + drafts  # after the token that follows the last draft
+            if entry not in spans:
+                read = self._read[proposal.row]
+                # what is left out costs acceptance
+                start = max(start if read < 0 else read, end - max(share, drafts + 2))
+            spans[entry] = start, end
+            self._read[proposal.row] = known
+        if not spans:
+            return None
+        starts = [start for start, _ in spans.values()]
+        lengths = [end - start for start, end in spans.values()]
+        rows = [batch.rows[entry] for entry in spans]
+        assert self._inputs is not None
+        step = self._inputs.assemble(Batch(batch.step, rows, starts, lengths, [True] * len(rows)))
+        out = self._pass(step.token_ids.long(), step.token_ids, step.metas[self._group])
+        if not batch.proposals:
+            return None
+        ends = dict(zip(spans, accumulate(lengths), strict=True))
+        places = [(at := ends[p.entry] - 1 - len(p.drafts), at + 1) for p in batch.proposals]
+        return self._propose(batch, out, places)
 
     def _pass(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
         attention, layers = self._attention, self.kv.layers
@@ -78,28 +131,29 @@ class Drafting:
         self._kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
         return self._drafter.forward(token_ids, states, layers, meta)
 
-    def _tokens_of(self, meta: AttentionMeta) -> Tensor:
-        """Return a token for each token of a step [num_tokens] int64, as its row has it now: the
-        one after it for a drafter that reads states, else itself."""
+    def _next_tokens(self, meta: AttentionMeta) -> Tensor:
+        """Return the token after each token of a step [num_tokens] int64, as its row has it."""
         assert meta.rows is not None
         rows, count = meta.rows.long(), len(meta.positions)
         if len(rows) < count:
             lengths = meta.query_start.diff().long()
             rows = torch.repeat_interleave(rows, lengths, output_size=count)
-        return self._rows.tokens[rows, meta.positions.long() + self._ahead].long()
+        return self._rows.tokens[rows, meta.positions.long() + 1].long()
 
-    def _propose(self, batch: Batch, rows: Tensor) -> Tensor:
+    def _propose(self, batch: Batch, rows: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Return the drafts of the batch's proposals.
 
-        rows: the drafter's rows of all tokens of the step.
+        rows: the drafter's rows of the tokens that it has read in this step.
+        places: of each proposal the indices in rows of the row that drafts if no draft of the step
+            is accepted, and if one is; that of more follow.
         """
         tokens = self._rows.tokens
-        table = self._uploaded(_table(batch))
+        table = self._uploaded(_table(batch, places))
         row, last, index, first_draft, counts = table[:, :_FIELDS].unbind(1)
         drafts = table[:, _FIELDS:]
         if drafts.shape[1]:
-            places = last[:, None] + 1 + torch.arange(drafts.shape[1], device=tokens.device)
-            accepted = (tokens[row[:, None], places] == drafts).long().cumprod(1).sum(1)
+            after = last[:, None] + 1 + torch.arange(drafts.shape[1], device=tokens.device)
+            accepted = (tokens[row[:, None], after] == drafts).long().cumprod(1).sum(1)
             index = torch.where(accepted > 0, first_draft + accepted - 1, index)
             last = last + accepted
         plan = replace(self._sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
@@ -110,11 +164,10 @@ class Drafting:
         drawn: list[Tensor] = []
         for number in range(1, most + 1):
             wanted = counts >= number
-            if number > 1 or not self.reads_states:
-                token_ids = drawn[-1] if drawn else tokens[row, last + 1].long()
+            if drawn:
                 at = last + number - self._ahead
                 meta = self._single(row, torch.where(wanted, at, last), wanted, longest)
-                states = self._pass(token_ids, states, meta)
+                states = self._pass(drawn[-1], states, meta)
             logits, position = self._drafter.logits(states), last + 1 + number
             sampled = self._sampler.sample(logits, row, position, tokens, plan).tokens
             # a start that only collects kernels leaves any number here
@@ -167,18 +220,17 @@ class Drafting:
             result.event.record()  # recorded again after this copy
 
 
-def _table(batch: Batch) -> np.ndarray:
+def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the proposals as numbers, [n, 5 + most drafts] int64; missing drafts are -1.
 
-    A line has the row, the position of the last token before its drafts, the index of this token
-    and of the first draft in the step's tokens, the number of new drafts, and the drafts.
+    A line has the row, the position of the last token before its drafts, its places (see
+    `_propose`), the number of new drafts, and the drafts.
     """
-    ends = [*accumulate(batch.lengths)]
     most = max(len(proposal.drafts) for proposal in batch.proposals)
     table = np.full((len(batch.proposals), _FIELDS + most), -1, np.int64)
-    for line, proposal in zip(table, batch.proposals, strict=True):
+    for line, place, proposal in zip(table, places, batch.proposals, strict=True):
         entry, drafts = proposal.entry, proposal.drafts
         last = batch.starts[entry] + batch.lengths[entry] - 1
-        fields = proposal.row, last, ends[entry] - 1, proposal.first_draft, proposal.count
+        fields = proposal.row, last, *place, proposal.count
         line[: _FIELDS + len(drafts)] = (*fields, *drafts)
     return table

@@ -14,6 +14,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.drafters import ListedLengths
 from tests.parity.engine_driver import Output, engine, run
@@ -113,3 +114,33 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         assert "its tokenizer has other tokens than the model's" in refusal(drafter)
     finally:
         (folder / "tokenizer.json").unlink()
+
+
+def test_a_draft_model_at_rest_reads_no_decodes(folder: Path, monkeypatch: Any) -> None:
+    """Bugs: steps without drafts cost a pass of the draft model; after a rest it lacks the keys of
+    the tokens that came meanwhile."""
+    core, controller = drafting(folder, folder, 0, 0, 0, 0, 0, 0, 3, 3)
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    read: list[int] = []
+    forward = runner.drafting._drafter.forward
+
+    def watched(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        read.append(len(token_ids))
+        return forward(token_ids, *others)
+
+    monkeypatch.setattr(runner.drafting._drafter, "forward", watched)
+    params = SamplingParams(temperature=0.7, max_tokens=60, ignore_eos=True)
+    (output,) = run(core, [PROMPTS[5]], params)
+    assert controller.accepted == controller.drafted > 0
+    tokens = len(PROMPTS[5]) + len(output.token_ids)
+    assert len(read) < core.stats().step and tokens - 12 < sum(read) < 1.6 * tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
+def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
+    """Bug: the draft model's inputs are those of a graph, or of a step in flight."""
+    core, controller = drafting(folder, folder, 3, 7, 0, 1, device="cuda", dtype="bfloat16", **cut)
+    run(core, PROMPTS, SAMPLING)
+    assert controller.accepted > 0.9 * controller.drafted > 50
