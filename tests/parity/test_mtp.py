@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 48,
+    "moe_intermediate_size": 64,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -298,6 +298,34 @@ def test_layer_in_other_weights(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert controller.drafted > 0
     if "quantization" in fields:
         assert controller.accepted > 0.8 * controller.drafted
+
+
+@pytest.mark.parametrize("make", [glm, deepseek])
+def test_layer_in_eight_bits_as_files_have_it(make: Callable[[int], Any], tmp_path: Path) -> None:
+    """Bugs: scales of the layer's matrices are missing or unexpected; the matrix that joins both
+    inputs, which files leave in 16 bits, is read as if it had scales."""
+    Made(make, tmp_path, built=True)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    path.write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [*tensors]:
+        inside = ".self_attn." in name or ".mlp." in name
+        if (inside and name.endswith("_proj.weight")) or name.endswith("_proj_with_mqa.weight"):
+            weight = tensors[name]
+            scale = weight.abs().max().clamp(min=1e-3) / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    core, controller = drafting(tmp_path, 3)
+    run(core, PROMPTS, SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True))
+    assert controller.accepted == controller.drafted > 30
 
 
 @pytest.mark.gpu
