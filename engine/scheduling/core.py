@@ -377,12 +377,15 @@ class EngineCore:
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
-        """End the requests whose grammar allows no token.
+        """End the requests whose grammar allows no token, and drop drafts after which none does.
 
         errors: row of the masks -> message.
         """
         deltas = []
         for row, why in errors.items():
+            if (place := row - len(launched.constrained)) >= 0:
+                launched.forbid_after(place)
+                continue
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
 
@@ -606,9 +609,10 @@ class EngineCore:
 
 
 def _constraints(launched: LaunchedStep) -> list[Constraint]:
-    """Return the constraints of the step's constrained entries, in order."""
+    """Return the constraints of the step's constrained entries, then of their drafts, in order."""
     constraints = [launched.requests[entry].constraint for entry in launched.constrained]
-    return [constraint for constraint in constraints if constraint is not None]
+    known = [constraint for constraint in constraints if constraint is not None]
+    return known + [later for _, later in launched.later]
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:

@@ -302,7 +302,9 @@ class Scheduler:
         num_chunks = len(builder.sampling) + len(builder.prefill_only)
         tokens = self.token_limit - len(group) - builder.chunk_tokens
         room = min(self.rows - len(group) - num_chunks, tokens)
-        for verification in speculation.choose(group.requests, room):
+        for verification in speculation.choose(
+            group.requests, room, constrained=self.num_constrained > 0
+        ):
             request, drafts = verification.request, verification.drafts
             start = request.base + group.step_index + 1
             places = self._places(request, start + 1 + len(drafts), builder)
@@ -650,6 +652,11 @@ class Scheduler:
         if launched.num_drafts:  # whose entries lie between the other decodes and the chunks
             first, count = launched.decodes - launched.num_drafts, launched.num_drafts
             batch.masked = [entry if entry < first else entry + count for entry in entries]
+            for verification in launched.verifications:
+                constraints = verification.constraints[: len(verification.drafts)]
+                batch.masked += range(first, first + len(constraints))
+                launched.later += [(verification, later) for later in constraints]
+                first += len(verification.drafts)
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -677,7 +684,8 @@ class Scheduler:
         if self.memory.deferred:
             self._give_back()
         if self.speculation is not None and self.in_flight:
-            self.speculation.peek(self.decoding.requests)
+            constrained = self.num_constrained > 0
+            self.speculation.peek(self.decoding.requests, constrained=constrained)
         return outcome.deltas
 
     def _observe_drafts(self, speculation: Speculation, launched: LaunchedStep) -> None:

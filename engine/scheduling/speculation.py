@@ -13,6 +13,7 @@ worth its row is asked when a step is to compute drafts, and all that were compu
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.scheduling.core_config import CoreConfig
@@ -21,8 +22,11 @@ from engine.speculation.computed import ComputedDrafter, ComputedDrafts
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup
-from engine.speculation.settings import SpeculationSettings
+from engine.speculation.settings import MAX_TOKENS, SpeculationSettings
 from engine.speculation.synthetic import AnyDrafter, SyntheticAcceptance
+
+if TYPE_CHECKING:
+    from engine.structured.constraint import Constraint
 
 logger = logging.getLogger("manta.engine")
 
@@ -44,6 +48,9 @@ class Verification:
 
     entry: index of the request's decode among the step's entries.
     synthetic: how many drafts to accept whatever is sampled; -1 = those that are right.
+    constraints: those of the request after each of the drafts, if it has a grammar or lists.
+    forced: whether the drafts are what the grammar forces, and not the drafter's.
+    most: the most drafts to accept, as no mask of later ones is valid.
     accepted: drafts that equal the sampled tokens, once the step is done.
     gained: tokens that the text got beyond the decode's own; fewer than `accepted` if it ended.
     """
@@ -52,8 +59,23 @@ class Verification:
     drafts: list[int]
     entry: int = -1
     synthetic: int = -1
+    constraints: "Sequence[Constraint]" = ()
+    forced: bool = False
+    most: int = MAX_TOKENS
     accepted: int = 0
     gained: int = 0
+
+    def follow(self, constraint: "Constraint") -> None:
+        """Set `constraints`, from that of the known text, and drop drafts that it forbids."""
+        constraints: list[Constraint] = []
+        for token in self.drafts:
+            later = constraint.after(token)
+            if later is None:
+                break
+            constraints.append(later)
+            constraint = later
+        del self.drafts[len(constraints) :]
+        self.constraints = constraints
 
 
 class Speculation:
@@ -141,25 +163,38 @@ class Speculation:
             return "a step has room for one token; raise engine.max_num_seqs"
         return ""
 
-    def peek(self, requests: Sequence[Request]) -> None:
-        """Set `awaited` to the first of these requests with drafts beyond its token in flight."""
+    def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
+        """Set `awaited` to the first of these requests with drafts beyond its token in flight.
+
+        constrained: whether some of them may have grammars or lists of tokens.
+        """
         self.awaited = None
-        if not requests or not self._begin_step(requests):
+        if not requests:
             return
+        asks = self._begin_step(requests)
         if self.computes:  # a step that computes drafts is not launched before the last one is done
-            able = (r for r in requests if self._may_draft(r, _room(r) - 1))
-            self.awaited = next(able, None)
+            if asks:
+                able = (r for r in requests if self._may_draft(r, _room(r) - 1))
+                self.awaited = next(able, None)
+            return
+        if not asks and not constrained:
             return
         for request in requests:
-            drafts = self._propose(request, ahead=1)
+            if constrained and len(self._forced(request)) > 1:
+                self.awaited, self._awaited_length = request, 0
+                return
+            drafts = self._propose(request, ahead=1) if asks else []
             if len(drafts) > 1 and (length := self._worth(request, len(drafts) - 1)):
                 self.awaited, self._awaited_length = request, length
                 return
 
-    def choose(self, requests: Sequence[Request], room: int) -> list[Verification]:
+    def choose(
+        self, requests: Sequence[Request], room: int, *, constrained: bool = False
+    ) -> list[Verification]:
         """Return drafts of these decoding requests, whose tokens are all known.
 
         room: the most drafts in all.
+        constrained: whether some of them may have grammars or lists of tokens.
         """
         awaited, self.awaited = self.awaited, None
         if not requests or room <= 0:
@@ -167,16 +202,23 @@ class Speculation:
         if self.computes:
             computed = ((request, self._computed(request)) for request in requests)
             return _cut([Verification(*pair) for pair in computed if pair[1]], room)
-        if awaited is None and not self._begin_step(requests):  # else `peek` began it
+        asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
+        if not asks and not constrained:
             return []
         chosen = []
         for request in requests:
-            drafts = self._propose(request)
-            length = self._worth(request, len(drafts))
+            forced = self._forced(request) if constrained else []
+            drafts = forced or (self._propose(request) if asks else [])
+            if not drafts:
+                continue
+            length = len(forced) or self._worth(request, len(drafts))
             if request is awaited:
                 length = max(length, self._awaited_length)
-            if drafts and length:
-                chosen.append(Verification(request, drafts[:length]))
+            verification = Verification(request, drafts[:length], forced=bool(forced))
+            if request.constraint is not None:
+                verification.follow(request.constraint)
+            if verification.drafts:
+                chosen.append(verification)
         chosen = _cut(chosen, room)
         if self._acceptance is not None:
             for verification in chosen:
@@ -219,7 +261,9 @@ class Speculation:
         """Note what a step accepted."""
         for verification in verifications:
             own: RequestDrafts | None = verification.request.drafts
-            if own is not None:
+            if verification.forced:
+                self._lengths.observe_forced(verification.accepted)
+            elif own is not None:
                 drafted = len(verification.drafts)
                 self._lengths.observe_drafts(own.record, drafted, verification.accepted)
 
@@ -288,10 +332,18 @@ class Speculation:
         self._text_known(request, own.source)
         return own.source.propose(room)
 
-    @staticmethod
-    def _may_draft(request: Request, room: int = 1) -> bool:
+    def _may_draft(self, request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts, of at most `room` tokens."""
-        return request.speculates and request.constraint is None and room > 0
+        # Models draft without masks, and drafts accepted by chance are in no grammar.
+        free = request.constraint is None or not (self.computes or self._acceptance)
+        return request.speculates and free and room > 0
+
+    def _forced(self, request: Request) -> list[int]:
+        """Return the tokens that the request's grammar forces after its known tokens."""
+        room = _room(request)
+        if request.constraint is None or not self._may_draft(request, room):
+            return []
+        return request.constraint.forced()[: min(room, MAX_TOKENS)]
 
     def _begun(self, request: Request) -> RequestDrafts:
         """Return the request's drafts, which begin with the first call."""

@@ -8,13 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.batch import Batch, Proposal, StepResult, TokenLogprobs
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.speculation import Verification
+
+if TYPE_CHECKING:
+    from engine.structured.constraint import Constraint
 
 _Item = TypeVar("_Item")
 
@@ -54,7 +57,20 @@ class LaunchedStep:
     num_images: int = 0  # images that it encodes
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
+    # drafts' constraints, whose masks come after those of `constrained`
+    later: "list[tuple[Verification, Constraint]]" = field(default_factory=list)
     awaits_masks: bool = False  # whether some of these had an unknown last token at the launch
+
+    def forbid_after(self, place: int) -> None:
+        """Accept no token after a draft, as no token may follow it.
+
+        place: of the draft's constraint in `later`.
+        """
+        verification, later = self.later[place]
+        before = next(
+            at for at, constraint in enumerate(verification.constraints) if constraint is later
+        )
+        verification.most = min(verification.most, before)
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
         """Append the token of each request that has not ended, and find the requests that end.
@@ -185,12 +201,21 @@ class LaunchedStep:
             verification.accepted = _agreeing(drafts, [tokens[entry], *sampled])
             if verification.synthetic >= 0:  # blocks may have cut drafts since
                 verification.accepted = min(verification.synthetic, len(drafts))
+            verification.accepted = min(verification.accepted, verification.most)
             request, delta = verification.request, deltas[entry]
             for at, token in enumerate(sampled[: verification.accepted], start=first):
                 if entry in over:
                     break
-                if at in drafted.errors:
-                    failed[entry] = delta.error = drafted.errors[at]
+                ends = False
+                stop_token: int | None = token
+                why = drafted.errors.get(at, "")
+                if request.constraint is not None and not why:
+                    try:
+                        ends, stop_token = _advance(request.constraint, token)
+                    except ValueError as error:
+                        why = str(error)
+                if why:
+                    failed[entry] = delta.error = why
                     delta.finish = "error"
                     over.add(entry)
                     break
@@ -199,8 +224,8 @@ class LaunchedStep:
                 if delta.logprobs is not None:
                     delta.logprobs.append(drafted.logprobs[at])
                 verification.gained += 1
-                if token in end_tokens and request.stops_at(token):
-                    delta.finish, delta.stop_token = "stop", token
+                if ends or (token in end_tokens and request.stops_at(token)):
+                    delta.finish, delta.stop_token = "stop", stop_token
                 elif len(request.token_ids) == request.limit:
                     delta.finish = "length"
                 else:
@@ -223,12 +248,10 @@ class LaunchedStep:
             constraint = self.requests[entry].constraint
             if entry in dropped or entry in failed or constraint is None:
                 continue
-            if constraint.ends_with(tokens[entry]):
-                ended[entry] = tokens[entry]
-                continue
             try:
-                if constraint.accept_token(tokens[entry]):
-                    ended[entry] = None
+                ends, stop_token = _advance(constraint, tokens[entry])
+                if ends:
+                    ended[entry] = stop_token
             except ValueError as error:
                 failed[entry] = str(error)
         return ended
@@ -241,6 +264,16 @@ class _DraftResult:
     tokens: list[int] = field(default_factory=list)
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+
+
+def _advance(constraint: "Constraint", token: int) -> tuple[bool, int | None]:
+    """Advance a grammar by a sampled token; return whether the text ends, and its end token.
+
+    The end token is None if only an end token could follow. Raises ValueError as `accept_token`.
+    """
+    if constraint.ends_with(token):
+        return True, token
+    return constraint.accept_token(token), None
 
 
 def _agreeing(drafts: list[int], sampled: list[int]) -> int:

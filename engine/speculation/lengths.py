@@ -310,6 +310,10 @@ class DraftLengths:
         record.accepted = max(0.9 * record.accepted + accepted, 0.02 * record.expected)
         self._accepted += accepted
 
+    def observe_forced(self, accepted: int) -> None:
+        """Note accepted drafts that were no drafter's, and tell nothing of one."""
+        self._accepted += accepted
+
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Note the seconds of a step of `entries` decodes with `drafts` draft tokens in all."""
         self._step += 1

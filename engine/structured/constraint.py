@@ -1,6 +1,7 @@
 """Constraint: limits the next token of one choice by a grammar and by lists of tokens."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,31 @@ class Constraint:
                 raise ValueError(TOO_COMPLEX)
             raise ValueError(f"engine_error: token {token} is not in the grammar")
         return self.complete
+
+    def after(self, token: int) -> "Constraint | None":
+        """Return the constraint after one more token; None if this forbids it or ends the text.
+
+        The constraint itself does not change, and shares no changing state with the other one.
+        """
+        if self.ends_with(token) or not (self._limits is None or self._limits.allows(token)):
+            return None
+        later = copy(self)
+        later._matcher = self._matcher.deep_copy()
+        later._thinking, later._limits = copy(self._thinking), copy(self._limits)
+        try:
+            return None if later.accept_token(token) else later
+        except ValueError:
+            return None
+
+    def forced(self) -> list[int]:
+        """Return tokens that the grammar forces next, without the last of them.
+
+        The last one may go on with text that is not forced, as another token.
+        """
+        text = self._matcher.compute_ff_bytes() if self.grammatical else b""
+        if len(text) < 2:
+            return []
+        return list(self.vocabulary.tokens.tokenize_bytes(text)[:-1])
 
     def _observe(self, token: int) -> None:
         if self._thinking is not None:

@@ -44,6 +44,18 @@ class TokenLimits:
         if self._longest:
             self._tail = (*self._tail, token)[-self._longest :]
 
+    def allows(self, token: int) -> bool:
+        """Whether the token may come next."""
+        word, bit = token >> 5, 1 << (token & 31)
+        if self._allowed is not None and not int(self._allowed.view(np.uint32)[word]) & bit:
+            return False
+        if self._bad is not None and int(self._bad.view(np.uint32)[word]) & bit:
+            return False
+        return all(
+            token not in self._endings.get(self._tail[-length:], ())
+            for length in range(1, len(self._tail) + 1)
+        )
+
     def limit(self, mask: Masks) -> bool:
         """Clear the bits of tokens that may not come next; return whether any bit is left."""
         if self._allowed is not None:
@@ -66,6 +78,10 @@ def _mask(ids: Sequence[int], num_words: int) -> Masks:
 
 class AnyToken:
     """A matcher with llguidance's interface that allows any tokens; it stands for no grammar."""
+
+    def deep_copy(self) -> "AnyToken":
+        """Return itself, as it has no state."""
+        return self
 
     @staticmethod
     def consume_token(token: int) -> bool:

@@ -22,13 +22,17 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from engine.scheduling.speculation import Speculation
 from engine.structured import compiler as compiler_module
 from engine.structured.compiler import LEXERS, Compiler, Vocabulary
 from engine.structured.constraint import Constraint, Masks
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, enforceable
 from engine.structured.step_grammars import StepGrammars
+from engine.structured.thinking import ThinkingBudget
+from engine.structured.token_limits import TokenLimits
 from engine.text.tokenizer import Tokenizer, declared_special
+from tests.drafters import KINDS, ListedLengths, ToldDrafter
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.fakes import Output, collect
@@ -626,6 +630,103 @@ def test_outputs_are_valid_and_the_same_however_they_run(
     assert core.scheduler.counters.preemptions > 0
     assert {id: outputs[id].tokens for id in expected} == expected
     assert outputs[90].tokens == plain, "a neighbour with a grammar changes others"
+
+
+LETTER = Grammar.regex(
+    r"Dear Mr\. (Smith|Miller), thank you for your letter of [0-9]{1,2} (May|June)!"
+)
+DRAFTED: list[tuple[Grammar | None, dict[str, Any]]] = [
+    (Grammar.json_schema(PERSON), {}),
+    (Grammar.json_schema(PERSON), {"temperature": 0.0, "logprobs": 1}),
+    (Grammar.json_schema(PERSON), {"repetition_penalty": 1.5, "min_tokens": 20}),
+    (LETTER, {"temperature": 0.7}),
+    (LETTER, {"stop_token_ids": [5, 6, 7], "min_tokens": 3, "ignore_eos": True}),
+    (LETTER, {"max_tokens": 12}),
+    (None, {"max_tokens": 40, "allowed_token_ids": list(range(3, 60))}),
+    (None, {"max_tokens": 40, "bad_words_ids": [[9], [4, 5], [7, 8, 9]], "ignore_eos": True}),
+]
+
+
+@AHEAD
+@pytest.mark.parametrize("kind", [*KINDS, "forced"])
+def test_text_with_drafts_is_the_text_without(
+    model: tuple[Path, Tokenizer], kind: str, ahead: bool
+) -> None:
+    """Bugs: a draft's mask is that of the place before; a draft that is rejected has moved the
+    grammar, the list of bad words or the count of tokens; an end among drafts is overlooked; right
+    drafts of a grammar are not accepted, or what it forces is not drafted."""
+
+    def requests() -> list[EngineRequest]:
+        return [request(id, case[0], **case[1]) for id, case in enumerate(DRAFTED, 1)]
+
+    core = make_core(model[0], async_scheduling=ahead)
+    core.scheduler.speculation = None
+    plain = run(core, *requests())
+    steps = core.stats().step
+    answers = {tuple(r.token_ids): plain[r.id].tokens for r in requests()}
+    lengths = ListedLengths([7, 3, 1, 0] if kind != "forced" else [0])
+    core = make_core(model[0], async_scheduling=ahead, max_num_seqs=64)
+    core.scheduler.speculation = Speculation(ToldDrafter(kind, answers), lengths)
+    drafted = run(core, *requests())
+    for r in requests():
+        some, other = drafted[r.id], plain[r.id]
+        assert (some.tokens, some.finish) == (other.tokens, other.finish), DRAFTED[r.id - 1]
+        assert some.deltas[-1].stop_token == other.deltas[-1].stop_token
+        ids = [[i.token_id for d in o.deltas for i in d.logprobs or []] for o in (some, other)]
+        assert ids[0] == ids[1]
+    stats = core.stats()
+    accepted = sum(stats.accepted_by_position)
+    if kind == "forced":
+        assert lengths.drafted == 0 and accepted > 20
+    if kind == "right":
+        assert lengths.accepted == lengths.drafted > 100 and stats.step < 0.7 * steps
+
+
+def test_a_constraint_does_not_change_with_a_draft(compiler: Compiler) -> None:
+    """Bug: a rejected draft is still counted as text by lists, thinking or min_tokens."""
+    limits = TokenLimits((), [[4, 5], [6]], 64)
+    lists = Constraint.without_grammar(64, (2,), 2, limits, [])
+    before = allowed(lists)
+    later = lists.after(4)
+    assert later is not None and 5 not in allowed(later) and allowed(lists) == before
+    assert lists.after(6) is None and later.after(5) is None
+    second = later.after(7)
+    assert second is not None and second.after(2) is None, "an end token is no text"
+    assert later.after(2) is not None, "below min_tokens the mask decides"
+
+    matcher, use = compiler.matcher(Grammar.regex("(ab){2,3}"))
+    budget = ThinkingBudget(tokens=1, end=(9,), ends=("zz",))
+    letters = Constraint(matcher, compiler.vocabulary, min_tokens=3, thinking=budget, use=use)
+    a, b = (compiler.vocabulary.tokens.tokenize_str(letter)[0] for letter in "ab")
+    before = allowed(letters)
+    step: Constraint | None = letters
+    for token in (a, b, a, b, a):
+        assert step is not None and step.after(a if token == b else b) is None
+        step = step.after(token)
+    assert step is not None and step.after(b) is None, "it completes the text"
+    assert allowed(letters) == before
+    assert letters._left == 3 and letters._thinking is not None and letters._thinking._used == 0
+
+
+def test_a_draft_after_which_no_token_is_left(model: tuple[Path, Tokenizer]) -> None:
+    """Bug: a mask that allows nothing fails a request whose text does not go there, or is taken as
+    one that allows all."""
+    plain_core = make_core(model[0])
+    plain_core.scheduler.speculation = None
+    case = {"max_tokens": 30, "allowed_token_ids": [9, 10], "bad_words_ids": [[9, 9], [9, 10]]}
+
+    def ask() -> EngineRequest:
+        return request(1, None, temperature=1.0, ignore_eos=True, **case)
+
+    plain = run(plain_core, ask())[1]
+    assert plain.finish == "error" and plain.tokens[-1] == 9, "the fixture's text never gets there"
+    core = make_core(model[0], max_num_seqs=64)
+    for prediction in ([9] * 30, [10, 9] * 15, plain.tokens):
+        drafter = ToldDrafter("right", {tuple(ask().token_ids): prediction})
+        drafter.trusted = False
+        core.scheduler.speculation = Speculation(drafter, ListedLengths([7]))
+        output = run(core, ask())[1]
+        assert (output.tokens, output.finish) == (plain.tokens, "error")
 
 
 @AHEAD
