@@ -233,7 +233,7 @@ class HostSide:
             vocab_size=128_000,
         )
         self._runner = NoDevice()
-        drafts = Speculation.of(read_speculation(speculation), config)
+        drafts = Speculation.of(read_speculation(speculation))
         self._core = EngineCore(config, self._runner, speculation=drafts)
         self._streams, self._added = streams, 0
 

@@ -175,7 +175,7 @@ def build(
         part.memory,
         Masked.memory(resolved.device),
         _weights(part, ranks),
-        Speculation.of(read_speculation(config.speculation), core_config),
+        Speculation.of(resolved.speculation),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -325,7 +325,9 @@ def _build_part(
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
             most = resolved.max_num_batched_tokens
-            capture_graphs(runner, _graph_sizes(resolved), most, drafts=_drafts(resolved))
+            capture_graphs(
+                runner, _graph_sizes(resolved), most, drafts=resolved.speculation is not None
+            )
             torch.cuda.synchronize()
         phases.end("graphs")
     refill = Refill(
@@ -455,15 +457,6 @@ def _graph_sizes(resolved: Resolved) -> Sequence[int]:
     return resolved.config.graph_sizes or default_sizes(resolved.max_num_seqs)
 
 
-def _drafts(resolved: Resolved) -> bool:
-    """Whether batches may have drafts; see `Speculation.of`."""
-    config, model = resolved.config, resolved.model
-    most = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    if Speculation.obstacle(model.recurrent, resolved.stages, config.admission, most):
-        return False
-    return model.generates and read_speculation(config.speculation) is not None
-
-
 def _build_runner(
     resolved: Resolved,
     place: Place,
@@ -581,7 +574,7 @@ def _hand_over(
         with compilers.collecting():
             sizes = _graph_sizes(resolved) if resolved.captures else ()
             most = resolved.max_num_batched_tokens
-            launch_everything(runner, sizes, most, drafts=_drafts(resolved))
+            launch_everything(runner, sizes, most, drafts=resolved.speculation is not None)
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 

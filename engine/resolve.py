@@ -18,7 +18,11 @@ from engine.config.kv_groups import kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
-from engine.speculation.settings import read_speculation
+from engine.speculation.settings import (
+    SpeculationSettings,
+    check_speculation,
+    read_speculation,
+)
 from kernels.kv.format import FORMATS, KVFormat
 from kernels.launch.device import LEAST, SHARED_MEMORY, Capability
 from kernels.packed import FLOAT8
@@ -54,6 +58,7 @@ class Resolved:
     max_num_seqs: int
     num_threads: int
     async_scheduling: bool
+    speculation: SpeculationSettings | None  # None = no step has drafts
 
     @property
     def ranks(self) -> int:
@@ -197,6 +202,7 @@ def decide(
     budget = config.max_num_batched_tokens or (8192 if cuda else on_cpu)
     if model.whole_texts:
         budget = max(budget, max_model_len)
+    budget = max(budget, max_num_seqs)  # each running request decodes one token in every step
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
     # In deterministic mode results must not depend on where a decode is among pending updates.
     pending = _PENDING_UPDATES if cuda and not config.deterministic else 0
@@ -209,11 +215,18 @@ def decide(
         dtype=dtype,
         kv=_kv_format(config, model, dtype, cuda, without(FLOAT8)),
         max_model_len=max_model_len,
-        # Each running request decodes one token in every step.
-        max_num_batched_tokens=max(budget, max_num_seqs),
+        max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or _threads(config, cuda),
         async_scheduling=cuda if config.async_scheduling is None else config.async_scheduling,
+        speculation=check_speculation(
+            read_speculation(config.speculation),
+            generates=model.generates,
+            recurrent=model.recurrent,
+            stages=config.pipeline_parallel,
+            admission=config.admission,
+            most=min(max_num_seqs, budget),
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from deployments.cli.console import out
 from deployments.cli.plan import (
     as_loaded,
     device_of,
+    drafts_memory,
     engines,
     keys_and_values,
     parameters,
@@ -35,12 +36,13 @@ from deployments.config.load import MantaConfig, named_config, parse_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
 from deployments.plan.gpus import GIB, abilities
-from deployments.plan.memory import DoesNotFit, Hardware, check_files
+from deployments.plan.memory import DoesNotFit, EnginePlan, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
+from engine.speculation.settings import read_speculation
 
 if TYPE_CHECKING:  # Ray may not be installed
     from deployments.cluster_capacity import RayNode
@@ -151,14 +153,30 @@ def model_checks(
                 yield DoctorCheck("weights", "ok", product)
             for line in result.attention:
                 yield DoctorCheck("KV cache", "ok", line)
+            yield from _speculation(dict(engines(config, device))[pool], result)
     except ConfigError as error:
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
             way_out = f"manta plan {config.model} --gpu h200 plans for another device"
+        if error.param == "speculation":
+            way_out = "engine.speculation: auto drafts where it can"
         yield DoctorCheck("model", "MISSING", error.message, way_out)
         return
     if folder.is_dir() and weight_files(folder):
         yield from _headers(config, model, device, folder)
+
+
+def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:
+    """Yield whether an engine that is to draft does, and what that takes."""
+    settings = result.speculation
+    if settings is not None:
+        text = f"{settings.method}, up to {settings.tokens} draft tokens of a request in a step"
+        if most := drafts_memory(result):
+            text += f", {most / GIB:.2f} GiB of host memory at most"
+        yield DoctorCheck("speculation", "ok", text)
+    elif read_speculation(engine.speculation) is not None:
+        way_out = "see Where it is left out in docs/speculation.md"
+        yield DoctorCheck("speculation", "note", "auto, which drafts nothing here", way_out)
 
 
 def pool_checks(

@@ -27,7 +27,6 @@ from engine.config.kv_groups import Full
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes, shares
-from engine.speculation.settings import read_speculation
 
 _OFFERS = 8  # most node types in a table
 
@@ -71,7 +70,7 @@ def _print(
             for line in keys_and_values(result):
                 print(f"         {line}")
         print(f"Pool     {name}")
-        for label, value in (*_rows(result), *_drafts(by_name[name], result)):
+        for label, value in (*_rows(result), *_drafts(result)):
             print(f"  {label:<28} {value}")
         if device.kind == "cpu" and device.cores:
             for label, value in _nodes(by_name[name]):
@@ -287,12 +286,17 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     yield f"replicas per {per}", f"{result.replicas_per_node:,}"
 
 
-def _drafts(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, str]]:
-    """Yield the table row of speculation's host memory, if this engine can draft."""
-    settings = read_speculation(engine.speculation)
-    looks_up = settings is not None and not settings.by_model
-    if settings is not None and looks_up and not result.states[0] and result.stages == 1:
-        most = settings.lookup.num_bytes(result.max_num_seqs, result.max_model_len)
+def drafts_memory(result: EnginePlan) -> int:
+    """Return the most bytes of host memory that look-up takes; 0 if the engine has none."""
+    settings = result.speculation
+    if settings is None or settings.by_model:
+        return 0
+    return settings.lookup.num_bytes(result.max_num_seqs, result.max_model_len)
+
+
+def _drafts(result: EnginePlan) -> Iterator[tuple[str, str]]:
+    """Yield the table row of speculation's host memory, if this engine looks up drafts."""
+    if most := drafts_memory(result):
         where = "" if result.device.kind == "cpu" else " of host memory"
         yield "drafts", f"{most / GIB:9.2f} GiB{where} at most (speculation)"
 

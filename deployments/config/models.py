@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -40,6 +41,7 @@ from deployments.config.endpoint import (
 )
 from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
+from engine.typecheck import words
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
@@ -50,6 +52,8 @@ _TEMPLATE = (
 )
 PART = "part"  # key of the validation context that turns off checks of sections against each other
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
+# what a field of several types must be
+_SEVERAL = {"speculation": "auto, off or a mapping such as {method: lookup, tokens: 7}"}
 # Fields that decide how requests are read, equal for all pools.
 _OF_REQUESTS = frozenset({"seed", "generation_config"})
 
@@ -74,13 +78,28 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
         engine_model().model_validate(value)
         EngineConfig(model="", **{**value, "graph_sizes": tuple(value.get("graph_sizes", ()))})
     except ValidationError as error:
-        errors = list(error.errors())
+        errors = list(_one_of_a_union(error.errors()))
     except ConfigError as error:
         loc = (error.param,) if error.param else ()
         errors = [{"loc": loc, "msg": error.message, "type": "engine"}]
     if errors:
         raise PydanticCustomError("nested", "engine options", {"errors": errors})
     return value
+
+
+def _one_of_a_union(errors: Iterable[Any]) -> Iterator[Any]:
+    """Yield pydantic's errors of engine options; a union's, which it lists by option, as one."""
+    hints = typing.get_type_hints(EngineConfig)
+    unions: set[str] = set()
+    for error in errors:
+        name = error["loc"][0]
+        options = [kind for kind in typing.get_args(hints.get(name)) if kind is not NoneType]
+        if typing.get_origin(hints.get(name)) is not UnionType or len(options) < 2:
+            yield error
+        elif name not in unions:
+            unions.add(name)
+            what = _SEVERAL.get(name) or words(hints[name])
+            yield {"loc": (name,), "msg": f"must be {what}", "type": "union"}
 
 
 def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import KEY
 from engine.errors import ConfigError
+from engine.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:  # importing torch takes seconds, and `manta --help` does not need it
     from engine.models.registry import Model
@@ -70,6 +71,7 @@ class EnginePlan:
     nodes: number of nodes of a replica, each with equally many ranks.
     states: (number of recurrent layers, bytes of one request's state in all of them).
     snapshots: number of state snapshots that the prefix cache can hold.
+    speculation: settings of drafts; None = the engine has none.
     """
 
     device: Hardware
@@ -90,6 +92,7 @@ class EnginePlan:
     states: tuple[int, int] = (0, 0)
     snapshots: int = 0
     prefix_caching: bool = True
+    speculation: SpeculationSettings | None = None
 
     @property
     def weights(self) -> int:
@@ -214,6 +217,7 @@ def plan(
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
     return EnginePlan(
+        speculation=resolved.speculation,
         device=device,
         dtype=dtype,
         weights_kind=weights_kind if quantized is None else quantized.name,

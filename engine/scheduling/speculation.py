@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError
-from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.request import Request
 from engine.speculation.computed import ComputedDrafter, ComputedDrafts
 from engine.speculation.drafter import Drafter, Drafts
@@ -109,27 +107,12 @@ class Speculation:
         self._unread = _READ  # tokens that drafters may still read in this step
 
     @classmethod
-    def of(cls, settings: SpeculationSettings | None, config: CoreConfig) -> "Speculation | None":
+    def of(cls, settings: SpeculationSettings | None) -> "Speculation | None":
         """Return the speculation of an engine; None = off.
 
-        settings: of `engine.speculation`; None = off.
-        Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" it
-        is off then.
+        settings: those of an engine that can speculate, see `check_speculation`; None = off.
         """
-        if settings is None or not config.generates:
-            return None
-        recurrent = config.snapshots is not None
-        recurrent |= not all(kind.by_position for kind in config.kinds)
-        most = min(config.max_num_seqs, config.max_num_batched_tokens)
-        why = cls.obstacle(recurrent, config.micro_batches, config.admission, most)
-        if why:
-            if settings.explicit:
-                raise ConfigError(
-                    f"engine.speculation: {why}; set it to auto, which leaves it out here, "
-                    "or to off",
-                    param="speculation",
-                )
-            logger.info("no speculation: %s", why)
+        if settings is None:
             return None
         if settings.rates:
             rates = " ".join(map(str, settings.rates))
@@ -144,24 +127,6 @@ class Speculation:
             return cls(ComputedDrafter(), DraftLengths(settings.tokens))
         lookup = Lookup(settings.lookup)
         return cls(lookup, DraftLengths(settings.tokens), lookup=lookup)
-
-    @staticmethod
-    def obstacle(recurrent: bool, stages: int, admission: str, most: int) -> str:
-        """Return why an engine cannot speculate; "" = it can.
-
-        recurrent: whether a layer keeps a state.
-        stages: pipeline stages.
-        most: entries that a step has room for.
-        """
-        if recurrent:
-            return "the model has recurrent states, which a step cannot take back"
-        if stages > 1:
-            return "pipeline stages compute several steps at a time"
-        if admission == "peak":
-            return "engine.admission peak counts on one token a step"
-        if most < 2:
-            return "a step has room for one token; raise engine.max_num_seqs"
-        return ""
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
         """Set `awaited` to the first of these requests with drafts beyond its token in flight.

@@ -1,11 +1,14 @@
 """Speculation settings: `engine.speculation` of the configuration, with vLLM's names accepted."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.speculation.lookup import LookupOptions
+
+logger = logging.getLogger("manta.engine")
 
 TOKENS = 7  # of a draft; with the sampled one a step then gives up to eight
 MAX_TOKENS = 16
@@ -107,6 +110,47 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
             f"min_match {lookup.min_match} exceeds max_match {lookup.max_match}; lower it"
         )
     return SpeculationSettings(tokens, lookup, explicit=True)
+
+
+def check_speculation(
+    settings: SpeculationSettings | None,
+    *,
+    generates: bool,
+    recurrent: bool,
+    stages: int,
+    admission: str,
+    most: int,
+) -> SpeculationSettings | None:
+    """Return the settings of an engine that speculates; None = it does not.
+
+    settings: what the configuration asks for; None = off.
+    generates: whether the model writes text.
+    recurrent: whether a layer keeps a state.
+    stages: pipeline stages.
+    most: entries that a step has room for.
+    Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" it is
+    off then.
+    """
+    why = ""
+    if settings is None or not generates:
+        return None
+    if recurrent:
+        why = "the model has recurrent states, which a step cannot take back"
+    elif stages > 1:
+        why = "pipeline stages compute several steps at a time"
+    elif admission == "peak":
+        why = "engine.admission peak counts on one token a step"
+    elif most < 2:
+        why = "a step has room for one token; raise engine.max_num_seqs"
+    if not why:
+        return settings
+    if settings.explicit:
+        raise ConfigError(
+            f"engine.speculation: {why}; set it to auto, which leaves it out here, or to off",
+            param="speculation",
+        )
+    logger.info("no speculation: %s", why)
+    return None
 
 
 def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:

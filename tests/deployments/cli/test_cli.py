@@ -39,6 +39,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, MantaError
 from tests.deployments.on_ray.serve_cluster import end_server, tiny_model
+from tests.engine.models.checkpoints import save_checkpoint
 
 ROOT = Path(__file__).parents[3]
 
@@ -431,6 +432,27 @@ def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert check.state == "MISSING" and "weights need" in check.text
     (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"].memory))
     assert check.state == "ok" and "880.0 KiB of keys and values a token" in check.text
+
+
+def test_doctor_says_whether_the_engine_drafts(tmp_path: Path) -> None:
+    """Bugs: `auto` that drafts nothing here looks like one that does; a setting that the engine
+    will refuse passes."""
+    save_checkpoint(tmp_path, "llama")
+
+    def check(speculation: Any, **engine: Any) -> Any:
+        engine = {"speculation": speculation, **engine}
+        config = parse_config({"model": str(tmp_path), "engine": engine}, check_files=False)
+        checks = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
+        found = {check.name: check for check in checks}
+        return found.get("speculation", found["model"])
+
+    assert check("off").name == "model"
+    auto = check("auto")
+    assert (auto.state, auto.name) == ("ok", "speculation")
+    assert auto.text.startswith("lookup, up to 7 draft tokens") and "host memory" in auto.text
+    assert check("auto", admission="peak").state == "note"
+    refused = check({"method": "lookup"}, admission="peak")
+    assert refused.state == "MISSING" and "peak" in refused.text and "auto" in refused.way_out
 
 
 def test_plan_of_a_model_in_parts_that_is_yet_to_be_fetched(

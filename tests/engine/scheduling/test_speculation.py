@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 
 from engine.config.kv_groups import Full, Window
-from engine.errors import ConfigError
 from engine.scheduling import speculation as module
-from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation, Verification, _cut
 from engine.speculation.lengths import DraftLengths
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
-from engine.speculation.settings import read_speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
-from tests.fakes import EOS, expected, make_config, make_core, make_request, run
+from tests.fakes import EOS, expected, make_core, make_request, run
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -219,24 +216,6 @@ def test_a_failure_at_a_draft_ends_the_request_only_if_the_draft_is_right() -> N
             assert (output.tokens, output.finish) == (answer, "length")
         else:
             assert output.finish == "error" and output.tokens == answer[: len(output.tokens)]
-
-
-def test_who_never_speculates() -> None:
-    """Bug: a model whose states cannot be taken back verifies drafts."""
-    settings = read_speculation({"method": "lookup"})
-
-    def refused(**fields: Any) -> str:
-        with pytest.raises(ConfigError) as error:
-            Speculation.of(settings, make_config(**fields))
-        assert Speculation.of(read_speculation("auto"), make_config(**fields)) is None
-        return str(error.value)
-
-    for kinds in ((Full(),), (Full(), Window(8))):
-        assert Speculation.of(settings, make_config(kinds=kinds)) is not None
-    assert "states" in refused(snapshots=SnapshotPlan(1, 4, 4))
-    assert "stages" in refused(micro_batches=2)
-    assert "peak" in refused(admission="peak")
-    assert "max_num_seqs" in refused(max_num_seqs=1)
 
 
 def test_drafter_learns_the_text_and_the_end() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
-from engine.speculation.settings import SpeculationSettings, read_speculation
+from engine.speculation.settings import SpeculationSettings, check_speculation, read_speculation
 
 
 @pytest.mark.parametrize("value", ["off", False])
@@ -100,3 +100,26 @@ def test_memory_is_bounded() -> None:
     options = SpeculationSettings().lookup
     assert options.num_bytes(1024, 131_072) == (2**18 + 2**20) * 160
     assert options.num_bytes(2, 100) == (2**18 + 200) * 160
+
+
+def test_who_never_speculates() -> None:
+    """Bug: a model whose states cannot be taken back verifies drafts."""
+    able: dict[str, Any] = {
+        "generates": True,
+        "recurrent": False,
+        "stages": 1,
+        "admission": "sum",
+        "most": 2,
+    }
+    asked, auto = read_speculation({"method": "lookup"}), read_speculation("auto")
+    assert check_speculation(asked, **able) is asked and check_speculation(None, **able) is None
+    assert check_speculation(asked, **able | {"generates": False}) is None
+    for changes, word in (
+        ({"recurrent": True}, "states"),
+        ({"stages": 2}, "stages"),
+        ({"admission": "peak"}, "peak"),
+        ({"most": 1}, "max_num_seqs"),
+    ):
+        assert check_speculation(auto, **able | changes) is None
+        with pytest.raises(ConfigError, match=word):
+            check_speculation(asked, **able | changes)
