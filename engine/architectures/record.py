@@ -214,6 +214,9 @@ class Wrapper:
     flat: the text model's model_type in flat files, which have no text_config.
     renames: the beginnings of the text model's tensor names.
     ignored: patterns of the other parts' tensors, as the checkpoint names them.
+    images: the family of its tower and its pictures: a key of `engine.config.towers.FAMILIES`,
+        `engine.images.processor.FAMILIES` and `engine.models.vision.registry.TOWERS`; "" = its
+        pictures are not supported.
     """
 
     name: str
@@ -221,6 +224,7 @@ class Wrapper:
     renames: Renames
     ignored: tuple[str, ...]
     flat: str = ""
+    images: str = ""
 
     def ignores(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)

@@ -33,8 +33,8 @@ _OTHERS = (
 )
 
 
-def _wrapper(name: str, models: str, flat: str = "") -> Wrapper:
-    return Wrapper(name, models, _RENAMES, _OTHERS, flat)
+def _wrapper(name: str, models: str, flat: str = "", *, images: str = "") -> Wrapper:
+    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images)
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -57,10 +57,14 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
         _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2"),
         _wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "qwen2"),
-        _wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6 (dense)"),
-        _wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 (mixtures)"),
-        _wrapper("Qwen3VLForConditionalGeneration", "Qwen3-VL (dense)"),
-        _wrapper("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL (30B-A3B, 235B-A22B)"),
+        _wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6 (dense)", images="qwen3_vl"),
+        _wrapper(
+            "Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 (mixtures)", images="qwen3_vl"
+        ),
+        _wrapper("Qwen3VLForConditionalGeneration", "Qwen3-VL (dense)", images="qwen3_vl"),
+        _wrapper(
+            "Qwen3VLMoeForConditionalGeneration", "Qwen3-VL (30B-A3B, 235B-A22B)", images="qwen3_vl"
+        ),
         _wrapper("Lfm2VlForConditionalGeneration", "LFM2-VL"),
         _wrapper("AyaVisionForConditionalGeneration", "Aya Vision"),
         _wrapper("Cohere2VisionForConditionalGeneration", "Command A Vision"),

@@ -15,6 +15,8 @@ from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
+from engine.config.towers import read_vision
+from engine.config.vision import VisionConfig
 from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.rope import Rope, read_rope, stretch_positions
@@ -174,6 +176,7 @@ class ModelConfig:
     token_types: the number of learned token types.
     separator: the first token of this id in a text ends the tokens of the first type; -1 = all
         tokens have the first type, as in an embedder.
+    vision: the tower of a model that takes pictures; None = text alone.
     """
 
     architecture: str
@@ -226,6 +229,7 @@ class ModelConfig:
     # whether the head gives a number for each label of a text: engine/pooling.py
     classifies: bool = False
     mtp_layers: int = 0  # multi-token-prediction layers of the checkpoint, in a known layout
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -309,6 +313,7 @@ class ModelConfig:
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
             rope_scaling,
         )
+        model = replace(model, vision=read_vision(config, model.wrapper, folder))
         if model.tie_embeddings or not (folder / MODULES).is_file():
             return model
         # Embedding models are saved without their head, whatever config.json says.
@@ -390,13 +395,18 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
-        """Return the record's name for a checkpoint's tensor or an adapter's module."""
+        """Return the record's or tower's name for a checkpoint's tensor or an adapter's module."""
+        of_tower = None if self.vision is None else self.vision.tensor_name(stored)
+        if of_tower is not None:
+            return of_tower
         if self.wrapper:
             stored = renamed(stored, WRAPPERS[self.wrapper].renames)
         return self.record.stored_name(stored)
 
     def ignores(self, stored: str) -> bool:
         """Whether the model does not use the checkpoint's tensor of this name."""
+        if self.vision is not None and self.vision.tensor_name(stored) is not None:
+            return False
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
         name = self.tensor_name(stored)

@@ -25,6 +25,8 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
+from engine.models.vision.registry import build_tower
+from engine.models.vision.tower import Tower
 from engine.parallel.stages import Stage
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Unit
@@ -304,12 +306,15 @@ class Decoder:
         # one's output. `through` leaves copies of these in `tapped`, [n, hidden_size] each.
         self.taps: tuple[int, ...] = ()
         self.tapped: list[Tensor] = []
+        self.tower: Tower | None = build_tower(ends)
         self.modules_elsewhere: set[str] = set()
         own = range(config.num_layers) if layer_numbers is None else layer_numbers
         if build.stage.count > 1 and layer_numbers is None:
             own = self._divide(
                 [layer(build.outline().at(number), tables) for number in range(config.num_layers)]
             )
+        if not build.stage.first:
+            self.tower = None
         self.layer_numbers = own
         self.layers = [layer(build.at(number), tables) for number in own]
         if build.group.size > 1 and self.layers:
@@ -335,7 +340,9 @@ class Decoder:
             part = Part(name, end - first, hidden, (0, end - first), (0, hidden))
             self.loading_bytes += self.table.loading_bytes
             self.num_bytes += self.table.num_bytes + self._tied_bytes(replace(spec, parts=(part,)))
-        self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
+        self.num_bytes += sum(
+            linear.num_bytes - linear.loading_bytes for linear in (*linears, *self._of_tower())
+        )
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
         transient = [layer for layer in self._in_units() if layer.transient]
         self.open_bytes = self._most_open(transient)
@@ -358,6 +365,10 @@ class Decoder:
             if parameter.name not in elsewhere
         )
         self.num_active_parameters = self.num_parameters
+        if self.tower is not None:  # a token of text passes it by
+            self.num_active_parameters -= sum(
+                parameter.tensor.numel() for parameter in self.tower.parameters()
+            )
         if config.experts is not None:
             chosen, count = config.experts.routing.chosen, config.experts.choices
             self.num_active_parameters -= in_stacks * (count - chosen) // count
@@ -394,6 +405,9 @@ class Decoder:
 
     def _in_layers(self) -> Iterator[Linear]:
         return chain.from_iterable(layer.linears for layer in self.layers)
+
+    def _of_tower(self) -> list[Linear]:
+        return [] if self.tower is None else self.tower.linears
 
     def _stacks(self) -> list[Stack]:
         return [stack for layer in self.layers for stack in layer.stacks]
@@ -535,11 +549,14 @@ class Decoder:
                 yield from self.norm.parameters
             for linear in self._ends():
                 yield from linear.parameters
+            if self.tower is not None:
+                yield from self.tower.parameters()
 
     def _parameters_of_ends(self) -> list[Parameter]:
         parameters = [*self.table.parameters]
         parameters += [] if self.entrance is None else self.entrance.parameters()
         parameters += [] if self.norm is None else self.norm.parameters
+        parameters += [] if self.tower is None else self.tower.parameters()
         return parameters + [
             parameter for linear in self._ends() for parameter in linear.parameters
         ]
@@ -552,6 +569,7 @@ class Decoder:
             # such a head is divided by its rows' lengths first
             if linear is not self.head or not self.config.unit_head:
                 yield linear
+        yield from self._of_tower()
         yield from self._stacks()
 
     def _most_open(self, transient: Sequence[Linear | Stack]) -> int:
@@ -637,7 +655,7 @@ class Decoder:
             weight = self.head.state.weight
             weight.copy_(normalize(weight.float(), dim=1))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            list(pool.map(_finish_left, [*self._all_linears(), *self._stacks()]))
+            list(pool.map(_finish_left, [*self._all_linears(), *self._of_tower(), *self._stacks()]))
         if not first:
             return
         self.table.finish()

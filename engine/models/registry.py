@@ -14,6 +14,7 @@ from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
+from engine.models.vision.tower import Tower
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
@@ -49,6 +50,7 @@ class Model(Protocol):
     # [vocab_size + virtual_tokens, hidden_size]: the table of embeddings. The rows after the
     # vocabulary belong to adapters.
     lookup: Tensor
+    tower: Tower | None  # of the first stage of a model that takes pictures
 
     def forward(
         self,

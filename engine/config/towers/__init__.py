@@ -1,0 +1,61 @@
+"""read_vision: reads the tower of a model folder. A file here has what one family adds."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from engine.architectures import WRAPPERS
+from engine.config.towers.qwen_vl import read_qwen3_vl
+from engine.config.vision import VisionConfig
+from engine.config_reader import Reader
+from engine.images.settings import ProcessorSettings
+from engine.shards import find_shards, read_headers
+
+logger = logging.getLogger("manta.engine")
+
+# (config.json, settings of the processor) -> the tower
+_Read = Callable[[Reader, Reader], VisionConfig]
+
+# Wrapper.images -> the reader of its tower.
+FAMILIES: Mapping[str, _Read] = {
+    "qwen3_vl": read_qwen3_vl,
+}
+# Last parts of the names of quantised matrices' tensors.
+_OF_QUANTIZED = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale"),
+    *(".weight_scale_inv", ".weight_scale_2", ".absmax", ".quant_map", ".SCB"),
+)
+
+
+def read_vision(config: Reader, wrapper: str, folder: Path) -> VisionConfig | None:
+    """Return the tower of a multimodal model; None if its text model is served alone.
+
+    That is so for a family without a tower here, and for a folder whose weights are without a
+    tower, with a quantised one or without the processor's settings.
+
+    config: config.json with its outer keys.
+    wrapper: the name of the multimodal model; "" = none.
+    """
+    family = WRAPPERS[wrapper].images if wrapper else ""
+    if not family or not config.get("vision_config"):
+        return None
+    settings = ProcessorSettings.read(folder)
+    vision = FAMILIES[family](
+        config, Reader({}, str(folder)) if settings is None else settings.values
+    )
+    shards = find_shards(folder)
+    if shards is None:  # a folder without weights, which is planned or filled at random
+        return vision
+    if settings is None:
+        return None
+    stored = read_headers(folder) if shards.listed is None else shards.listed
+    names = [name for name in stored if vision.tensor_name(name) is not None]
+    quantized = next((name for name in names if name.endswith(_OF_QUANTIZED)), None)
+    if quantized is not None:
+        logger.warning(
+            "%s: the tower is quantised (tensor %s), which is not supported: the model takes text "
+            "alone",
+            folder,
+            quantized,
+        )
+    return vision if names and quantized is None else None

@@ -1,0 +1,110 @@
+"""VisionConfig: the tower of a model that takes pictures, as its folder describes it. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.architectures.record import Renames
+from engine.config_reader import Reader
+
+Colour = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """The sizes and switches that the towers of all families have; families add their own.
+
+    family: the key in `engine.models.vision.registry.TOWERS` of the class that computes the tower,
+        which is `Wrapper.images`.
+    image_token_id: the token at whose positions embeddings of pictures stand.
+    names: (beginning of the tower's names in a checkpoint, our beginning) pairs; the first match is
+        taken.
+    hidden_size: the width of the tower's layers.
+    out_size: the width of an embedding of one level; that of the text model.
+    mean, deviation: normalisation of pixels from 0 to 1, by colour.
+    deepstack: levels of embeddings beside the first, which are added after the text model's first
+        layers.
+    mrope_section: the frequencies of each of the three axes of rotary positions; None = pictures
+        have plain positions.
+    interleaved: whether the axes' frequencies alternate.
+    bidirectional: whether the tokens of a picture see each other in the text model.
+    """
+
+    family: str
+    image_token_id: int
+    names: Renames
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    out_size: int
+    activation: str
+    norm_eps: float
+    mean: Colour
+    deviation: Colour
+    deepstack: int = 0
+    mrope_section: tuple[int, ...] | None = None
+    interleaved: bool = False
+    bidirectional: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def tensor_name(self, stored: str) -> str | None:
+        """Return our name of a checkpoint's tensor; None for one that is not the tower's."""
+        for begin, ours in self.names:
+            if stored.startswith(begin):
+                return ours + stored[len(begin) :]
+        return None
+
+
+def square(config: Reader, key: str, default: int) -> int:
+    """Return a size that a file may give as [size, size]."""
+    value = config.get(key)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        config = Reader({key: value[0]}, config.path)
+    return config.size(key, default)
+
+
+CLIP_MEAN, CLIP_DEVIATION = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)
+HALF = (0.5, 0.5, 0.5)
+
+
+def normalisation(
+    settings: Reader, mean: Colour = HALF, deviation: Colour = HALF
+) -> Mapping[str, Any]:
+    """Return `mean` and `deviation` of the processor's settings.
+
+    mean, deviation: those of the processor's class, where the file is silent.
+    """
+    if not settings.flag("do_normalize", True):
+        return {"mean": (0.0, 0.0, 0.0), "deviation": (1.0, 1.0, 1.0)}
+    scale = 255 * settings.number("rescale_factor", 1 / 255)
+    return {
+        "mean": _colours(settings, "image_mean", mean, scale),
+        "deviation": _colours(settings, "image_std", deviation, scale),
+    }
+
+
+def _colours(settings: Reader, key: str, default: Colour, scale: float) -> Colour:
+    """Return a number for each of the three colours, of pixels that are `scale` at most."""
+    values = settings.listed(key, int, float) or [*default]
+    if len(values) != 3:
+        raise settings.error(key, f"must have a number for each of three colours, got {values!r}")
+    red, green, blue = (value / scale for value in values)
+    return red, green, blue
+
+
+def rotary_axes(text: Reader) -> Mapping[str, Any]:
+    """Return `mrope_section` and `interleaved` of a text model's config."""
+    for key in ("rope_parameters", "rope_scaling"):
+        section = text.inner(key).listed("mrope_section", int)
+        if section is not None:
+            alternate = text.inner(key).flag("mrope_interleaved")
+            return {"mrope_section": tuple(section), "interleaved": alternate}
+    raise text.error("rope_parameters", "has no mrope_section, which pictures need")

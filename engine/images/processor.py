@@ -1,0 +1,89 @@
+"""image_processor: returns how a folder's pictures become tokens and pixels. No torch here."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+
+from engine.architectures import WRAPPERS
+from engine.config_reader import Reader
+from engine.images.image import Image
+from engine.images.layout import ImageError, ImageLayout
+from engine.images.qwen_vl import QwenImages
+from engine.images.settings import ProcessorSettings
+
+__all__ = ["ImageError", "ImageLayout", "ImageProcessor", "image_processor", "prepare"]
+
+
+class ImageProcessor(Protocol):
+    """The way from a picture to the tokens and pixels of one model.
+
+    placeholder: the text that the chat template writes for a picture, such as "<|image_pad|>".
+    image_token_id: the token at whose positions the picture's embeddings stand.
+    settings: what changes pixels, for digests.
+    """
+
+    placeholder: str
+    image_token_id: int
+    settings: bytes
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture of this many pixels.
+
+        detail: "low" asks for few tokens.
+        Raises ImageError for a picture that the model does not take.
+        """
+        ...
+
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> NDArray[np.uint8]:
+        """Return the pixels [tiles, height, width, 3] of an RGB picture with this layout."""
+        ...
+
+
+# Wrapper.images -> the family's processor.
+FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
+    "qwen3_vl": QwenImages,
+}
+
+
+def image_processor(folder: Path) -> ImageProcessor | None:
+    """Return the processor of a model folder; None if the model takes no pictures here.
+
+    Raises ConfigError naming the file and key that cannot be read.
+    """
+    names = Reader.from_file(folder / "config.json").get("architectures", [])
+    wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
+    if wrapper is None or not wrapper.images:
+        return None
+    settings = ProcessorSettings.read(folder)
+    return None if settings is None else FAMILIES[wrapper.images](settings)
+
+
+def prepare(
+    processor: ImageProcessor, picture: Pillow.Image, layout: ImageLayout, start: int
+) -> Image:
+    """Return the picture with its pixels and digest.
+
+    picture: RGB, of the width and height that the layout was made of.
+    start: the index in the prompt's token_ids of the layout's first token.
+    """
+    pixels = processor.pixels(picture, layout)
+    assert pixels.shape == (*layout.shape, 3), (pixels.shape, layout.shape)
+    digest = hashlib.blake2b(digest_size=16)
+    for field in (processor.settings, repr(layout.shape).encode()):
+        digest.update(len(field).to_bytes(8, "little") + field)
+    data = pixels.tobytes()
+    digest.update(data)
+    return Image(
+        digest.digest(),
+        start + layout.first,
+        layout.length,
+        layout.size,
+        layout.grid,
+        layout.shape,
+        data,
+    )

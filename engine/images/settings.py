@@ -1,0 +1,68 @@
+"""ProcessorSettings: the files of a model folder that say how pictures become pixels."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config_reader import Reader
+
+# Newer folders have the settings inside this file, others in a file of their own.
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSettings:
+    """The settings of a folder's image processor, and the tokens of its pictures.
+
+    values: preprocessor_config.json, or image_processor of processor_config.json.
+    config: config.json.
+    folder: the model's folder.
+    """
+
+    values: Reader
+    config: Reader
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path) -> "ProcessorSettings | None":
+        """Read a folder's files; None if neither has settings of pictures.
+
+        Raises ConfigError naming a file that cannot be read.
+        """
+        config = Reader.from_file(folder / "config.json")
+        newer = folder / PROCESSOR
+        if newer.is_file():
+            inner = Reader.from_file(newer).inner("image_processor")
+            if inner.values:
+                return cls(inner, config, folder)
+        older = folder / PREPROCESSOR
+        return cls(Reader.from_file(older), config, folder) if older.is_file() else None
+
+    def filter(self, default: int) -> int:
+        """Return the resampling filter, as Pillow numbers it."""
+        number = self.values.get("resample", default)
+        if number not in range(6):
+            raise self.values.error("resample", f"{number!r} is no filter of Pillow's")
+        return int(number)
+
+    def token(self, *keys: str) -> int:
+        """Return the token id that config.json has under the first of these keys that it has."""
+        key = next((key for key in keys if self.config.get(key) is not None), keys[0])
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.config.error(key, f"must be a token id, got {value!r}")
+        return value
+
+    def text(self, token_id: int, default: str) -> str:
+        """Return the text of a special token, as the chat template writes it.
+
+        default: the family's text, where the folder has no tokenizer.json that names the token.
+        """
+        try:
+            file = self.folder / "tokenizer.json"
+            tokenizer: Any = json.loads(file.read_text(encoding="utf-8"))
+            added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            return default
+        return str(added.get(token_id, default))

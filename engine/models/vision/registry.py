@@ -1,0 +1,17 @@
+"""build_tower: makes the tower of a model that takes pictures."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.layers.build import Builder
+from engine.models.vision.qwen3_vl import Qwen3Tower
+from engine.models.vision.tower import Tower
+
+# VisionConfig.family -> the class, which takes a builder and the family's VisionConfig.
+TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {"qwen3_vl": Qwen3Tower}
+
+
+def build_tower(build: Builder) -> Tower | None:
+    """Return the tower, its weights undefined until they are loaded; None for text alone."""
+    vision = build.config.vision
+    return None if vision is None else TOWERS[vision.family](build, vision)

@@ -1,0 +1,185 @@
+"""Tower: the parameters and layers of a picture encoder, and what all families compute alike."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config.vision import VisionConfig
+from engine.layers.build import Builder
+from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.norm import LayerNorm, RMSNorm
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.method import LinearSpec, Part
+from engine.quantization.registry import linear_method
+from engine.weights.parameter import Parameter, Source
+from kernels.metadata import AttentionMeta
+
+
+class Tower(ABC):
+    """The encoder of pictures, which every rank has whole and in 16 bits.
+
+    Subclasses make their layers by the methods below, which register them. `name` is a tensor's
+    name in `VisionConfig.names`' terms, without ".weight" or ".bias".
+    """
+
+    def __init__(self, build: Builder, config: VisionConfig) -> None:
+        self.config, self.kernels = config, build.kernels
+        self.dtype, self.activation_dtype = build.dtype, build.activation_dtype
+        self.device = build.device
+        self.linears: list[Linear] = []
+        self._method = linear_method("none", build.kernels, build.runs_on)
+        self._parameters: list[Parameter] = []
+        self._mean = torch.tensor(config.mean)
+        self._deviation = torch.tensor(config.deviation)
+
+    @abstractmethod
+    def encode(self, pixels: Sequence[Tensor]) -> Tensor:
+        """Return the embeddings of pictures, one after the other, in the model's dtype.
+
+        They are [sum of sizes, out_size * (1 + deepstack)]. A picture's numbers may depend in their
+        last bits on the others of the call.
+
+        pixels: uint8 [tiles, height, width, 3] of each picture, on the device.
+        """
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._parameters
+        for linear in self.linears:
+            yield from linear.parameters
+
+    def linear(
+        self, names: str | Sequence[str], out: int, features: int, *, bias: bool = True
+    ) -> Linear:
+        """Make a linear layer of one matrix of `out` rows, or of several, one below the other."""
+        linear = Linear(self._spec(names, out, features, bias), self._method)
+        self.linears.append(linear)
+        return linear
+
+    def closing(
+        self, name: str, out: int, features: int, *, bias: bool = True
+    ) -> RowParallelLinear:
+        """Make the last linear layer of a branch, which can add its output to the residual."""
+        spec = self._spec(name, out, features, bias)
+        linear = RowParallelLinear(spec, self._method, TensorParallelGroup())
+        self.linears.append(linear)
+        return linear
+
+    def _spec(self, names: str | Sequence[str], out: int, features: int, bias: bool) -> LinearSpec:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        parts = tuple(Part(name, out, features, (0, out), (0, features)) for name in names)
+        return LinearSpec(names[0], parts, bias, self.dtype, self.device)
+
+    def layer_norm(self, name: str, size: int) -> LayerNorm:
+        weight, bias = (
+            self.vector(f"{name}.{part}", size, self.activation_dtype, std)
+            for part, std in (("weight", 0.0), ("bias", 0.02))
+        )
+        return LayerNorm(self.kernels, weight, bias, self.config.norm_eps)
+
+    def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
+        weight = self.vector(f"{name}.weight", size, self.activation_dtype, 0.0)
+        return RMSNorm(self.kernels, weight, self.config.norm_eps if eps is None else eps)
+
+    def vector(
+        self, stored: str, size: int, dtype: torch.dtype = torch.float32, std: float = 0.02
+    ) -> Parameter:
+        """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape."""
+        tensor = torch.empty(size, dtype=dtype, device=self.device)
+        parameter = Parameter(stored, tensor, (Source(stored, (size,), flat=True),), std=std)
+        self._parameters.append(parameter)
+        return parameter
+
+    def matrix(self, stored: str, rows: int, *rest: int) -> Tensor:
+        """Make a float32 view [rows, ...] of a tensor of that many elements and of any shape."""
+        size = rows
+        for length in rest:
+            size *= length
+        return self.vector(stored, size).tensor.view(rows, *rest)
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return pixels [..., 3] as float32 with the checkpoint's mean and deviation.
+
+        The mean is taken away in float32, before anything is rounded to 16 bits.
+        """
+        if self._mean.device != pixels.device:
+            self._mean = self._mean.to(pixels.device)
+            self._deviation = self._deviation.to(pixels.device)
+        return (pixels.float() * (1 / 255) - self._mean) / self._deviation
+
+    def attend(
+        self,
+        qkv: Tensor,
+        segments: AttentionMeta,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend in both directions inside of each segment.
+
+        qkv: [n, 3 * num_heads * head_dim], which is written over.
+        segments: made by `segments_of`.
+        rotation: cos, sin [n, head_dim / 2] of the first half of each head, which is paired with
+            the second.
+        Returns [n, num_heads * head_dim].
+        """
+        heads, dim = self.config.num_heads, self.config.head_dim
+        if rotation is not None:
+            rotate(qkv.unflatten(1, (3, heads, -1))[:, :2], *rotation)
+        scale = dim**-0.5 if scale is None else scale
+        return self.kernels.whole_texts(qkv, None, heads, scale, 0, segments, self.dtype)
+
+
+def rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate heads [n, ..., head_dim] in place, in float32; cos and sin are [n, head_dim / 2]."""
+    shape = (len(cos), *[1] * (pairs.dim() - 2), cos.shape[1])
+    cos, sin = cos.view(shape), sin.view(shape)
+    first, second = pairs.float().chunk(2, -1)
+    pairs.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+
+def segments_of(lengths: Sequence[int], device: torch.device) -> AttentionMeta:
+    """Return the layout of consecutive segments of these lengths, for `Tower.attend`."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return AttentionMeta(
+        positions=nothing,
+        slots=nothing,
+        query_start=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+        kv_len=nothing,
+        block_table=nothing,
+        num_decodes=0,
+        max_kv_len=max(lengths),
+        query_start_host=starts,
+    )
+
+
+def patches_of(pixels: Tensor, size: int, merge: int = 1) -> Tensor:
+    """Return the patches [n, size * size * 3] of tiles [tiles, height, width, 3].
+
+    They come tile by tile, in rows of blocks of merge x merge patches, block by block.
+    """
+    tiles, height, width, _ = pixels.shape
+    block = size * merge
+    cut = pixels.reshape(tiles, height // block, merge, size, width // block, merge, size, 3)
+    return cut.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(-1, size * size * 3)
+
+
+def places(rows: int, columns: int, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the row and column of each patch of a grid, in the order of `patches_of`."""
+    grid = torch.arange(rows * columns, device=device).view(rows // merge, merge, -1, merge)
+    order = grid.transpose(1, 2).flatten()
+    return order // columns, order % columns
+
+
+def turns(rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4) -> tuple[Tensor, Tensor]:
+    """Return cos, sin [n, dim / 2] of two axes.
+
+    The first half of the frequencies is turned by the row, the second by the column.
+    """
+    steps = torch.arange(0, dim // 2, 2, dtype=torch.float32, device=rows.device)
+    frequencies = theta ** -(steps / (dim // 2))
+    angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * frequencies), -1)
+    return angles.cos(), angles.sin()

@@ -1,0 +1,120 @@
+"""Pictures become the pixels, sizes and tokens that transformers' processors make of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.images.processor import ImageError, image_processor, prepare
+from tests.engine.images.folders import CASES, Case, picture, their_processor
+
+SIZES = [(64, 43), (1, 1), (33, 900), (192, 108), (108, 240), (400, 20), (641, 427)]
+
+
+def write_folder(folder: Path, case: Case) -> None:
+    """The files that processors read, without a model."""
+    config = {"architectures": [f"{case.name}ForConditionalGeneration"], **case.outer}
+    config |= {"vision_config": case.vision, "text_config": case.text}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(case.settings))
+
+
+QWENS = [name for name in CASES if name.startswith("Qwen")]
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
+    """A side rounded half up, a filter of torch's or rows read as columns: pixels that are nearly
+    right, and another number of tokens than the model was trained with."""
+    case = CASES[name]
+    write_folder(tmp_path, case)
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    theirs = their_processor(case)
+    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    patch = case.settings.get("patch_size", 14)
+    for width, height in SIZES:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        pixels = ours.pixels(image, layout)
+        want = theirs(images=[image], return_tensors="np")
+        (grid,) = want["image_grid_thw"].tolist()
+        assert [1, 2 * layout.grid[0], 2 * layout.grid[1]] == grid
+        assert layout.size == len(layout.token_ids) == layout.length == grid[1] * grid[2] // 4
+        assert layout.shape == (1, grid[1] * patch, grid[2] * patch)
+        rows = want["pixel_values"].reshape(*layout.grid, 2, 2, 3, 2, patch, patch)
+        back = rows[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(pixels.shape)
+        assert np.array_equal(back, pixels.astype(np.float32))
+
+
+def test_low_detail_and_narrow_pictures_of_qwens(tmp_path: Path) -> None:
+    """A picture of 2010 x 10 cost tens of thousands of tokens in models without a bound."""
+    case = CASES["Qwen3-VL"]
+    write_folder(tmp_path, case)
+    settings = {**case.settings, "size": {"shortest_edge": 4096, "longest_edge": 4096 * 4096}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.layout(3000, 2000).size > 2000
+    assert 400 < ours.layout(3000, 2000, "low").size <= 512
+    with pytest.raises(ImageError, match="2010 x 10"):
+        ours.layout(2010, 10)
+    with pytest.raises(ImageError, match="no pixels"):
+        ours.layout(0, 10)
+
+
+def test_settings_inside_the_newer_file(tmp_path: Path) -> None:
+    """Newer folders have the settings in processor_config.json, whose values come first."""
+    case = CASES["Qwen3-VL"]
+    write_folder(tmp_path, case)
+    inner = {**case.settings, "size": {"shortest_edge": 256 * 256, "longest_edge": 512 * 512}}
+    newer = {"processor_class": "Qwen3VLProcessor", "image_processor": inner}
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.layout(10, 10).size == 64
+
+
+def test_placeholder_is_the_tokenizers(tmp_path: Path) -> None:
+    """A model that was trained further may write another text for a picture."""
+    write_folder(tmp_path, CASES["Qwen3-VL"])
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.placeholder == "<|image_pad|>"
+    tokens = {"added_tokens": [{"id": 90, "content": "<picture>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.placeholder == "<picture>"
+
+
+def test_models_without_pictures(tmp_path: Path) -> None:
+    """A text model, and a folder that was saved without its processor, still serve text."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    assert image_processor(tmp_path) is None
+    write_folder(tmp_path, CASES["Qwen3-VL"])
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert image_processor(tmp_path) is None
+
+
+def test_digests_are_of_pixels_shape_and_settings(tmp_path: Path) -> None:
+    """Bug (CVE-2025-46722): two pictures of equal bytes and different shape had one name."""
+    case = CASES["Qwen3-VL"]
+    write_folder(tmp_path, case)
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    wide, tall = picture(128, 64), picture(64, 128)
+    blank = [image.point(lambda value: 7) for image in (wide, tall)]
+    digests = set()
+    for image in (wide, tall, *blank):
+        prepared = prepare(ours, image, ours.layout(*image.size), 5)
+        assert (prepared.start, len(prepared.digest)) == (5, 16)
+        assert prepared == prepare(ours, image.copy(), ours.layout(*image.size), 5)
+        digests.add(prepared.digest)
+    assert len(digests) == 4
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**case.settings, "resample": 2}))
+    other = image_processor(tmp_path)
+    assert other is not None
+    again = prepare(other, blank[0], other.layout(*blank[0].size), 5)
+    assert again.digest not in digests

@@ -1,0 +1,134 @@
+"""Towers give the embeddings that transformers' models give, from pictures to rows."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config.model_config import ModelConfig
+from engine.images.processor import image_processor, prepare
+from engine.models.registry import Model, build_model
+from engine.models.vision.tower import Tower
+from engine.parallel.group import TensorParallelGroup
+from engine.parallel.stages import Stage
+from engine.weights import load_weights
+from kernels.dispatch import kernels_for
+from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
+
+PICTURES = [picture(200, 120), picture(90, 150, 1)]
+
+
+def tower_of(folder: Path) -> Tower:
+    config = ModelConfig.from_folder(folder)
+    model = build_model(config, torch.float32, "cpu", kernels_for("cpu"))
+    load_weights(model, folder)
+    assert model.tower is not None
+    return model.tower
+
+
+def encode(folder: Path, tower: Tower) -> Tensor:
+    processor = image_processor(folder)
+    assert processor is not None
+    pixels = []
+    for image in PICTURES:
+        ours = prepare(processor, image, processor.layout(*image.size), 0)
+        array = np.frombuffer(ours.pixels, np.uint8).reshape(*ours.shape, 3).copy()
+        pixels.append(torch.from_numpy(array))
+    with torch.inference_mode():
+        return tower.encode(pixels)
+
+
+def their_rows(case: Case, model: Any) -> Tensor:
+    inputs = their_processor(case)(images=PICTURES, return_tensors="pt")
+    with torch.inference_mode():
+        features = model.get_image_features(**inputs)
+    levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    joined = [torch.cat([*level]) if isinstance(level, list | tuple) else level for level in levels]
+    return torch.cat([level.flatten(0, -2) for level in joined], 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Patches in another order, a position that is one off or a level of the wrong layer: rows that
+    look like embeddings. Two pictures of different size are encoded in one call."""
+    case = CASES[name]
+    theirs = save_model(tmp_path, case)
+    ours = encode(tmp_path, tower_of(tmp_path))
+    want = their_rows(case, theirs)
+    assert ours.shape == want.shape
+    assert (ours - want).norm() / want.norm() < 1e-5
+    assert (ours - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_folders_whose_text_alone_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that had served text before towers were read must go on doing so: without the
+    processor's file, without the tower's tensors, or with a quantised tower."""
+    save_model(tmp_path, CASES["Qwen3-VL"])
+    folder = ModelConfig.from_folder
+    assert folder(tmp_path).vision is not None
+    preprocessor = tmp_path / "preprocessor_config.json"
+    text = preprocessor.read_text()
+    preprocessor.unlink()
+    config = folder(tmp_path)
+    assert config.vision is None
+    model = build_model(config, torch.float32, "cpu", kernels_for("cpu"))
+    load_weights(model, tmp_path)
+    assert model.tower is None
+    preprocessor.write_text(text)
+
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    quantized = {
+        name.replace("mlp.linear_fc1.weight", "mlp.linear_fc1.weight_packed"): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(quantized, file)
+    assert folder(tmp_path).vision is None
+    assert "weight_packed" in caplog.text
+    save_file({name: tensors[name] for name in tensors if "visual" not in name}, file)
+    config = folder(tmp_path)
+    assert config.vision is None
+    load_weights(build_model(config, torch.float32, "cpu", kernels_for("cpu")), tmp_path)
+
+
+def test_older_names_of_tensors(tmp_path: Path) -> None:
+    """Checkpoints of transformers 4 have `visual.` for `model.visual.`."""
+    save_model(tmp_path, CASES["Qwen3-VL"])
+    want = encode(tmp_path, tower_of(tmp_path))
+    file = tmp_path / "model.safetensors"
+    older = {name.replace("model.visual.", "visual."): t for name, t in load_file(file).items()}
+    save_file(older, file)
+    assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
+
+
+def test_bytes_and_ranks(tmp_path: Path) -> None:
+    """The planner did not count a tower. Each rank has it whole, but of pipeline stages only the
+    first."""
+    save_model(tmp_path, CASES["Qwen3-VL"])
+    config = ModelConfig.from_folder(tmp_path)
+
+    def built(config: ModelConfig, **changes: Any) -> Model:
+        kernels = kernels_for("cpu")
+        return build_model(config, torch.bfloat16, "meta", kernels, runs_on="cuda", **changes)
+
+    without = built(replace(config, vision=None))
+    model = built(config)
+    assert model.tower is not None
+    size = sum(parameter.tensor.nbytes for parameter in model.tower.parameters())
+    elements = sum(parameter.tensor.numel() for parameter in model.tower.parameters())
+    assert model.num_bytes - without.num_bytes == size > 2 * elements
+    assert model.num_parameters - without.num_parameters == elements
+    assert model.num_active_parameters == without.num_active_parameters
+    half = built(config, group=TensorParallelGroup(1, 2))
+    assert half.tower is not None
+    assert sum(p.tensor.nbytes for p in half.tower.parameters()) == size
+    last = built(config, stage=Stage(1, 2))
+    assert last.tower is None
+    assert last.ignores("model.visual.patch_embed.proj.weight")
