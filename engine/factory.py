@@ -36,6 +36,7 @@ from engine.runner.caches.token_pool import TokenPool
 from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward, OwnInputs
 from engine.runner.graphs import default_sizes
+from engine.runner.images import StepImages
 from engine.runner.inputs import make_inputs
 from engine.runner.memory import (
     ADAPTERS_TOO_LARGE,
@@ -65,6 +66,7 @@ from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import SchedulerCounters
@@ -165,6 +167,7 @@ def build(
         pooling=head,
         generates=resolved.model.generates,
         whole_texts=resolved.model.whole_texts,
+        images=_image_plan(resolved),
     )
     core = EngineCore(
         core_config,
@@ -201,6 +204,18 @@ def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
     if part.pooling is not None:
         return None
     return part.refill if ranks is None else RankedRefill(part.refill, ranks)
+
+
+def _image_plan(resolved: Resolved) -> ImagePlan | None:
+    vision = resolved.model.vision
+    if vision is None:
+        return None
+    return ImagePlan.of(
+        vision.image_token_id,
+        resolved.image_cache_tokens,
+        resolved.max_num_batched_tokens,
+        resolved.max_num_seqs,
+    )
 
 
 def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
@@ -475,7 +490,12 @@ def _build_runner(
     what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
         rows = RequestRows.allocate(
-            max_num_seqs, max_model_len, config.block_size, device, len(groups.groups)
+            max_num_seqs,
+            max_model_len,
+            config.block_size,
+            device,
+            len(groups.groups),
+            axes=resolved.model.places_of_axes,
         )
         vocab_size = resolved.model.vocab_size
         never = missing_ids(resolved.folder, vocab_size)
@@ -498,8 +518,11 @@ def _build_runner(
         if config.attention_data_parallel:
             own = OwnInputs(make_inputs(*layout), model.group.rank, rows)
         lora = None if device_adapters is None else device_adapters.lora
+        images = None
+        if resolved.model.vision is not None:
+            images = StepImages.of(resolved, model, rows, memory)
         forward = ModelForward(
-            model, kernels, rows, kv, make_inputs(*layout), own, lora, place.link
+            model, kernels, rows, kv, make_inputs(*layout), own, lora, place.link, images
         )
         sampling = StepSampler(model, sampler, rows.tokens, pooling)
         prompts = None if device_adapters is None else device_adapters.prompts

@@ -37,6 +37,7 @@ _PENDING_UPDATES = 3
 _ALIKE = 0.95  # GPUs of one kind may differ by this ratio of memory
 # experts are not split from this many ranks on, or below this many columns on each
 _MANY_RANKS, _THIN = 8, 64
+_IMAGE_TOKENS = {"cuda": 16384, "cpu": 4096}  # default of embeddings of images on the device
 _CUDA_THREADS = 2  # for the remaining CPU work of torch
 
 
@@ -84,6 +85,13 @@ class Resolved:
         """Whether steps are captured as CUDA graphs."""
         wanted = self.device.type == "cuda" and self.config.cuda_graphs
         return wanted and not self.model.whole_texts
+
+    @property
+    def image_cache_tokens(self) -> int:
+        """The most embeddings of images on the device at once; 0 = the engine takes no images."""
+        if self.model.vision is None:
+            return 0
+        return self.config.image_cache_tokens or _IMAGE_TOKENS[self.device.type]
 
     @property
     def spread_experts(self) -> bool:
@@ -164,6 +172,10 @@ def decide(
             )
         _check_capability(config.quantization, name, capability)
 
+    if config.images == "off":
+        model = replace(model, vision=None)
+    _check_images(config, model, cuda)
+
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
 
@@ -228,6 +240,29 @@ def decide(
             most=min(max_num_seqs, budget),
         ),
     )
+
+
+def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
+    """Raise ConfigError if the engine cannot compute the model's images in this way."""
+    vision = model.vision
+    if vision is None:
+        return
+    section = vision.mrope_section
+    ropes = {layer.rope for layer in model.attention if layer.attends}
+    if section is not None and (ropes != {model.rope} or 2 * sum(section) != model.rotary_dim):
+        raise ConfigError(
+            f"the frequencies of mrope_section {list(section)} are not those of all layers of "
+            f"{model.architecture}; set images: off to serve its text model",
+            param="images",
+        )
+    windows = any(layer.window for layer in model.attention)
+    if vision.bidirectional and windows and config.deterministic and not cuda:
+        raise ConfigError(
+            f"deterministic: tokens of an image of {model.architecture} see each other, which its "
+            "layers with windows cannot compute token by token on the CPU; leave it out, use "
+            "device: cuda, or set images: off",
+            param="deterministic",
+        )
 
 
 def _device(config: EngineConfig, rank: int) -> torch.device:

@@ -86,6 +86,9 @@ def _assemble_kernel(
     out_group_stride,
     out_table_stride,
     pad_row,
+    deltas,
+    rotary_rows,
+    DELTAS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -102,6 +105,8 @@ def _assemble_kernel(
         ids = tl.load(tokens + row * tokens_stride + position, mask=mask, other=0)
         tl.store(token_ids + first + i, ids, mask=mask)
         tl.store(positions + first + i, position, mask=mask)
+        if DELTAS:
+            tl.store(rotary_rows + first + i, position + tl.load(deltas + row), mask=mask)
         for group in tl.static_range(GROUPS):
             at_block = position // BLOCK_SIZE * GROUPS + group
             block = tl.load(table + row * table_stride + at_block, mask=mask, other=0)
@@ -134,6 +139,9 @@ def assemble(
     out_table: Tensor,
     block_size: int,
     pad_row: int,
+    # [num_rows] int32, and out [num_tokens] int32: position + delta of the token's row
+    deltas: Tensor | None = None,
+    rotary_rows: Tensor | None = None,
 ) -> None:
     """Lay out a step's tokens; entries of pad_row write no key (slot -1)."""
     _assemble_kernel[(rows.shape[0],)](
@@ -153,6 +161,9 @@ def assemble(
         out_table.stride(0),
         out_table.stride(1),
         pad_row,
+        rows if deltas is None else deltas,
+        positions if rotary_rows is None else rotary_rows,
+        DELTAS=deltas is not None,
         BLOCK_SIZE=block_size,
         GROUPS=slots.shape[0],
         BLOCK=128,

@@ -78,6 +78,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         snapshot of its states.
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of what KV gets otherwise.
+    images: "auto" takes images where the model sees them; "off" serves its text model alone and
+        leaves out its tower.
+    image_cache_tokens: embeddings of images on the device at once, and so the most of one image; a
+        picture that comes again is not encoded again. 0 = 16384 on CUDA, 4096 on the CPU.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
     target_tpot_ms: the TPOT target: milliseconds between a request's tokens; 0 = no bound. So many
         requests run, and so many prompt tokens are computed beside them, as the last steps' times
@@ -162,6 +166,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int = 0
     prefix_caching: bool = True
     snapshot_bytes: int = 0
+    images: Literal["auto", "off"] = "auto"
+    image_cache_tokens: int = 0
     async_scheduling: bool | None = None
     target_tpot_ms: float = 0.0
     cuda_graphs: bool = True
@@ -242,6 +248,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_cache_bytes",
             "num_blocks",
             "snapshot_bytes",
+            "image_cache_tokens",
             "num_threads",
             "max_loras",
             "max_virtual_tokens",

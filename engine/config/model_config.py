@@ -377,6 +377,11 @@ class ModelConfig:
         return any(layer.mixer is not None for layer in self.attention)
 
     @property
+    def places_of_axes(self) -> bool:
+        """Whether images stand at places of several axes for rotary embeddings."""
+        return self.vision is not None and self.vision.mrope_section is not None
+
+    @property
     def record(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 

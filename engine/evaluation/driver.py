@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.batch import TokenLogprobs
+from engine.images.image import Image
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
@@ -30,6 +31,7 @@ def run(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     adapters: Sequence[str] = (),
+    images: Sequence[Sequence[Image]] = (),
     together: bool = True,
     seed: int = 1,
     progress: Callable[[int], None] = lambda tokens: None,
@@ -37,15 +39,21 @@ def run(
     """Run all prompts, together or one after another, and check that all blocks are free
     afterwards.
 
-    adapters: the adapter of each prompt; () = none.
+    adapters, images: the adapter and the images of each prompt; () = none.
     progress: called after each step with the number of tokens generated so far.
     """
     prompt_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]
     requests = [
-        EngineRequest(i, list(prompt), len(prompt), p, seed, adapter=adapter)
-        for i, (prompt, p, adapter) in enumerate(
-            zip(prompts, prompt_params, adapters or [""] * len(prompts), strict=True)
+        EngineRequest(i, list(prompt), len(prompt), p, seed, adapter=adapter, images=[*seen])
+        for i, (prompt, p, adapter, seen) in enumerate(
+            zip(
+                prompts,
+                prompt_params,
+                adapters or [""] * len(prompts),
+                images or [()] * len(prompts),
+                strict=True,
+            )
         )
     ]
     for wave in [requests] if together else [[request] for request in requests]:

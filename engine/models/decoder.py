@@ -25,6 +25,7 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
+from engine.models.image_rows import ImageRows
 from engine.models.vision.registry import build_tower
 from engine.models.vision.tower import Tower
 from engine.parallel.stages import Stage
@@ -286,6 +287,7 @@ class Decoder:
                 "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
             )
         tables = Tables(config.max_positions, build.device)
+        self._tables = tables
         layer = DecoderLayer
         if config.parallel:
             layer = ParallelLayer
@@ -315,6 +317,14 @@ class Decoder:
             )
         if not build.stage.first:
             self.tower = None
+        levels = 0 if self.tower is None else self.tower.config.deepstack
+        if levels > len(own) and layer_numbers is None:
+            raise ConfigError(
+                f"pipeline_parallel: the first of {build.stage.count} stages has {len(own)} layers "
+                f"of {config.architecture}, and embeddings of images are added after the first "
+                f"{levels}; lower it, or set images: off",
+                param="pipeline_parallel",
+            )
         self.layer_numbers = own
         self.layers = [layer(build.at(number), tables) for number in own]
         if build.group.size > 1 and self.layers:
@@ -400,6 +410,11 @@ class Decoder:
         )
         return own
 
+    @property
+    def rotary_table(self) -> Tensor:
+        """The rotary table of the layers, where all rotate alike."""
+        return self._tables(self.config.rope, self.config.head_dim)
+
     def linears(self) -> Iterator[Linear]:
         return (linear for linear in self._in_layers() if linear.adaptable)
 
@@ -443,14 +458,22 @@ class Decoder:
         return tokens * width * (2 * config.hidden_size + inside) + logits
 
     def forward(
-        self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Mapping[int, KV]
+        self,
+        token_ids: Tensor,
+        metas: Sequence[AttentionMeta],
+        kv: Mapping[int, KV],
+        images: ImageRows | None = None,
     ) -> Tensor:
-        residual = self.enter(token_ids, metas[0].positions)
+        residual = self.enter(token_ids, metas[0].positions, images)
         inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual)
-        return self.leave(self.through(residual, metas, kv, inputs))
+        return self.leave(self.through(residual, metas, kv, inputs, images))
 
-    def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def enter(
+        self, token_ids: Tensor, positions: Tensor, images: ImageRows | None = None
+    ) -> Tensor:
         """Return the first layer's input [num_tokens, hidden_size] for these token ids.
+
+        Image tokens have their embeddings as they are: factors are those of other tokens.
 
         A later stage gets zeros of that shape, for `receive` to fill.
         """
@@ -458,7 +481,9 @@ class Decoder:
             shape, dtype = (len(token_ids), self.config.hidden_size), self.build.activation_dtype
             return torch.zeros(shape, dtype=dtype, device=self.device)
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
-        return residual if self.entrance is None else self.entrance(residual, token_ids, positions)
+        if self.entrance is not None:
+            residual = self.entrance(residual, token_ids, positions)
+        return residual if images is None else images.enter(residual)
 
     def through(
         self,
@@ -466,6 +491,7 @@ class Decoder:
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
         inputs: Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         if self.taps:
             return self._tapped(residual, metas, kv, inputs)
@@ -473,6 +499,8 @@ class Decoder:
             number = layer.number
             own = kv.get(number, ())
             residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
+            if images is not None:
+                residual = images.after(number, residual)
         return residual
 
     def _tapped(

@@ -14,6 +14,7 @@ from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
+from engine.models.image_rows import ImageRows
 from engine.models.vision.tower import Tower
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
@@ -52,11 +53,17 @@ class Model(Protocol):
     lookup: Tensor
     tower: Tower | None  # of the first stage of a model that takes pictures
 
+    @property
+    def rotary_table(self) -> Tensor:
+        """The rotary table of the layers, where all rotate alike."""
+        ...
+
     def forward(
         self,
         token_ids: Tensor,
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
+        images: ImageRows | None = None,
     ) -> Tensor:
         """Compute a step; return hidden states [num_tokens, hidden_size] after the final norm.
 
@@ -64,10 +71,13 @@ class Model(Protocol):
         metas: the planned AttentionMeta of each view, in the order of `KVGroups.views`.
         kv: layer -> its caches, for layers that keep something (see `KVCache.layers`); written in
             place.
+        images: the embeddings of image tokens.
         """
         ...
 
-    def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def enter(
+        self, token_ids: Tensor, positions: Tensor, images: ImageRows | None = None
+    ) -> Tensor:
         """Compute the first layer's input [num_tokens, hidden_size]; the first part of
         `forward`."""
         ...
@@ -77,6 +87,8 @@ class Model(Protocol):
         residual: Tensor,
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
+        *,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """Run this stage's layers, the middle part of `forward`; residual may be overwritten."""
         ...

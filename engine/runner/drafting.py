@@ -25,7 +25,7 @@ from engine.runner.request_rows import RequestRows
 from engine.sampling.device_result import DeviceResult
 from engine.sampling.sampler import Sampler
 from kernels.dispatch import Kernels
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, RotaryPlaces
 
 _FIELDS = 5  # of a proposal, before its drafts
 
@@ -188,7 +188,7 @@ class Drafting:
         table = self._rows.block_table[row][:, self._group :: groups][:, :width].contiguous()
         block = table.gather(1, (at // size)[:, None])[:, 0].long()
         slots = torch.where(writes, block * size + at % size, -1)
-        kv_len = (at + 1).int()
+        kv_len, deltas = (at + 1).int(), self._rows.deltas
         return AttentionMeta(
             positions=at.int(),
             slots=slots,
@@ -202,6 +202,7 @@ class Drafting:
             # filled on the device, where a copy from the host would wait
             counts=torch.full((2,), count, dtype=torch.int32, device=row.device),
             rows=row,
+            rotary=None if deltas is None else RotaryPlaces((at + deltas[row]).int()),
         )
 
     def _uploaded(self, table: np.ndarray) -> Tensor:

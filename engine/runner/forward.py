@@ -9,9 +9,11 @@ from torch import Tensor
 
 from engine.batch import Batch, NewRow
 from engine.lora.device import LoraDevice
+from engine.models.image_rows import ImageRows
 from engine.models.registry import Model
 from engine.parallel.link import Link
 from engine.runner.caches.kv_cache import KVCache, in_views
+from engine.runner.images import StepImages
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.request_rows import RequestRows
 from kernels.dispatch import Kernels
@@ -74,6 +76,7 @@ class ModelForward:
     own: the inputs of this rank's requests, with data-parallel attention.
     lora: the adapters of rows.
     link: the link to the stages before and after this one.
+    images: the images of rows, in models that see any.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ModelForward:
         own: OwnInputs | None = None,
         lora: LoraDevice | None = None,
         link: Link | None = None,
+        images: StepImages | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -95,6 +99,7 @@ class ModelForward:
         self.own = own
         self.lora = lora
         self.link = link
+        self.images = images
         self.device = rows.tokens.device
         self.cuda = self.device.type == "cuda"
 
@@ -104,6 +109,15 @@ class ModelForward:
             self.own.set_row(new)
         if self.lora is not None:
             self.lora.set_row(new.row, new.lora_slot)
+        if self.images is not None:
+            self.images.set_row(new)
+
+    def sees_images(self, batch: Batch) -> bool:
+        """Whether tokens of the step stand before the end of their request's images.
+
+        Graphs and programs have neither embeddings of images nor their rotary places.
+        """
+        return self.images is not None and self.images.within(batch)
 
     def assemble(self, batch: Batch) -> DeviceStep:
         """Lay out a step on the device."""
@@ -112,6 +126,8 @@ class ModelForward:
             step.adapt(self.lora.step(batch))
         if self.own is not None:
             step.own = self.own.assemble(batch, self.lora)
+        if self.images is not None:
+            self.images.place(batch, step)
         return step
 
     def stage_input(self, step: DeviceStep) -> Tensor:
@@ -120,12 +136,12 @@ class ModelForward:
         The first stage embeds the tokens, the others receive the output of the stage before.
         """
         if self.link is None or self.model.stage.first:
-            return self.model.enter(step.token_ids, step.metas[0].positions)
+            return self.model.enter(step.token_ids, step.metas[0].positions, step.images)
         return self.link.receive(len(step.token_ids))
 
     def run_step(self, step: DeviceStep) -> Tensor:
         """Run the model over a step that is laid out; see `run`."""
-        return self.run(step.token_ids, step.metas, own=step.own)
+        return self.run(step.token_ids, step.metas, own=step.own, images=step.images)
 
     def tapped(self) -> Tensor | None:
         """Return the layer inputs that a drafter reads of the last run, one beside the other
@@ -139,13 +155,14 @@ class ModelForward:
         metas: Sequence[AttentionMeta],
         entered: Tensor | None = None,
         own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """Run the model; return [num_tokens, hidden_size] after the final norm.
 
         metas: the meta of each group of layers; attention is planned here.
         entered: the input of this stage's first layer. The result is then the output of the stage's
             last layer.
-        own: see DeviceStep.
+        own, images: see DeviceStep.
         """
         layers, groups = self.kv.layers, self.kv.groups
         views = attending = in_views(groups, metas, self.kv.block_size)
@@ -163,5 +180,5 @@ class ModelForward:
                 cache = layers[view.layers[0]][0]
                 self.kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
         if entered is not None:
-            return self.model.through(entered, views, layers)
-        return self.model.forward(token_ids, views, layers)
+            return self.model.through(entered, views, layers, images=images)
+        return self.model.forward(token_ids, views, layers, images)

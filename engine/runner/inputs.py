@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.models.image_rows import ImageRows
 from engine.runner.request_rows import RequestRows
-from kernels.metadata import AttentionMeta, LoraStep
+from kernels.metadata import AttentionMeta, LoraStep, RotaryPlaces
 
 UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own
 
@@ -45,6 +46,7 @@ class DeviceStep:
     # metas of these tokens for each group, [] without tokens). With None as indices the metas have
     # all tokens, with tokens of other ranks as padding.
     own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
+    images: ImageRows | None = None  # the embeddings of image tokens
 
     def adapt(self, lora: LoraStep | None) -> None:
         """Set each token's adapter."""
@@ -62,6 +64,7 @@ class CpuInputs:
         self._rows = rows
         self._tokens = rows.tokens.numpy()
         self._table = rows.block_table.numpy()
+        self._deltas = None if rows.deltas is None else rows.deltas.numpy()
         groups = rows.num_groups
         self._tables = [self._table[:, group::groups] for group in range(groups)]
         self._block_size = block_size
@@ -111,6 +114,9 @@ class CpuInputs:
                 kv_len_host=kv_len.tolist(),
                 rows=torch.from_numpy(rows),
             )
+            if self._deltas is not None:
+                places = (positions + self._deltas[token_rows]).astype(np.int32)
+                meta.rotary = RotaryPlaces(torch.from_numpy(places))
             metas.append(meta)
         token_ids = torch.from_numpy(self._tokens[token_rows, positions])
         if samples is None:
@@ -193,6 +199,7 @@ class CudaInputs:
         num_tokens = max(max_num_tokens, entries)
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.rotary_rows = None if rows.deltas is None else torch.zeros_like(self.positions)
         groups = rows.num_groups
         self.slots = torch.zeros(groups, num_tokens, dtype=torch.int64, device=device)
         self.kv_len = torch.zeros(entries, dtype=torch.int32, device=device)
@@ -321,6 +328,8 @@ class CudaInputs:
             self.block_table,
             self._block_size,
             self._rows.pad_row,
+            self._rows.deltas,
+            self.rotary_rows,
         )
         meta = AttentionMeta(
             positions=self.positions[:num_tokens],
@@ -333,6 +342,9 @@ class CudaInputs:
             counts=self.counts,
             rows=self.rows[:num_entries],
             runs=self.rows[:num_entries] if runs else None,
+            rotary=None
+            if self.rotary_rows is None
+            else RotaryPlaces(self.rotary_rows[:num_tokens]),
         )
         others = [
             meta.elsewhere(slots[:num_tokens], table[:num_entries])

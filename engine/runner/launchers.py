@@ -58,7 +58,7 @@ class EagerStep:
         forward = self._forward
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
-        states = forward.run(step.token_ids, step.metas, entered, step.own)
+        states = forward.run(step.token_ids, step.metas, entered, step.own, step.images)
         places = step.sample_rows, step.sample_positions
         return Hidden(states, places, step.last, metas=step.metas, every=forward.tapped())
 
@@ -79,11 +79,11 @@ class ProgramStep:
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
         states, are_logits = None, False
-        if batch.num_decodes == len(batch.rows):
+        if batch.num_decodes == len(batch.rows) and not forward.sees_images(batch):
             views = in_views(forward.kv.groups, step.metas, forward.kv.block_size)
             states = programs.through(step.token_ids, views, entered)
         if states is None:
-            states = forward.run(step.token_ids, step.metas, entered, step.own)
+            states = forward.run(step.token_ids, step.metas, entered, step.own, step.images)
         elif programs.gives_logits:
             are_logits = True
         elif entered is None:
@@ -97,7 +97,14 @@ class ProgramStep:
 class GraphStep:
     """The launch of a step as a CUDA graph; see graphs.py."""
 
-    def __init__(self, graphs: StepGraphs, sampling: StepSampler, otherwise: EagerStep) -> None:
+    def __init__(
+        self,
+        forward: ModelForward,
+        graphs: StepGraphs,
+        sampling: StepSampler,
+        otherwise: EagerStep,
+    ) -> None:
+        self._forward = forward
         self._graphs = graphs
         self._sampling = sampling
         self._otherwise = otherwise
@@ -105,6 +112,8 @@ class GraphStep:
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         size = None
+        if self._forward.sees_images(batch):
+            return self._otherwise.launch(batch)
         # A graph only returns the states of entries that sample.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):
             size = self._graphs.size_of(batch)

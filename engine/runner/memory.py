@@ -139,6 +139,17 @@ def chunk_bytes(resolved: Resolved) -> int:
     return slots * most
 
 
+def image_cache_shape(resolved: Resolved, model: Model) -> tuple[int, int]:
+    """Return the shape of the cache of images' embeddings; it is empty without a tower.
+
+    model: this rank's part.
+    """
+    vision = resolved.model.vision
+    if vision is None or not model.stage.first:
+        return 0, 0
+    return resolved.image_cache_tokens, model.config.hidden_size * (1 + vision.deepstack)
+
+
 def plan_memory(
     resolved: Resolved,
     model: Model,
@@ -165,12 +176,25 @@ def plan_memory(
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
         activations += chunk_bytes(resolved)
+        if model.tower is not None:  # a tower runs before the layers
+            largest = max(resolved.max_num_batched_tokens, resolved.image_cache_tokens)
+            activations = max(activations, model.tower.step_bytes(largest))
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
     groups, parts = model.kv, parts_here(resolved, model)
-    rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
+    rows = RequestRows.allocate(
+        seqs,
+        longest,
+        block_size,
+        torch.device("meta"),
+        len(groups.groups),
+        axes=resolved.model.places_of_axes,
+    )
     used = [("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
     used += adapters
+    if resolved.image_cache_tokens:
+        count, width = image_cache_shape(resolved, model)
+        used.append((f"images ({count} embeddings)", count * width * model.dtype.itemsize))
     used.append(("activations (largest step)", activations))
     if resolved.captures:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))

@@ -79,7 +79,7 @@ class ModelRunner:
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Run steps as CUDA graphs from now on, if they have one."""
         self.graphs = graphs
-        self.launcher = self._on_stage(GraphStep(graphs, self.sampling, self.eager))
+        self.launcher = self._on_stage(GraphStep(self.forward, graphs, self.sampling, self.eager))
 
     def _on_stage(self, layers: LayersLauncher) -> StepLauncher:
         if self.link is None:
@@ -102,19 +102,28 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> DeviceResult | StagedResult:
         if batch.new_rows:
             self._set_rows(batch.new_rows)
+        encode_seconds = None
+        if self.forward.images is not None:
+            encode_seconds = self.forward.images.encode(batch)
         if batch.prefixes:
             self._copy_prefixes(batch.prefixes)
         if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)
         samples = self.sampling.samples_of(batch)
+
+        def sample(hidden: Hidden) -> DeviceResult:
+            result = self.sampling.launch(batch, samples, hidden)
+            result.encode_seconds = encode_seconds
+            return result
+
         hidden = self.launcher.launch(batch)
         if hidden is None:
             return self.sampling.launch_nothing(batch.step)
         if isinstance(hidden, ComingHidden):
             receive = hidden.receive
-            return StagedResult(lambda: self.sampling.launch(batch, samples, receive()))
-        result = self.sampling.launch(batch, samples, hidden)
+            return StagedResult(lambda: sample(receive()))
+        result = sample(hidden)
         if self.drafting is not None:
             self._draft(self.drafting, batch, hidden, result)
         return result
@@ -161,10 +170,14 @@ class ModelRunner:
             self._prompts.copy(prefixes, self.kv.block_size, self.kv.write_entries)
 
     def recover(self) -> bool:
-        """Free the memory of a step that raised; return False if the device has failed for good.
+        """Free the memory of a step that raised, and drop all images.
+
+        Returns False if the device has failed for good.
 
         After an error such as an illegal access, every later call in the CUDA context raises it.
         """
+        if self.forward.images is not None:
+            self.forward.images.clear()
         if self.forward.cuda:
             try:
                 torch.cuda.synchronize(self.forward.device)

@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.request_rows import RequestRows
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program, can_record
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, RotaryPlaces
 
 logger = logging.getLogger("manta.engine")
 
@@ -46,6 +46,7 @@ class StepPrograms:
         self._tables = torch.zeros(groups, most, width, dtype=torch.int32)
         self._rows = torch.zeros(most, dtype=torch.int64)
         self._ids = torch.zeros(most, dtype=torch.int64)
+        self._rotary_rows = None if rows.deltas is None else torch.zeros_like(self._positions)
         self._max_kv_len = width * kv.block_size
         self._arrays = (
             self._positions.numpy(),
@@ -136,6 +137,8 @@ class StepPrograms:
         if first.rows is not None:
             rows[:count] = first.rows.numpy()
         positions[:count] = first.positions.numpy()
+        if self._rotary_rows is not None and first.rotary is not None:
+            self._rotary_rows[:count] = first.rotary.rows
         kv_len[:count] = first.kv_len.numpy()
         for group, meta in enumerate(metas):
             slots[group, :count] = meta.slots.numpy()
@@ -154,6 +157,9 @@ class StepPrograms:
     def _record(self, metas: Sequence[AttentionMeta], residual: Tensor) -> Program:
         count = residual.shape[0]
         threads = torch.get_num_threads()
+        rotary = None
+        if self._rotary_rows is not None:
+            rotary = RotaryPlaces(self._rotary_rows[:count])
         ours = []
         for group, meta in enumerate(metas):
             ours.append(
@@ -170,6 +176,7 @@ class StepPrograms:
                     window=meta.window,
                     chunk=meta.chunk,
                     rows=self._rows[:count],
+                    rotary=rotary,
                 )
             )
         model, layers = self._model, self._kv.layers

@@ -23,6 +23,9 @@ class RequestRows:
     block_table: Tensor
     pad_row: int
     num_groups: int = 1
+    # [max_num_seqs + 1] int32: a token behind a row's images stands at index + delta for rotary
+    # embeddings. None: tokens stand at their index.
+    deltas: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -32,7 +35,13 @@ class RequestRows:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        *,
+        axes: bool = False,
     ) -> "RequestRows":
+        """Allocate the rows.
+
+        axes: whether images stand at places of several axes, see `VisionConfig.mrope_section`.
+        """
         max_blocks = -(-max_model_len // block_size) * num_groups
         return cls(
             tokens=torch.zeros(
@@ -41,8 +50,12 @@ class RequestRows:
             block_table=torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device),
             pad_row=max_num_seqs,
             num_groups=num_groups,
+            deltas=torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+            if axes
+            else None,
         )
 
     @property
     def num_bytes(self) -> int:
-        return 4 * (self.tokens.numel() + self.block_table.numel())
+        deltas = 0 if self.deltas is None else self.deltas.numel()
+        return 4 * (self.tokens.numel() + self.block_table.numel() + deltas)

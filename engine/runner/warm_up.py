@@ -51,6 +51,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         _warm_up_drafts(runner, runner.drafting)
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
     forward.run_step(forward.inputs.assemble(decode))
+    if forward.images is not None:
+        _warm_up_images(runner, num_tokens)
     if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:
@@ -135,6 +137,20 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
             forward.run_step(forward.inputs.assemble(batch))
     finally:
         forward.model = whole
+
+
+def _warm_up_images(runner: ModelRunner, most: int) -> None:
+    """Run a chunk with images, of which graphs have none, and the tower.
+
+    most: the most tokens of a step.
+    """
+    pad, forward = runner.rows.pad_row, runner.forward
+    assert forward.images is not None
+    length = largest_step(runner, most).lengths[0]
+    step = forward.inputs.assemble(Batch(-1, [pad], [0], [length], [True]))
+    forward.images.pretend(step)
+    forward.run_step(step)
+    forward.images.warm_up(most)
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:

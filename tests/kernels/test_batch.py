@@ -28,12 +28,14 @@ class Unpinned:
 class Pair:
     """The two ways of laying out a step, over rows of their own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 1) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, groups: int = 1, *, axes: bool = False
+    ) -> None:
         if DEVICE == "cpu":
             monkeypatch.setattr(inputs, "_Staging", Unpinned)
         device = torch.device(DEVICE)
         self.rows = [
-            RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where, groups)
+            RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where, groups, axes=axes)
             for where in (torch.device("cpu"), device)
         ]
         self.cpu = CpuInputs(self.rows[0], BLOCK_SIZE)
@@ -62,6 +64,10 @@ def same(step: DeviceStep, want: DeviceStep) -> None:
             assert getattr(actual, name).tolist() == getattr(meta, name).tolist(), name
         for name in ("num_decodes", "max_kv_len"):
             assert getattr(actual, name) == getattr(meta, name), name
+        assert (actual.rotary is None) == (meta.rotary is None)
+        if actual.rotary is not None and meta.rotary is not None:
+            assert actual.rotary.rows.tolist() == meta.rotary.rows.tolist()
+            assert actual.rotary.rows.dtype == meta.rotary.rows.dtype == torch.int32
     same_tables(step.metas, want)
 
 
@@ -86,6 +92,24 @@ def test_equal_to_the_cpu(seed: int, groups: int, monkeypatch: pytest.MonkeyPatc
         same(pair.cuda.assemble(batch), want)
         assert pair.rows[0].tokens.tolist() == pair.rows[1].tokens.tolist()
         assert pair.rows[0].block_table.tolist() == pair.rows[1].block_table.tolist()
+        pair.sampled(steps, want)
+
+
+def test_tokens_stand_at_the_delta_of_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: behind an image a token is rotated by its index, or by another row's delta."""
+    pair, steps = Pair(monkeypatch, axes=True), RandomSteps(NUM_ROWS, 0)
+    deltas = torch.tensor([0, -3, -1, 0, -2, 0, 0], dtype=torch.int32)
+    for rows in pair.rows:
+        assert rows.deltas is not None
+        rows.deltas.copy_(deltas)
+    for _ in range(4):
+        batch, layout = steps.next()
+        want = pair.cpu.assemble(batch)
+        places = want.metas[0].rotary
+        assert places is not None and places.table is None
+        per_token = deltas[batch.rows].repeat_interleave(torch.tensor(batch.lengths))
+        assert places.rows.tolist() == (torch.tensor(layout.positions) + per_token).tolist()
+        same(pair.cuda.assemble(batch), want)
         pair.sampled(steps, want)
 
 

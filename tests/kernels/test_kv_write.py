@@ -11,7 +11,7 @@ from kernels.kv.format import FORMATS
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import QuantizedKV
 from kernels.kv.write import rope_kv_write
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, RotaryPlaces
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -100,6 +100,23 @@ def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | No
         stored = [cache if code is None else cache.codes for cache in caches]
         writes.append((q, *(tensor.view(torch.uint8) for tensor in stored)))
     assert all(torch.equal(single, other) for single, other in zip(*writes, strict=True))
+
+
+def test_places_and_a_table_of_the_step() -> None:
+    """Bug: a token is rotated by its position although it stands elsewhere, or by the layers' table
+    although the step has one of its own."""
+    cos_sin, other = random(64, 64), random(7, 64)
+    qkv, slots = random(7, 8 * 64), torch.randperm(48, device=DEVICE)[:7]
+    positions, rows = torch.randint(0, 64, (2, 7), device=DEVICE).int()
+    for table in (None, other):
+        own = rows if table is None else torch.arange(7, device=DEVICE).int()
+        places = RotaryPlaces(own, table)
+        meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1, rotary=places)
+        caches = [torch.zeros(3, 2, 16, 64, device=DEVICE) for _ in range(2)]
+        q = rope_kv_write(RopeInputs(qkv, cos_sin, None, None, 1e-6, *caches, 4), meta)
+        heads = qkv.view(7, -1, 64)[:, :4]
+        want = reference(heads, None, 1e-6, cos_sin if table is None else table, own)
+        assert row_error(q, want) < BOUND[torch.float32]
 
 
 @pytest.mark.gpu

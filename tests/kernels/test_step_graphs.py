@@ -4,6 +4,7 @@ They run in Triton's interpreter. What only a device can tell is in tests/parity
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from tests.batches import BLOCK_SIZE, new_row
+from tests.engine.test_image_steps import IMAGES, SIZE, TOKENS, qwen3_vl, with_images
 from tests.engine.test_runner import CONFIG, CPU, NUM_ROWS, make_runner, prompt, step
 from tests.kernels.oracle import DEVICE
 from tests.kernels.test_batch import Unpinned
@@ -92,6 +94,34 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, Replayed]:
     graphs.prepare()
     runner.use_graphs(graphs)
     return runner, graphs
+
+
+def test_images_are_launched_kernel_by_kernel_and_decodes_behind_them_in_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bugs: a graph embeds an image's token ids; a decode in a graph stands at its index."""
+    monkeypatch.setattr(inputs, "_Staging", Unpinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    seeing = qwen3_vl(tmp_path)
+    cuda = CudaInputs(seeing.rows, SIZE, 64, CPU)
+    kernels, kv = seeing.forward.kernels, seeing.forward.kv
+    forward = ModelForward(
+        seeing.model, kernels, seeing.rows, kv, cuda, images=seeing.forward.images
+    )
+    runner = ModelRunner(forward, seeing.runner.sampling)
+    graphs = Replayed(forward, runner.sampling, [1, 2], 64)
+    graphs.prepare()
+    runner.use_graphs(graphs)
+    ids, text = [*TOKENS], [5, 6, 7]
+    new = [with_images(0, ids, IMAGES), with_images(1, text, ())]
+    batch = seeing.batch([(0, 0, len(ids)), (1, 0, len(text))], new_rows=new, images=[*IMAGES])
+    for _ in range(3):
+        result = runner.launch(batch).wait()
+        for row, token in zip((ids, text), result.tokens, strict=True):
+            assert token == int(seeing.wanted(row, IMAGES if row is ids else ())[-1].argmax())
+            row.append(token)
+        batch = seeing.batch([(0, len(ids) - 1, 1), (1, len(text) - 1, 1)])
+    assert graphs.log == [(2, 2), "greedy"] * 2
 
 
 def outputs_of(runner: ModelRunner) -> list[StepResult]:

@@ -1,5 +1,6 @@
 """The tower of Qwen3-VL, Qwen3.5 and Qwen3.6: learned and rotary positions, and deepstack."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -72,6 +73,16 @@ class Qwen3Tower(Tower):
             layer: _Merger(self, f"visual.deepstack_merger_list.{level}", True)
             for level, layer in enumerate(config.deepstack_layers)
         }
+
+    def shape_of(self, size: int) -> tuple[int, int, int]:
+        side = self.vision.patch_size * self.vision.merge
+        rows = max(1, math.isqrt(size))
+        return 1, rows * side, size // rows * side
+
+    def step_bytes(self, size: int) -> int:
+        config = self.vision
+        inside = 4 * config.hidden_size + 2 * max(2 * config.hidden_size, config.intermediate_size)
+        return size * config.merge**2 * inside * self.activation_dtype.itemsize
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         patch, merge = self.vision.patch_size, self.vision.merge

@@ -44,6 +44,14 @@ class Tower(ABC):
         pixels: uint8 [tiles, height, width, 3] of each picture, on the device.
         """
 
+    @abstractmethod
+    def shape_of(self, size: int) -> tuple[int, int, int]:
+        """Return (tiles, height, width) of pixels that give about `size` embeddings, not more."""
+
+    @abstractmethod
+    def step_bytes(self, size: int) -> int:
+        """Estimate the most bytes of activations at once, of pictures of `size` embeddings."""
+
     def parameters(self) -> Iterator[Parameter]:
         yield from self._parameters
         for linear in self.linears:

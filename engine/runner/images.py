@@ -1,0 +1,328 @@
+"""StepImages: the images of running requests on the device, and where they stand in a step.
+
+A step with tokens that stand before the end of their request's last image is launched kernel by
+kernel. Behind its images a request is like one without, except that its tokens stand at index +
+delta for rotary embeddings (`RequestRows.deltas`), which graphs read.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Batch, NewRow
+from engine.config.vision import VisionConfig
+from engine.images.image import Image
+from engine.models.image_rows import Encoder, ImageRows
+from engine.models.registry import Model
+from engine.resolve import Resolved
+from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.inputs import DeviceStep
+from engine.runner.memory import image_cache_shape
+from engine.runner.request_rows import RequestRows
+from kernels.metadata import AttentionMeta, RotaryPlaces
+
+
+def axis_of_frequency(section: Sequence[int], interleaved: bool) -> list[int]:
+    """Return the axis (0 time, 1 row, 2 column) by which each frequency of a head is rotated.
+
+    section: the number of frequencies of each axis.
+    interleaved: whether axes alternate as far as they have frequencies left.
+    """
+    if not interleaved:
+        return [axis for axis, count in enumerate(section) for _ in range(count)]
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        count = len(range(axis, 3 * section[axis], 3))
+        axes[axis : 3 * section[axis] : 3] = [axis] * count
+    return axes
+
+
+def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
+    """Return the places [3, end] of the tokens up to the last image's end, and the delta.
+
+    The axes are time, row and column. Text stands at p on all axes, then an image of (h, w) from p
+    on at (p, p + row, p + column), and the text behind it from p + max(h, w) on. A later token of
+    index i stands at i + delta.
+    """
+    end = max((image.start + image.length for image in images), default=0)
+    places = np.empty((3, end), dtype=np.int32)
+    at = index = 0
+    for image in images:
+        height, width = image.grid
+        text = image.start - index
+        places[:, index : image.start] = np.arange(at, at + text)
+        at, index = at + text, image.start + image.length
+        span = places[:, image.start : index].reshape(3, height, width)
+        span[0] = at
+        span[1] = at + np.arange(height)[:, None]
+        span[2] = at + np.arange(width)
+        at += max(height, width)
+    return places, at - end
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """An image in a row.
+
+    digest: names its embeddings.
+    begin, end: the range of its tokens in the row.
+    tokens: [size] int64, indices in the row of its image tokens, ascending.
+    """
+
+    digest: bytes
+    begin: int
+    end: int
+    tokens: NDArray[np.int64]
+
+
+class StepImages:
+    """The encoder's embeddings on the device, and the places of rows' images.
+
+    The scheduler decides which images are encoded and which are dropped.
+    """
+
+    def __init__(
+        self,
+        vision: VisionConfig,
+        rows: RequestRows,
+        encoder: Encoder | None,
+        cache: Tensor,
+        cos_sin: Tensor | None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """Set up the images.
+
+        encoder: None on a pipeline stage other than the first.
+        cache: [embeddings, hidden_size * (1 + levels)], room for embeddings; [0, ...] without an
+            encoder.
+        cos_sin: the rotary table of all layers, where images stand at places of several axes.
+        apart: whether each image is encoded by itself, so that others do not change its numbers.
+        """
+        self._vision = vision
+        self._rows = rows
+        self._encoder = encoder
+        self._cache = cache
+        self._cos_sin = cos_sin
+        self._apart = apart
+        self._device = rows.tokens.device
+        self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
+        self._free = np.arange(len(cache))
+        count = rows.pad_row + 1
+        self._ends = np.zeros(count, dtype=np.int64)  # the end of each row's last image
+        self._deltas = np.zeros(count, dtype=np.int32)
+        self._spans: list[list[_Span]] = [[] for _ in range(count)]
+        self._places: list[NDArray[np.int32]] = [np.empty((3, 0), np.int32)] * count
+        if cos_sin is not None:
+            assert vision.mrope_section is not None
+            axes = axis_of_frequency(vision.mrope_section, vision.interleaved)
+            self._axes = torch.tensor(axes * 2, device=self._device)
+
+    @classmethod
+    def of(
+        cls, resolved: Resolved, model: Model, rows: RequestRows, memory: CacheMemory | None = None
+    ) -> "StepImages":
+        """Return the images of an engine's model.
+
+        memory: the allocator of the cache.
+        """
+        vision = resolved.model.vision
+        assert vision is not None
+        shape = image_cache_shape(resolved, model)
+        cache = (memory or CacheMemory()).zeros(shape, model.dtype, model.device)
+        table = model.rotary_table if resolved.model.places_of_axes else None
+        apart = resolved.config.deterministic
+        return cls(vision, rows, model.tower, cache, table, apart=apart)
+
+    @property
+    def held(self) -> Collection[bytes]:
+        """The digests of the images whose embeddings are on the device."""
+        return self._slots.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.nbytes
+
+    def set_row(self, new: NewRow) -> None:
+        """Take note of a row's images.
+
+        Raises ValueError if an image has another number of image tokens than embeddings.
+        """
+        row, spans = new.row, []
+        if not new.images and not self._ends[row]:
+            return
+        ids = np.asarray(new.token_ids)
+        for image in new.images:
+            span = ids[image.start : image.start + image.length]
+            tokens = image.start + np.flatnonzero(span == self._vision.image_token_id)
+            if len(tokens) != image.size:
+                raise ValueError(
+                    f"an image of {image.size} embeddings has {len(tokens)} image tokens at "
+                    f"{image.start}"
+                )
+            spans.append(_Span(image.digest, image.start, image.start + image.length, tokens))
+        self._spans[row] = spans
+        self._ends[row] = max((image.start + image.length for image in new.images), default=0)
+        if self._rows.deltas is None:
+            return
+        self._places[row], delta = rotary_places(new.images)
+        if delta != self._deltas[row]:
+            self._deltas[row] = delta
+            self._rows.deltas[row] = delta
+
+    def clear(self) -> None:
+        """Drop all images."""
+        self._slots.clear()
+        self._free = np.arange(len(self._cache))
+
+    def encode(self, batch: Batch) -> Callable[[], float] | None:
+        """Drop the images that a batch names, if they are here, and encode others.
+
+        Returns a function for the seconds that encoding took, once the device is done; None if
+        nothing is encoded here.
+        """
+        if self._encoder is None:
+            return None
+        for digest in batch.dropped_images:
+            if digest in self._slots:
+                self._free = np.concatenate((self._free, self._slots.pop(digest)))
+        images = {image.digest: image for image in batch.images if image.digest not in self._slots}
+        if not images:
+            return None
+        if self._device.type == "cpu":
+            began = time.perf_counter()
+            self._encode(self._encoder, images)
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._encode(self._encoder, images)
+        end.record()
+        return lambda: start.elapsed_time(end) / 1000
+
+    def _encode(self, encoder: Encoder, images: Mapping[bytes, Image]) -> None:
+        groups = [[image] for image in images.values()] if self._apart else [[*images.values()]]
+        for group in groups:
+            rows = encoder.encode([self._pixels(image) for image in group])
+            size = sum(image.size for image in group)
+            if size > len(self._free) or size != len(rows):
+                raise ValueError(
+                    f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
+                    "rows of the tower"
+                )
+            for image in group:
+                self._slots[image.digest] = self._free[: image.size]
+                self._free = self._free[image.size :]
+            slots = np.concatenate([self._slots[image.digest] for image in group])
+            self._cache.index_copy_(0, self._on_device(slots), rows.to(self._cache.dtype))
+
+    def _pixels(self, image: Image) -> Tensor:
+        """Return the image's pixels on the device, uint8 [tiles, height, width, 3]."""
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)
+        return self._on_device(pixels)
+
+    def _on_device(self, values: NDArray[Any]) -> Tensor:
+        """Return a copy of the values on the device, without waiting for it."""
+        pinned = self._device.type == "cuda"
+        dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+        tensor = torch.empty(values.shape, dtype=dtype, pin_memory=pinned)
+        tensor.numpy()[...] = values
+        return tensor.to(self._device, non_blocking=True)
+
+    def within(self, batch: Batch) -> bool:
+        """Whether tokens of the step stand before the end of their request's images."""
+        return bool((np.asarray(batch.starts) < self._ends[batch.rows]).any())
+
+    def place(self, batch: Batch, step: DeviceStep) -> None:
+        """Give the step the embeddings and rotary places of its tokens, if `within`."""
+        if not self.within(batch):
+            return
+        firsts = np.cumsum([0, *batch.lengths])
+        tokens, slots = [], []
+        for entry, (row, start) in enumerate(zip(batch.rows, batch.starts, strict=True)):
+            end, first = start + batch.lengths[entry], firsts[entry]
+            for span in self._spans[row] if self._encoder is not None else ():
+                begin, stop = np.searchsorted(span.tokens, (start, end))
+                if begin < stop:
+                    tokens.append(span.tokens[begin:stop] + (first - start))
+                    slots.append(self._slots[span.digest][begin:stop])
+        if tokens:
+            rows = self._cache.index_select(0, self._on_device(np.concatenate(slots)))
+            step.images = ImageRows(self._on_device(np.concatenate(tokens)), rows)
+        if self._cos_sin is not None:
+            self._rotate(batch, step, firsts)
+        if self._vision.bidirectional:
+            self._see_each_other(batch, step, firsts)
+
+    def warm_up(self, tokens: int) -> None:
+        """Encode as many embeddings as a step may, and drop them.
+
+        tokens: the most tokens of a step.
+        """
+        if self._encoder is not None:
+            shape = self._encoder.shape_of(max(tokens, len(self._cache)))
+            pixels = torch.zeros(*shape, 3, dtype=torch.uint8, device=self._device)
+            self._encoder.encode([pixels])
+
+    def pretend(self, step: DeviceStep) -> None:
+        """Give a warm-up step the inputs that images have, so that their kernels are compiled."""
+        tokens = torch.arange(len(step.token_ids), device=self._device)
+        if len(self._cache):
+            rows = self._cache.index_select(0, tokens % len(self._cache))
+            step.images = ImageRows(tokens, rows)
+        places = step.metas[0].positions
+        if self._cos_sin is not None:
+            table = self._cos_sin.index_select(0, places)
+            _turn(step.metas, table)
+        if self._vision.bidirectional:
+            for meta in step.metas:
+                meta.last_keys = places
+
+    def _rotate(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
+        """Give the step a rotary table of its own, with a row for each token."""
+        assert self._cos_sin is not None
+        rows, starts = np.asarray(batch.rows), np.asarray(batch.starts)
+        places = np.arange(firsts[-1]) + np.repeat(
+            starts + self._deltas[rows] - firsts[:-1], batch.lengths
+        )
+        places = np.tile(places, (3, 1))
+        for entry in np.flatnonzero(starts < self._ends[rows]):
+            own = self._places[rows[entry]][:, starts[entry] :][:, : batch.lengths[entry]]
+            places[:, firsts[entry] : firsts[entry] + own.shape[1]] = own
+        index = self._on_device(places).index_select(0, self._axes).T
+        table = self._cos_sin.gather(0, index)
+        _turn(step.metas, table)
+        if step.own is not None:
+            own_tokens, metas = step.own
+            assert own_tokens is not None
+            _turn(metas, table.index_select(0, own_tokens))
+
+    def _see_each_other(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
+        """Let the tokens of an image see all of it; a chunk never ends inside of an image."""
+        starts = np.asarray(batch.starts)
+        last = np.arange(firsts[-1]) + np.repeat(starts - firsts[:-1], batch.lengths)
+        for entry, row in enumerate(batch.rows):
+            own = last[firsts[entry] : firsts[entry + 1]]
+            for span in self._spans[row]:
+                begin, end = np.searchsorted(own, (span.begin, span.end))
+                own[begin:end] = span.end - 1
+        last_keys = self._on_device(last.astype(np.int32))
+        for meta in step.metas:
+            meta.last_keys = last_keys
+        if step.own is not None:
+            own_tokens, metas = step.own
+            assert own_tokens is not None
+            for meta in metas:
+                meta.last_keys = last_keys.index_select(0, own_tokens)
+
+
+def _turn(metas: Sequence[AttentionMeta], table: Tensor) -> None:
+    rows = torch.arange(len(table), dtype=torch.int32, device=table.device)
+    for meta in metas:
+        meta.rotary = RotaryPlaces(rows, table)

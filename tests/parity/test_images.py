@@ -1,0 +1,189 @@
+"""Requests with images through a whole engine: the greedy text and log-probabilities of
+transformers, from pictures to tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from PIL import Image as Pillow
+
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.factory import build
+from engine.images.image import Image
+from engine.images.processor import ImageProcessor, image_processor, prepare
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
+from tests.engine.process.conftest import two_cores
+from tests.engine.process.ranked import start
+from tests.parity.engine_driver import Output, engine, run
+
+__all__ = ["two_cores"]  # a fixture
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+TIE = 2e-4
+SMALL, WIDE, TALL = picture(64, 96), picture(200, 90, 1), picture(70, 150, 2)
+# What a prompt is made of: token ids, and pictures.
+PROMPTS: list[list[int | Pillow.Image]] = [
+    [5, 6, SMALL, 7, 8, WIDE, 9],
+    [5, 6, WIDE, 7, 8, SMALL, 9],
+    [5, 6, 7, 8, 9, 10],
+    [TALL, 11, TALL, 12],
+    [5, 6, SMALL, 7, 8, TALL, 9, 21, 22],
+]
+
+
+@dataclass
+class Seeing:
+    """A model folder, and the model of transformers."""
+
+    case: Case
+    folder: Path
+    theirs: Any
+    processor: ImageProcessor
+
+    def prompt(self, parts: Sequence[int | Pillow.Image]) -> tuple[list[int], list[Image]]:
+        """The token ids and images of a prompt, as a router makes them."""
+        ids: list[int] = []
+        images = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            layout = self.processor.layout(*part.size)
+            images.append(prepare(self.processor, part, layout, len(ids)))
+            ids += layout.token_ids
+        return ids, images
+
+    def run(self, core: EngineCore, max_tokens: int = 6) -> list[Output]:
+        """Run the prompts and check them against transformers."""
+        made = [self.prompt(parts) for parts in PROMPTS]
+        params = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
+        ids, images = [list(ids) for ids, _ in made], [images for _, images in made]
+        outputs = run(core, ids, params, images=images)
+        for parts, prompt, output in zip(PROMPTS, ids, outputs, strict=True):
+            self.check(parts, prompt, output)
+        return outputs
+
+    @torch.inference_mode()
+    def check(self, parts: Sequence[Any], prompt: list[int], output: Output) -> None:
+        assert not output.error and output.token_ids
+        ids = torch.tensor([prompt + output.token_ids])
+        pictures = [part for part in parts if not isinstance(part, int)]
+        given: dict[str, Any] = {}
+        if pictures:
+            given = dict(their_processor(self.case)(images=pictures, return_tensors="pt"))
+            given["mm_token_type_ids"] = (ids == self.processor.image_token_id).int()
+        logits = self.theirs(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
+        for row, ours in zip(logits.double().log_softmax(-1), output.logprobs, strict=True):
+            assert abs(float(row[ours.token_id]) - ours.logprob) < TIE
+            assert float(row.max()) - float(row[ours.token_id]) < TIE
+
+
+def made(name: str, folder: Path) -> Seeing:
+    theirs = save_model(folder, CASES[name])
+    processor = image_processor(folder)
+    assert processor is not None
+    return Seeing(CASES[name], folder, theirs, processor)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return made(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_greedy_text_equals_transformers(seeing: Seeing) -> None:
+    """Requests together, then again from the caches of keys and of embeddings."""
+    core = engine(seeing.folder, max_num_batched_tokens=64)
+    seeing.run(core)
+    encoded = core.stats().images_encoded
+    assert encoded == 3, "each picture once"
+    again = seeing.run(core)
+    assert core.stats().images_encoded == encoded
+    if seeing.case.name == "Qwen3VL":  # a hybrid model has no snapshot of such short prompts
+        assert [output.cached > 0 for output in again] == [True, True, False, True, True]
+
+
+@pytest.mark.slow
+def test_little_room(seeing: Seeing) -> None:
+    """Chunks of a few tokens, preemptions, and room for the largest picture alone: embeddings are
+    dropped and encoded again."""
+    core = engine(
+        seeing.folder,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        image_cache_tokens=18,
+        max_model_len=64,
+        num_blocks=18,
+        block_size=4,
+        prefix_caching=False,
+    )
+    seeing.run(core, max_tokens=16)
+    assert core.stats().images_encoded > 3
+    assert core.stats().preemptions
+
+
+def settings(folder: Path, **fields: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", num_threads=1, max_model_len=128,
+        num_blocks=64, max_num_seqs=8, max_num_batched_tokens=24, **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("Qwen3-VL", {"tensor_parallel": 2}),
+        ("Qwen3-VL", {"tensor_parallel": 2, "attention_data_parallel": True}),
+        ("Qwen3.5", {"pipeline_parallel": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("two_cores")
+def test_ranks(name: str, ways: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has the tower, but for later stages, which have only the places."""
+    seeing = made(name, tmp_path)
+    core, others = start(settings(tmp_path, **ways))
+    try:
+        seeing.run(core)
+    finally:
+        assert others is not None
+        others.close()
+
+
+@pytest.mark.slow
+def test_deterministic_mode(tmp_path: Path) -> None:
+    """Bug: an image that is encoded beside others, or cut by a chunk, changes a request's bits."""
+    seeing = made("Qwen3-VL", tmp_path)
+    fields = {"deterministic": True, "prefix_caching": False, "max_num_seqs": 5}
+    seen = []
+    for tokens in (64, 11):
+        outputs = seeing.run(engine(tmp_path, max_num_batched_tokens=tokens, **fields))
+        seen.append([output.logprobs for output in outputs])
+    assert seen[0] == seen[1]
+
+
+def test_the_plan_counts_images(tmp_path: Path) -> None:
+    """Bug: the cache of embeddings is left out, and a GPU runs out of memory."""
+    made("Qwen3-VL", tmp_path)
+    _, ready = build(settings(tmp_path, image_cache_tokens=1 << 20))
+    (line,) = (line for line in ready.memory_table.splitlines() if "embeddings" in line)
+    size = (1 << 20) * 48 * 3 * 4 / (1 << 30)  # three levels of 48 float32 numbers
+    assert line.split() == ["images", "(1048576", "embeddings)", f"{size:.2f}", "GiB"]
+
+
+def test_what_ranks_and_modes_refuse(tmp_path: Path) -> None:
+    """A stage without the layers after which embeddings are added; images that are off."""
+    seeing = made("Qwen3-VL", tmp_path)
+    with pytest.raises(ConfigError, match="pipeline_parallel: the first of 2 stages has 1 layers"):
+        start(settings(tmp_path, pipeline_parallel=2))
+    ids, images = seeing.prompt(PROMPTS[0])
+    assert ModelConfig.from_folder(tmp_path).vision is not None
+    (output,) = run(engine(tmp_path, images="off"), [ids], GREEDY, images=[images])
+    assert "takes no images" in output.error
