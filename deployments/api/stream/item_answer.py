@@ -66,6 +66,14 @@ class Wire:
         self.new.append((name, fields))
         self.count += 1
 
+    def take(self) -> list[bytes]:
+        """Take the new events, each as the bytes of an event stream."""
+        events = [
+            b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields)) for name, fields in self.new
+        ]
+        self.new.clear()
+        return events
+
 
 class ItemWriter(Protocol):
     """The writer of one API dialect: it makes the events of a stream and the whole answer."""
@@ -228,9 +236,7 @@ class ItemAnswer:
 
     def take_events(self) -> list[bytes]:
         """Take the new events, each as the bytes of an event stream."""
-        new, wire = list(map(_event, self.writer.wire.new)), self.writer.wire
-        wire.new.clear()
-        return new
+        return self.writer.wire.take()
 
     def _feed(self, delta: Delta, generation: Generation) -> None:
         choice, ids = self.choice, self.ids
@@ -266,21 +272,16 @@ class ItemAnswer:
         """Return the bytes of the events that the client has not received."""
         wire, ids = self.writer.wire, self.ids
         out = []
-        for number, (name, fields) in enumerate(wire.new, wire.count - len(wire.new) + 1):
+        before = wire.count - len(wire.new)
+        for number, event in enumerate(wire.take(), before + 1):
             if number <= self._told:
                 continue
             self._told = number
             if ids is not None:
                 ids.tell(number)
                 out.append(ids.line())
-            out.append(_event((name, fields)))
-        wire.new.clear()
+            out.append(event)
         return b"".join(out)
-
-
-def _event(event: tuple[str, JsonObject]) -> bytes:
-    name, fields = event
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields))
 
 
 def new_number(ids: EventIds | None) -> tuple[bytes, int]:

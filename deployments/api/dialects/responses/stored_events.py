@@ -1,10 +1,6 @@
 """The streams of stored answers of /v1/responses."""
 
-from collections.abc import Iterator
-from typing import Any
-
-import msgspec
-
+from deployments.api.dialects.responses.writer import ItemEvents
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
@@ -30,53 +26,38 @@ def take_after(query: dict[str, str]) -> int:
 
 
 def events_of(response: JsonObject) -> list[bytes]:
-    """Yield the events of an answer that was not recorded, each text in one piece.
+    """Return the events of an answer that was not recorded, each text in one piece.
 
     They are the same in each call, so that a stream can go on behind any of them.
     """
-    return [
-        b"event: %b\ndata: %b\n\n"
-        % (name.encode(), msgspec.json.encode({"type": name, "sequence_number": i, **fields}))
-        for i, (name, fields) in enumerate(_told(response))
-    ]
+    events = ItemEvents()
+    unknown = dict.fromkeys(("completed_at", "incomplete_details", "error", "usage"))
+    begun = {**response, **unknown, "status": "in_progress", "output": []}
+    events.push("response.created", response=begun)
+    events.push("response.in_progress", response=begun)
+    for item in response["output"]:
+        _add_item(events, item)
+    events.push(f"response.{response['status']}", response=response)
+    return events.wire.take()
 
 
-def _told(response: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    begun = {
-        **response,
-        **dict.fromkeys(("completed_at", "incomplete_details", "error", "usage")),
-        "status": "in_progress",
-        "output": [],
-    }
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    for index, item in enumerate(response["output"]):
-        value = next((name for name in ("arguments", "input", "content") if name in item), "")
-        empty: Any = [] if value == "content" else ""
-        opened = {**item, value: empty}
-        if "status" in item:
-            opened["status"] = "in_progress"
-        yield "response.output_item.added", {"output_index": index, "item": opened}
-        about = {"item_id": item["id"], "output_index": index}
-        if value == "content":
-            for place, part in enumerate(item["content"]):
-                yield from _told_part({**about, "content_index": place}, part)
-        elif value:
-            kind = "function_call_arguments" if value == "arguments" else "custom_tool_call_input"
-            if item[value]:
-                yield f"response.{kind}.delta", {**about, "delta": item[value]}
-            ending = {**about, "name": item["name"], value: item[value]}
-            yield f"response.{kind}.done", ending
-        yield "response.output_item.done", {"output_index": index, "item": item}
-    yield f"response.{response['status']}", {"response": response}
-
-
-def _told_part(about: JsonObject, part: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    text, kind = part["text"], part["type"]
-    more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    nothing = {**part, "text": "", **({"logprobs": []} if more else {})}
-    yield "response.content_part.added", {**about, "part": nothing}
-    if text:
-        yield f"response.{kind}.delta", {**about, "delta": text, **more}
-    yield f"response.{kind}.done", {**about, "text": text, **more}
-    yield "response.content_part.done", {**about, "part": part}
+def _add_item(events: ItemEvents, item: JsonObject) -> None:
+    opened, status = {**item}, item.get("status", "")
+    if status:
+        opened["status"] = "in_progress"
+    if "content" in item:
+        (part,) = item["content"]
+        opened["content"] = []
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        empty = {**part, "text": "", **({"logprobs": []} if more else {})}
+        events.open_item(opened, empty)
+        if part["text"]:
+            events.add_text(part["text"], part["type"], **more)
+        events.close_item(part["text"], part, status)
+        return
+    field = "arguments" if "arguments" in item else "input"
+    opened[field] = ""
+    events.open_item(opened)
+    if item[field]:
+        events.add_text(item[field])
+    events.close_item(item[field], None, status)

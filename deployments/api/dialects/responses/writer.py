@@ -14,21 +14,80 @@ from deployments.api.stream.logprobs import ScoredToken
 _STATUS = {"length": "incomplete"}  # the response's status by finish_reason; others: completed
 
 
+# A call's type -> the field of what it is called with, and that field's name in events.
+_CALLS = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+
+
+class ItemEvents:
+    """The events of an answer's items: reasoning, messages and calls.
+
+    items: the items so far, of which the last one may be open
+    """
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.items: list[JsonObject] = []
+
+    def push(self, event: str, **fields: Any) -> None:
+        self.wire.push(event, {"type": event, "sequence_number": self.wire.count, **fields})
+
+    def _about(self, event: str, **fields: Any) -> None:
+        """Add an event about the last item."""
+        id, index = self.items[-1]["id"], len(self.items) - 1
+        self.push(event, item_id=id, output_index=index, **fields)
+
+    def open_item(self, item: JsonObject, part: JsonObject | None = None) -> None:
+        """Begin an item without its text. part: the part that will have it; None: a call has it."""
+        self.items.append(item)
+        # A copy, because it is sent before the item is complete.
+        index = len(self.items) - 1
+        self.push("response.output_item.added", output_index=index, item={**item})
+        if part is not None:
+            self._about("response.content_part.added", content_index=0, part=part)
+
+    def add_text(self, text: str, part: str = "", **more: Any) -> None:
+        """Add text to the open item. part: the type of the part that has it; "": a call has it."""
+        if part:
+            self._about(f"response.{part}.delta", content_index=0, delta=text, **more)
+        else:
+            _, name = _CALLS[self.items[-1]["type"]]
+            self._about(f"response.{name}.delta", delta=text)
+
+    def close_item(self, text: str, part: JsonObject | None, status: str) -> None:
+        """End the open item. part: its part with the whole text; None: a call has the text."""
+        item = self.items[-1]
+        if part is None:
+            field, name = _CALLS[item["type"]]
+            item[field] = text
+            self._about(f"response.{name}.done", name=item["name"], **{field: text})
+        else:
+            item["content"] = [part]
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            self._about(f"response.{part['type']}.done", content_index=0, text=text, **more)
+            self._about("response.content_part.done", content_index=0, part=part)
+        if "status" in item:
+            item["status"] = status
+        self.push("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+
 class ResponsesWriter:
     """One item is open at a time: reasoning, a message, or a call."""
 
     def __init__(
         self, request: ResponsesRequest, call: GenerationCall, naming: Naming, created: int
     ) -> None:
-        self.wire = Wire()
+        self._events = ItemEvents()
+        self._push, self.wire = self._events.push, self._events.wire
+        self._items = self._events.items
         self._request = request
         self._naming = naming
-        self._items: list[JsonObject] = []
         self._open = ""  # kind of the last item while it is open: of an Event
         self._calls = 0
         self._text: list[str] = []  # of the open item
         self._logprobs: list[ScoredToken] = []
-        self._custom = False  # the open call
         self._response: JsonObject = {
             "id": naming.item("resp", 0),
             "object": "response",
@@ -76,18 +135,18 @@ class ResponsesWriter:
             self._close("completed")
             self._begin_call(text)
         elif kind == "arguments":
-            self._argue(text)
+            self._text.append(text)
+            self._events.add_text(text)
         else:
             if self._open != kind:
                 self._close("completed")
                 self._begin(kind)
             self._text.append(text)
-            more: JsonObject = {}
             if kind == "content":
                 self._logprobs += logprobs
-                more["logprobs"] = logprobs
-            part = "output_text" if kind == "content" else "reasoning_text"
-            self._about(f"response.{part}.delta", content_index=0, delta=text, **more)
+                self._events.add_text(text, "output_text", logprobs=logprobs)
+            else:
+                self._events.add_text(text, "reasoning_text")
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
         if self._response["status"] == "queued":
@@ -124,78 +183,41 @@ class ResponsesWriter:
 
     # --- items ---
 
-    def _push(self, event: str, **fields: Any) -> None:
-        self.wire.push(event, {"type": event, "sequence_number": self.wire.count, **fields})
-
-    def _about(self, event: str, **fields: Any) -> None:
-        """An event about the last item."""
-        item = self._items[-1]
-        self._push(event, item_id=item["id"], output_index=len(self._items) - 1, **fields)
-
-    def _add(self, prefix: str, item: JsonObject) -> None:
-        item = {"id": self._naming.item(prefix, len(self._items)), **item}
-        self._items.append(item)
-        self._text, self._logprobs = [], []
-        index = len(self._items) - 1
-        # A copy, because it is sent before the item is complete.
-        self._push("response.output_item.added", output_index=index, item={**item})
+    def _add(self, kind: str, prefix: str, fields: JsonObject, part: JsonObject | None) -> None:
+        self._open, self._text, self._logprobs = kind, [], []
+        item = {"id": self._naming.item(prefix, len(self._items)), **fields}
+        self._events.open_item(item, part)
 
     def _begin(self, kind: str) -> None:
-        self._open = kind
+        item: JsonObject = {"type": "reasoning", "summary": [], "content": []}
         if kind == "content":
             item = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            self._add("msg", item)
-        else:
-            self._add("rs", {"type": "reasoning", "summary": [], "content": []})
-        self._about("response.content_part.added", content_index=0, part=self._part(kind))
-
-    def _part(self, kind: str) -> JsonObject:
-        text = "".join(self._text)
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        part = {"type": "output_text", "text": text, "annotations": []}
-        return {**part, "logprobs": self._logprobs}
+        self._add(kind, "msg" if kind == "content" else "rs", item, _part(kind, "", []))
 
     def _begin_call(self, name: str) -> None:
-        self._open = "call"
         space, own = self._request.places.get(name, ("", name))
         call_id = self._naming.call(self._calls)
         self._calls += 1
         item: JsonObject = {"status": "in_progress", "call_id": call_id, "name": own}
         if space:
             item["namespace"] = space
-        self._custom = name in self._request.custom
-        if self._custom:
-            self._add("ctc", {"type": "custom_tool_call", **item, "input": ""})
+        if name in self._request.custom:
+            item = {"type": "custom_tool_call", **item, "input": ""}
+            self._add("call", "ctc", item, None)
         else:
-            self._add("fc", {"type": "function_call", **item, "arguments": ""})
-
-    def _argue(self, text: str) -> None:
-        self._text.append(text)
-        self._about(f"response.{self._told}.delta", delta=text)
-
-    @property
-    def _told(self) -> str:
-        return "custom_tool_call_input" if self._custom else "function_call_arguments"
+            item = {"type": "function_call", **item, "arguments": ""}
+            self._add("call", "fc", item, None)
 
     def _close(self, status: str) -> None:
-        """The open item, if there is one."""
+        """End the open item, if there is one."""
         kind, self._open = self._open, ""
-        if not kind:
-            return
-        item, text = self._items[-1], "".join(self._text)
-        if kind == "call":
-            value = "input" if self._custom else "arguments"
-            item[value] = text
-            self._about(f"response.{self._told}.done", name=item["name"], **{value: text})
-        else:
-            part = self._part(kind)
-            item["content"] = [part]
-            more = {"logprobs": self._logprobs} if kind == "content" else {}
-            name = "output_text" if kind == "content" else "reasoning_text"
-            self._about(f"response.{name}.done", content_index=0, text=text, **more)
-            self._about("response.content_part.done", content_index=0, part=part)
-        if "status" in item:
-            item["status"] = status
-        index = len(self._items) - 1
-        self._push("response.output_item.done", output_index=index, item=item)
+        if kind:
+            text = "".join(self._text)
+            part = None if kind == "call" else _part(kind, text, self._logprobs)
+            self._events.close_item(text, part, status)
+
+
+def _part(kind: str, text: str, logprobs: list[ScoredToken]) -> JsonObject:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
