@@ -37,7 +37,6 @@ ALIASES: dict[str, ConstraintKind] = {
 MAX_TAGS = 128  # structural tags, and as many triggers
 SCHEMA_NAME = "[A-Za-z0-9_-]{1,64}"
 
-DEADLINE = "deadline_seconds"
 MAX_DEADLINE = 7 * 86400.0  # seconds
 MAX_SALT_BYTES = 128
 

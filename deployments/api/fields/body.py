@@ -338,7 +338,7 @@ def _refusal(shape: Any, value: Any, path: str, extra: dict[str, Any]) -> ApiErr
     if "fault" in extra and (error := extra["fault"](value)) is not None:
         return invalid(error.message.replace(error.param or "", path, 1), path, error.code)
     fits = _has_form(shape, value)
-    if fits and "sizes" in extra and not shape.min_length <= len(value) <= shape.max_length:
+    if fits and "sizes" in extra and not (shape.min_length or 0) <= len(value) <= shape.max_length:
         return invalid(f"{path} {extra['sizes']}", path)
     if fits and "large" in extra and len(value) > shape.max_length:
         return invalid(f"{path} has more than {shape.max_length} bytes", path, extra["large"])

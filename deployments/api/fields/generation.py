@@ -49,8 +49,6 @@ from engine.sampling_params import (
     SamplingParams,
 )
 
-_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
-
 
 def _fault_of(name: str, value: Any) -> InvalidRequest | None:
     """Return what SamplingParams says of a field's value; None if it takes the value."""
@@ -79,7 +77,13 @@ def of_schema(schema: Schema) -> Meta:
 
 _TokenId = Annotated[int, Meta(ge=0)]
 _UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
-Stop = Annotated[Any, of_schema(either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS), one_of("")))]
+_StopText = Annotated[str, of_schema({"minLength": 1, "maxLength": MAX_STOP_BYTES})]
+_Stops = Annotated[list[_StopText], of_schema({"maxItems": MAX_STOP_STRINGS})]
+# SamplingParams checks the texts. An empty one is none.
+Stop = (
+    Annotated[Annotated[str, of_schema({"maxLength": MAX_STOP_BYTES})] | _Stops, sampled("stop")]
+    | None
+)
 
 StopTokenIds = (
     Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
@@ -118,14 +122,16 @@ class Sampling(Queued, kw_only=True):
     allowed_token_ids: (
         Annotated[list[_TokenId], sampled("allowed_token_ids", max_length=MAX_ALLOWED_IDS)] | None
     ) = None
-    bad_words: Annotated[
-        Any,
-        of_schema(
-            list_of(
-                {"type": "string", "pattern": r"\S", "maxLength": MAX_STOP_BYTES}, 0, MAX_BAD_WORDS
-            )
-        ),
-    ] = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, of_schema({"pattern": r"\S", "maxLength": MAX_STOP_BYTES})]],
+            Meta(max_length=MAX_BAD_WORDS),
+            expects(
+                "a list of strings", whole=True, sizes=f"takes at most {MAX_BAD_WORDS} strings"
+            ),
+        ]
+        | None
+    ) = None
     bad_words_ids: (
         Annotated[
             list[Annotated[list[_TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_IDS)]],
@@ -133,7 +139,14 @@ class Sampling(Queued, kw_only=True):
         ]
         | None
     ) = None
-    suppress_tokens: Annotated[Any, of_schema(list_of(TOKEN, 0, MAX_BAD_WORDS))] = None
+    suppress_tokens: (
+        Annotated[
+            list[Annotated[int, of_schema({"minimum": 0})]],
+            of_schema({"maxItems": MAX_BAD_WORDS}),
+            expects("a list of token ids", whole=True),
+        ]
+        | None
+    ) = None
 
 
 class StreamOptions(Struct, kw_only=True, gc=False):

@@ -11,7 +11,6 @@ from deployments.api.fields.generation import Generation, Sampling
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import (
-    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_BYTES,
     SamplingParams,
@@ -101,12 +100,13 @@ def take_sampling(
     if fields.logit_bias is not None:
         values["logit_bias"] = _logit_bias(fields.logit_bias)
     words, single = fields.bad_words, fields.suppress_tokens
-    if single is not None and not (
-        isinstance(single, list) and all(type(token) is int for token in single)
-    ):
-        raise wrong_type("suppress_tokens", "a list of token ids")
-    if words is not None:
-        _check_words(words)
+    for index, word in enumerate(words or ()):
+        if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
+            raise invalid(
+                f"bad_words[{index}] must have 1 to {MAX_STOP_BYTES} bytes, and not only "
+                "white space",
+                "bad_words",
+            )
     return RequestedSampling(values, words, single)
 
 
@@ -118,20 +118,6 @@ def agreed(name: str, value: int | None, other: str, same: int) -> int:
     if value is not None and value != same:
         raise invalid(f"{name} and {other} differ; give one of them", other, "conflicting_fields")
     return same
-
-
-def _check_words(words: Any) -> None:
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise wrong_type("bad_words", "a list of strings")
-    if len(words) > MAX_BAD_WORDS:
-        raise invalid(f"bad_words takes at most {MAX_BAD_WORDS} strings", "bad_words")
-    for index, word in enumerate(words):
-        if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
-            raise invalid(
-                f"bad_words[{index}] must have 1 to {MAX_STOP_BYTES} bytes, and not only "
-                "white space",
-                "bad_words",
-            )
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
