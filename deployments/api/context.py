@@ -13,7 +13,7 @@ from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, decoded
-from deployments.api.http.json_body import parse_json
+from deployments.api.http.json_body import JsonObject, parse_json
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.response_store import ResponseStore
@@ -44,7 +44,7 @@ class ApiContext:
     counter: RequestCounter = field(default_factory=RequestCounter)
     background: BackgroundRuns = field(default_factory=BackgroundRuns)
 
-    async def read(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def read(self, exchange: HttpExchange) -> JsonObject:
         """Return the body as a JSON object. Raises ApiError 400, 408, 413, 415.
 
         Large bodies are unpacked and parsed off the event loop. A second call returns the same

@@ -9,6 +9,7 @@ from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.chat import Text
 from deployments.api.fields.schema import NULL, either, one_of, text
 from deployments.api.http.errors import ApiError, invalid, shown
+from deployments.api.http.json_body import JsonObject
 from engine.errors import InvalidRequest
 from engine.structured.grammar import MAX_BYTES, MAX_CHOICES
 
@@ -25,7 +26,7 @@ def _format_fault(_: Any) -> InvalidRequest:
 
 _SIZE = Meta(max_length=MAX_BYTES, extra={"large": "grammar_too_large"})
 JsonSchema = Annotated[
-    dict[str, Any] | bool | Annotated[str, _SIZE], Meta(extra={"expected": "a JSON schema"})
+    JsonObject | bool | Annotated[str, _SIZE], Meta(extra={"expected": "a JSON schema"})
 ]
 GrammarText = Annotated[str, Meta(pattern=r"\S"), _SIZE]
 MaybeGrammar = Annotated[str, Meta(pattern=r"^$|\S"), _SIZE]
@@ -100,7 +101,7 @@ class TagFormat(StructuralTag, tag="structural_tag", tag_field="type"):
     """A structural tag as a response format."""
 
 
-def _no_format(value: dict[str, Any], path: str) -> ApiError:
+def _no_format(value: JsonObject, path: str) -> ApiError:
     return invalid(
         f"{path} of type {shown(value.get('type'))} is not supported; text, json_object, "
         "json_schema and structural_tag are",
@@ -140,7 +141,7 @@ _NOTHING = {
     "type": "object",
     "properties": dict.fromkeys(StructuredOutputs.__struct_fields__, NULL),
 }
-JSON_SCHEMA: Typed[dict[str, Any] | bool | str] = Typed(JsonSchema)
+JSON_SCHEMA: Typed[JsonObject | bool | str] = Typed(JsonSchema)
 STRUCTURED_OUTPUTS: Typed[StructuredOutputs] = Typed(
     Annotated[StructuredOutputs, Meta(extra_json_schema={"not": _NOTHING})]
 )

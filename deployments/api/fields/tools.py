@@ -8,6 +8,7 @@ from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
 from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.schema import Schema, either, list_of, one_of, record
 from deployments.api.http.errors import ApiError, invalid, shown
+from deployments.api.http.json_body import JsonObject
 
 TOOL_NAMED: Schema = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
 ARGUMENTS: Schema = {"type": "object", "properties": {"type": one_of("object")}}
@@ -73,7 +74,7 @@ class _OfCustom(Struct, tag="custom", tag_field="type", gc=False):
     custom: Annotated[CustomTool, expects(_NAMED, up=1)]
 
 
-def _no_kind(tool: dict[str, Any], path: str) -> ApiError:
+def _no_kind(tool: JsonObject, path: str) -> ApiError:
     return invalid(
         f"{path}.type {shown(tool.get('type'))} is not supported; function and custom are",
         f"{path}.type",

@@ -15,6 +15,7 @@ import msgspec
 
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import ApiError, Headers, invalid
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import INLINE_CHARS, in_thread
 
 Scope = MutableMapping[str, Any]
@@ -64,7 +65,7 @@ class HttpExchange:
         self.began = time.monotonic()
         self.started = False
         self.body_size = 0  # bytes of JSON, once they were read
-        self.parsed: dict[str, Any] | None = None  # the body, once it was read
+        self.parsed: JsonObject | None = None  # the body, once it was read
         self.ignored: list[str] = []
         self.digest = b""  # of the body, once it was read
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, with any status

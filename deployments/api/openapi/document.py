@@ -1,11 +1,11 @@
 """document: OpenAPI 3.1 of what is served, from ROUTES and the fields that the checks read."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
 from deployments.api.generation.tenancy import DEADLINE_HEADER
+from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ApiOptions
 from deployments.api.route import Operation, Route
 from deployments.api.stream.event_ids import LAST, WANTED
@@ -65,10 +65,10 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
 )
 
 
-def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> dict[str, Any]:
+def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> JsonObject:
     """Return the OpenAPI document of the routes. root: the text before every path."""
     keyed = bool(options.api_keys or options.admin_keys)
-    openapi: dict[str, Any] = {
+    openapi: JsonObject = {
         "openapi": "3.1.0",
         "info": {"title": "Manta", "version": installed_version()},
         "servers": [{"url": root or "/"}],
@@ -84,8 +84,8 @@ def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> di
     return openapi
 
 
-def _path(route: Route, options: ApiOptions, keyed: bool) -> dict[str, Any]:
-    item: dict[str, Any] = {}
+def _path(route: Route, options: ApiOptions, keyed: bool) -> JsonObject:
+    item: JsonObject = {}
     if "{" in route.path:
         name = route.path.partition("{")[2].partition("}")[0]
         schema = {"type": "string", "minLength": 1}
@@ -96,10 +96,10 @@ def _path(route: Route, options: ApiOptions, keyed: bool) -> dict[str, Any]:
     return item
 
 
-def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> dict[str, Any]:
+def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> JsonObject:
     operation, bare = route.operations[method], method == "HEAD"
     statuses = {*_EVERY, *operation.statuses, *(_KEYED if keyed else ())}
-    replies: dict[str, Any] = {
+    replies: JsonObject = {
         "200": {"description": _MEANINGS[200], **({} if bare else _answer(operation))}
     }
     name = "ErrorText" if operation.texts else "Error"
@@ -109,7 +109,7 @@ def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> d
             "description": _MEANINGS[status],
             **({} if bare or status < 400 else {"content": error}),
         }
-    described: dict[str, Any] = {"summary": operation.summary, "responses": replies}
+    described: JsonObject = {"summary": operation.summary, "responses": replies}
     parameters = [
         {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
     ]
@@ -144,11 +144,11 @@ def _schema(body: Body, options: ApiOptions) -> Schema:
     return schema
 
 
-def _content(kind: str, schema: Schema) -> dict[str, Any]:
+def _content(kind: str, schema: Schema) -> JsonObject:
     return {"required": True, "content": {kind: {"schema": schema}}}
 
 
-def _answer(operation: Operation) -> dict[str, Any]:
+def _answer(operation: Operation) -> JsonObject:
     schema: Schema = {}
     if operation.answer is not None:
         schema = {"type": "object", "required": list(operation.answer)}

@@ -16,6 +16,7 @@ from deployments.api.fields.tools import (
     no_choice,
 )
 from deployments.api.http.errors import invalid, shown, wrong_type
+from deployments.api.http.json_body import JsonObject
 
 Mode = Literal["none", "auto", "required"]
 _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
@@ -32,7 +33,7 @@ class RequestedTool:
     """
 
     name: str
-    given: dict[str, Any]
+    given: JsonObject
     schema: Any
     strict: bool
     where: str
@@ -159,7 +160,7 @@ def add_tool(
 
 def _custom(tool: CustomTool, where: str) -> RequestedTool:
     """Return a custom tool as a function of one text, because templates know only functions."""
-    text: dict[str, Any] = {"type": "string"}
+    text: JsonObject = {"type": "string"}
     grammar = ""
     if isinstance(tool.format, GrammarInput):
         written = tool.format.grammar

@@ -10,6 +10,7 @@ from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import COHERE_EMBED, CohereEmbed, CohereType, TextInput
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import pooled_call, take_prompts
 from deployments.api.pooling.rerank import cohere_meta
@@ -40,7 +41,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         tokens = sum(map(len, prompts))
 
         def answer() -> bytes:
-            response: dict[str, Any] = {"id": exchange.request_id, "texts": texts}
+            response: JsonObject = {"id": exchange.request_id, "texts": texts}
             if older and body.embedding_types is None:
                 response["embeddings"] = [vector.tolist() for vector in vectors]
                 response["response_type"] = "embeddings_floats"

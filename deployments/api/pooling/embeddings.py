@@ -2,7 +2,7 @@
 
 import base64
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from deployments.api.fields.pooled import (
 )
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
 from engine.errors import no_vectors
@@ -83,7 +84,7 @@ class VectorFormat:
         if self.form == BYTES:
             items, start = [], 0
             for index, vector_bytes in enumerate(packed):
-                item: dict[str, Any] = {"index": index, "embed_dtype": self.dtype, "start": start}
+                item: JsonObject = {"index": index, "embed_dtype": self.dtype, "start": start}
                 item |= {"endianness": "big" if self.big else "little"}
                 start += len(vector_bytes)
                 items.append({**item, "end": start, "shape": [len(vectors[index])]})

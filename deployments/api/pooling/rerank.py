@@ -7,7 +7,7 @@ vectors.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from deployments.api.fields.pooled import (
 )
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
 from deployments.api.pooling.tei import only_model
@@ -105,7 +106,7 @@ def _ranking(
     tokens: int,
     *,
     cohere: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the answer of a ranking. documents: None if they are not repeated."""
     results = [
         {
@@ -125,7 +126,7 @@ def _ranking(
     }
 
 
-def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, Any]:
+def cohere_meta(version: str, units: dict[str, int], tokens: int) -> JsonObject:
     """Return the object `meta` of an answer, which Cohere's clients read."""
     return {
         "api_version": {"version": version},

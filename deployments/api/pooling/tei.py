@@ -1,13 +1,12 @@
 """POST /embed and /predict, GET /info: Text Embeddings Inference's, which answers bare lists."""
 
-from typing import Any
-
 import msgspec
 
 from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import MAX_TEXTS, TEI_EMBED, TEI_PREDICT
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
 from deployments.api.served_model import allowed
@@ -103,7 +102,7 @@ async def info(context: ApiContext, exchange: HttpExchange) -> None:
         kind = "reranker" if len(pooling.labels) == 1 else "classifier"
         named = {str(i): label for i, label in enumerate(pooling.labels)}
         numbers = {label: i for i, label in enumerate(pooling.labels)}
-        details: dict[str, Any] = {"id2label": named, "label2id": numbers}
+        details: JsonObject = {"id2label": named, "label2id": numbers}
     else:
         kind, details = "embedding", {"pooling": pooling.mode}
     answer = {
