@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 LOOKED_AT = (
     "engine/layers/**/*.py",
     "engine/models/*.py",
+    "engine/models/drafters/*.py",
     "engine/runner/**/*.py",
     "engine/sampling/*.py",
     "engine/lora/device.py",
@@ -45,6 +46,7 @@ ALLOWED = {
         "engine/runner/caches/token_pool.py",
         "TokenPool.take_blocks",
     ): "in schedule, of the mode that waits",
+    ("engine/runner/drafting.py", "Drafting._single"): _CPU,
     ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,
