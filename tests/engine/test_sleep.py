@@ -19,6 +19,7 @@ from engine.runner.caches.sleep_memory import CudaSleepMemory, tensors_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from kernels.cpu.gemm.panels import BIAS, Panels, W
+from tests.drafters import ListedLengths
 from tests.fakes import FakeRunner, make_config, make_request, run
 
 MODEL = {
@@ -276,3 +277,15 @@ def test_an_engine_on_a_gpu_sleeps(tmp_path: Path) -> None:
         assert torch.cuda.mem_get_info()[0] - free >= 1 << 30
         assert say(core) == wanted
     assert core.stats().wakes == 2
+
+
+def test_drafts_outlive_a_sleep(tmp_path: Path) -> None:
+    """Bug: what is known of earlier answers is lost in a sleep, or drafts of that time change a
+    text."""
+    core, _ = factory.build(config(tmp_path, speculation={"method": "lookup"}, max_num_seqs=32))
+    awake, lengths = say(core), ListedLengths([7])
+    assert core.scheduler.speculation is not None
+    core.scheduler.speculation._lengths = lengths
+    fall_asleep(core)
+    assert say(core) == awake
+    assert lengths.accepted > 0

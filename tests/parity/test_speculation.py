@@ -1,15 +1,18 @@
 """The text with speculation is the text without: requests of all kinds, whatever a drafter says.
 The scheduler's part alone, with a fake device: tests/engine/scheduling/test_speculation.py."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.scheduling.speculation import Speculation
+from engine.speculation.lookup import Lookup, LookupOptions
 from tests.drafters import KINDS, ListedLengths, ToldDrafter
 from tests.engine.lora.adapters import save_adapter
 from tests.parity.engine_driver import Output, add_adapter, engine, run
@@ -164,3 +167,80 @@ def test_right_drafts_save_steps(folder: Path) -> None:
     (drafted,) = run(core, [prompt], params)
     assert drafted.token_ids == plain.token_ids
     assert core.stats().step - before == 1 + 10, "41 tokens, four a step after the first"
+
+
+def any_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """Return a prompt and sampling parameters of any kind; half of the prompts repeat."""
+    some = [rng.randrange(1, 512) for _ in range(rng.choice([1, 3, 8, 20]))]
+    prompt = (some * 40)[: rng.randrange(1, 90)]
+    if rng.random() < 0.5:
+        prompt += [rng.randrange(1, 512) for _ in range(rng.randrange(1, 40))]
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.9, "top_k": 40},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.8},
+        {"logit_bias": {rng.randrange(512): 3.0}},
+        {"logprobs": rng.randrange(3)},
+        {"prompt_logprobs": 0},
+        {"stop_token_ids": [rng.randrange(512) for _ in range(40)], "min_tokens": rng.randrange(6)},
+        {"allowed_token_ids": sorted(rng.sample(range(512), 60))},
+        {"bad_words_ids": [[rng.randrange(512) for _ in range(length)] for length in (1, 2, 3)]},
+        {"ignore_eos": True},
+    ]
+    fields: dict[str, Any] = {}
+    for kind in rng.sample(kinds, rng.randrange(4)):
+        fields |= kind
+    fields["temperature"] = rng.choice([0.0, 0.3, 0.7, 1.3])
+    fields["max_tokens"] = max(rng.choice([1, 2, 8, 24, 40]), fields.get("min_tokens", 0))
+    return prompt, SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("count", [64, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("drafter", ["lookup", "mixed"])
+def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
+    """Bugs: drafts change the text of a request beside others of any kind, when some of them are
+    preempted and computed again, one batch ahead or not."""
+    rng = random.Random(count)
+    prompts, params = zip(*(any_request(rng) for _ in range(count)), strict=True)
+    core = engine(folder, num_threads=1)
+    core.scheduler.speculation = None
+    plain = run(core, prompts, params)
+    answers = {tuple(p): o.token_ids for p, o in zip(prompts, plain, strict=True)}
+    for ahead in (False, True):
+        core = engine(
+            folder, num_threads=1, num_blocks=24, max_model_len=256, async_scheduling=ahead
+        )
+        lookup = Lookup(LookupOptions())
+        lengths = ListedLengths([7, 3, 0, 1, 7])
+        source = lookup if drafter == "lookup" else ToldDrafter("mixed", answers)
+        if isinstance(source, ToldDrafter):
+            source.trusted = False  # equal prompts may have other answers
+        core.scheduler.speculation = Speculation(source, lengths)
+        drafted = run(core, prompts, params)
+        for at, (some, other) in enumerate(zip(drafted, plain, strict=True)):
+            assert (some.token_ids, some.finish) == (other.token_ids, other.finish), params[at]
+            ids = [[item.token_id for item in output.logprobs] for output in (some, other)]
+            assert ids[0] == ids[1], params[at]
+        assert core.stats().preemptions and 0 < lengths.accepted < lengths.drafted
+
+
+def test_answers_that_go_on_elsewhere(folder: Path) -> None:
+    """Bug: after a replica was lost in mid-stream, the next one drafts as if the answer began, or
+    goes on with what the first one had drafted."""
+    core = engine(folder, num_threads=1)
+    plain = plain_texts(core)
+    for kind in ("right", "mixed"):
+        controller = speculate(core, kind, plain, 7, 3)
+        for at, (prompt, params, whole) in enumerate(zip(PROMPTS, SAMPLING, plain, strict=True)):
+            cut = len(whole.token_ids) * at // len(PROMPTS)
+            if params.prompt_logprobs is not None or not 0 < cut < len(whole.token_ids):
+                continue
+            known = [*prompt, *whole.token_ids[:cut]]
+            core.add_request(EngineRequest(at, known, len(prompt), params, 1))
+            rest: list[int] = []
+            while core.has_work():
+                for delta in core.step():
+                    rest += delta.token_ids
+            assert rest == whole.token_ids[cut:], params
+        assert controller.accepted > 20

@@ -273,3 +273,29 @@ def test_new_texts_are_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
         begun.append(len(drafter.begun))
     assert begun == [0, 2, 4, 4]
     driver.finish()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_amid_drafts(recompute: bool) -> None:
+    """Bugs: a request that is computed again after an update goes on with drafts that were never
+    verified; answers of the old weights are drafts of the new ones."""
+    driver = Driver(speculation=told("mixed", [7, 3]), async_scheduling=False)
+    for length in (4, 9, 17):
+        driver.add_request(length, max_tokens=40, ignore_eos=True)
+    for number in range(3):
+        for _ in range(4):
+            driver.step()
+        driver.scheduler.change_weights(f"weights {number}", recompute=recompute)
+    driver.finish()
+
+    lookup = Lookup(LookupOptions())
+    core, _ = make_core(speculation=Speculation(lookup, ListedLengths([3]), lookup=lookup))
+    keys = []
+    for number in range(2):
+        core.add_request(make_request(number, 6, max_tokens=20))
+        keys.append(core.scheduler.requests[number].root)
+        run(core)
+        assert lookup.answers.find(keys[number]) is not None
+        core.scheduler.change_weights("new", recompute=False)
+        core.config = core.scheduler.config
+    assert keys[0] != keys[1]
