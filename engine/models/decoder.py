@@ -494,7 +494,7 @@ class Decoder:
         images: ImageRows | None = None,
     ) -> Tensor:
         if self.taps:
-            return self._tapped(residual, metas, kv, inputs)
+            return self._tapped(residual, metas, kv, inputs, images)
         for layer in self.layers:
             number = layer.number
             own = kv.get(number, ())
@@ -509,6 +509,7 @@ class Decoder:
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
         inputs: Tensor | None,
+        images: ImageRows | None,
     ) -> Tensor:
         """Run the layers as `through` does, and keep the inputs of `taps`."""
         self.tapped, scale = [], self.config.residual_scale
@@ -518,6 +519,8 @@ class Decoder:
                 self.tapped.append(residual * scale)
             own = kv.get(number, ())
             residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
+            if images is not None:
+                residual = images.after(number, residual)
         # the last layer's output, or all that `one_layer` has left out
         while len(self.tapped) < len(self.taps):
             self.tapped.append(residual * scale)
