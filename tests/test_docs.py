@@ -104,16 +104,14 @@ def test_kernels_page_is_current() -> None:
 @pytest.mark.nightly
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
-    from deployments.api.fields.agents import (
-        MESSAGES,
-        MESSAGES_IGNORED,
-        MESSAGES_REFUSED,
+    from deployments.api.fields.anthropic import MESSAGES, MESSAGES_IGNORED, MESSAGES_REFUSED
+    from deployments.api.fields.generation import CHAT, COMPLETION
+    from deployments.api.fields.responses import (
         RESPONSES,
         RESPONSES_IGNORED,
         RESPONSES_REFUSED,
         RESPONSES_REPEATED,
     )
-    from deployments.api.fields.generation import CHAT, COMPLETION
 
     page = (DOCS / "http.md").read_text("utf-8")
     missing = [name for name in sorted(CHAT.known | COMPLETION.known) if f"`{name}`" not in page]

@@ -10,6 +10,7 @@ type says, `Meta(extra=...)` may hold
     whole      that errors inside of the value are told of the whole value
     needed     that an empty text is a field that is not there
     unknown    a function of an object without a known tag, and its path: the error
+    always     that `unknown` tells of what is no object, too
     up         how many steps above the value an error is told
     code       the error's code, where it is not invalid_type or invalid_value
     sizes      the error of a list of another length: "must have 1 to 9 items"
@@ -18,6 +19,7 @@ type says, `Meta(extra=...)` may hold
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ import msgspec
 from msgspec import Meta, inspect
 
 from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT, check_names, name_fields
-from deployments.api.fields.schema import NEVER, Body, Schema, record
+from deployments.api.fields.schema import NEVER, Body, Schema, either, one_of, record
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -71,6 +73,58 @@ class Shape:
         """Read a value. Raises Fault."""
         raise NotImplementedError
 
+    @classmethod
+    def schema(cls) -> Schema:
+        """Return the JSON schema of the forms."""
+        return cls.SCHEMA
+
+
+class Known(Shape, Generic[V]):
+    """An object that is one of several Structs by its type, or of a type that is left out.
+
+    KINDS: type -> the Struct
+    known: the object as its Struct; None: it is of another type, or no object
+    """
+
+    KINDS: ClassVar[Mapping[str, type[msgspec.Struct]]]
+
+    def __init__(self, known: V | None) -> None:
+        self.known = known
+
+    @classmethod
+    def kind_of(cls, value: Any) -> type[msgspec.Struct] | None:
+        """Return the Struct of a value; None: it is left out. Raises Fault."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        return cls.KINDS.get(kind) if isinstance(kind, str) else None
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        kind: Any = cls.kind_of(value)
+        if kind is None:
+            return cls(None)
+        try:
+            return cls(msgspec.convert(value, kind, dec_hook=_parse))
+        except msgspec.ValidationError as error:
+            fault = _explained(error, kind, value)
+            path = fault.param or ""
+            message = fault.message.removeprefix(path).strip()
+            raise Fault(message, path and f".{path}", fault.code) from None
+
+    @classmethod
+    def schema(cls) -> Schema:
+        forms = []
+        for struct in dict.fromkeys(cls.KINDS.values()):
+            kinds = one_of(*(kind for kind, own in cls.KINDS.items() if own is struct))
+            if not _refused(fields_of(struct)[0]):
+                forms.append(schema_of(struct, type=kinds))
+        return either(*forms, cls.others())
+
+    @classmethod
+    def others(cls) -> Schema:
+        """Return the JSON schema of what is left out."""
+        kinds = {"type": one_of(*cls.KINDS)}
+        return {"not": {"type": "object", "properties": kinds, "required": ["type"]}}
+
 
 class Typed(Generic[V]):
     """A type of values in bodies.
@@ -110,6 +164,18 @@ def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -
     values = get_args(literal)
     expected = before + between.join(map(str, values))
     return Meta(examples=list(values), extra={"expected": expected, **extra})
+
+
+def told_of(name: str, expected: str, code: str = "invalid_value") -> Meta:
+    """Return the Meta of objects whose own errors are told of their field `name`.
+
+    expected: what the field must be
+    """
+
+    def unknown(_: Any, path: str) -> ApiError:
+        return invalid(f"{path}.{name} must be {expected}", f"{path}.{name}", code)
+
+    return Meta(extra={"unknown": unknown, "always": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +265,15 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[st
     return _properties(own, components), tuple(own["required"])
 
 
+def schema_of(struct: type[msgspec.Struct], **needed: Schema) -> Schema:
+    """Return the JSON schema of a Struct's objects. needed: further fields, which are required."""
+    fields, required = fields_of(struct)
+    needed |= {name: fields.pop(name) for name in required}
+    return record(needed, **fields)
+
+
 def _schema_of(shape: type[Shape]) -> Schema:
-    return shape.SCHEMA
+    return shape.schema()
 
 
 def _properties(struct: Schema, components: Mapping[str, Schema]) -> dict[str, Schema]:
@@ -227,7 +300,16 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
     if "enum" in schema and "examples" in schema:
         return {"enum": schema["examples"]}  # in their own order
     parts = {key: part for key, part in schema.items() if key != "discriminator"}
+    if forms := schema.get("anyOf"):
+        structs = [components.get(form.get("$ref", ""), {}) for form in forms]
+        taken = [not _refused(struct.get("properties", {})) for struct in structs]
+        parts["anyOf"] = list(itertools.compress(forms, taken))
     return {key: _inlined(part, components) for key, part in parts.items()}
+
+
+def _refused(fields: Mapping[str, Schema]) -> bool:
+    """Whether a Struct is refused where it is read: one of its fields takes no value."""
+    return any(schema.get("not") == {} for schema in fields.values())
 
 
 def _without_null(schema: Schema) -> Schema:
@@ -272,7 +354,7 @@ def _explained(
         if "whole" not in extra and missing:
             shape, extra = _plain(_inside(shape, missing[1]), None)
             value, path = None, f"{path}.{missing[1]}" if path else missing[1]
-    if "unknown" in extra and isinstance(value, dict):
+    if "unknown" in extra and (isinstance(value, dict) or "always" in extra):
         unknown: ApiError = extra["unknown"](value, path)
         return unknown
     for _ in range(extra.get("up", 0)):

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, defstruct
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
 from deployments.api.fields.body import Typed, expects
+from deployments.api.fields.schema import NEVER
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 
 _NO_TEXT = expects("a string")  # also where it is missing
@@ -44,11 +45,16 @@ _MEDIA = {
     "video_url": "video",
     "file": "file",
 }
-# Known and refused: the models served here take text only. Image parts get their fields here.
-_MEDIA_PARTS = [
-    defstruct(name, [(name, Any, None)], bases=(MediaPart,), tag=name, namespace={"kind": kind})
-    for name, kind in _MEDIA.items()
-]
+
+
+def _refused_part(name: str, kind: str) -> type[Struct]:
+    """Return a part that is known and refused, because the models served here take text only."""
+    fields = [(name, Annotated[Any, Meta(extra_json_schema=NEVER)], None)]
+    return defstruct(name, fields, bases=(MediaPart,), tag=name, namespace={"kind": kind})
+
+
+# Image parts get their fields here.
+_MEDIA_PARTS = [_refused_part(name, kind) for name, kind in _MEDIA.items()]
 Part = TextPart | RefusalPart | MediaPart
 
 
@@ -56,14 +62,19 @@ def _no_part(part: Any, path: str) -> ApiError:
     return invalid(f'{path}.type must be "text"', f"{path}.type")
 
 
-_Part: Any = Annotated[
-    Union[(TextPart, RefusalPart, *_MEDIA_PARTS)],
-    Meta(
-        extra_json_schema={"anyOf": [{"$ref": "TextPart"}, {"$ref": "RefusalPart"}]},
-        extra={"expected": "an object with a type", "unknown": _no_part},
-    ),
-]
-PARTS: Typed[list[Part]] = Typed(list[_Part])
+def _one_of(*parts: type[Struct]) -> Any:
+    return Annotated[Union[(*parts,)], expects("an object with a type", unknown=_no_part)]
+
+
+_Part: Any = _one_of(TextPart, RefusalPart, *_MEDIA_PARTS)
+_ITEM_TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
+_ItemPart: Any = _one_of(
+    *(defstruct(name, [], bases=(TextPart,), tag=name) for name in _ITEM_TEXTS),
+    TextPart,
+    RefusalPart,
+    *_MEDIA_PARTS,
+    _refused_part("input_file", "file"),
+)
 
 
 def _parts(least: int) -> Meta:
@@ -71,6 +82,10 @@ def _parts(least: int) -> Meta:
     return Meta(extra_json_schema={"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
 
 
+ItemContent = Annotated[
+    str | Annotated[list[_ItemPart], _parts(0)],
+    expects("a string or a list of parts"),
+]
 _EITHER = Meta(extra={"expected": "a string or a list of parts"})
 _Content = Annotated[str | Annotated[list[_Part], _parts(1)], _EITHER]
 

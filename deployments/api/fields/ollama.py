@@ -1,45 +1,85 @@
 """CHAT, GENERATE, EMBED and the others: bodies of Ollama's routes."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
-from deployments.api.fields.body import struct_body
+from deployments.api.fields.body import expects, struct_body, told_of
+from deployments.api.fields.chat import Text
 from deployments.api.fields.common import UINT31, Queued
 from deployments.api.fields.generation import Stop, TopLogprobs, of_schema, sampled
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import (
     NOTHING,
-    OBJECT,
     TEXT,
     either,
-    list_of,
     one_of,
-    record,
 )
 from deployments.api.fields.tools import TOOLS
 
-THINK: Mapping[bool | str, str] = {
-    True: "medium",
-    False: "none",
-    **{effort: effort for effort in ("low", "medium", "high", "max")},
-}
-ROLES = ("system", "user", "assistant", "tool")
 # Fields about how Ollama loads a model.
 IGNORED = frozenset({"keep_alive", "truncate", "shift"})
 
-_CALL = record({"function": record({"name": TEXT}, arguments=OBJECT)}, id=TEXT)
-_MESSAGE = record(
-    {"role": one_of(*ROLES)},
-    content=TEXT,
-    thinking=TEXT,
-    images=NOTHING,
-    tool_calls=list_of(_CALL, 0, MAX_MESSAGE_CALLS),
-    tool_name=TEXT,
-    tool_call_id=TEXT,
-)
+
+class CalledFunction(Struct, gc=False):
+    """The function of a call."""
+
+    name: Text
+    arguments: dict[str, Any] | None = None
+
+
+_NO_CALL = "an object with name and arguments"
+
+
+class OllamaCall(Struct, gc=False):
+    """A call in an answer of the model."""
+
+    function: Annotated[CalledFunction, expects(_NO_CALL)]
+    id: str | None = None
+
+
+_Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
+
+
+class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
+    """The fields of messages of all roles. Images are refused."""
+
+    content: str | None = None
+    images: Annotated[Any, of_schema(NOTHING)] = None
+
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class SystemMessage(OllamaMessage, tag="system", kw_only=True):
+    """Instructions."""
+
+
+class UserMessage(OllamaMessage, tag="user", kw_only=True):
+    """A message of the user."""
+
+
+class AssistantMessage(OllamaMessage, tag="assistant", kw_only=True):
+    """An answer of the model."""
+
+    thinking: str | None = None
+    tool_calls: Annotated[list[_Call], of_schema({"maxItems": MAX_MESSAGE_CALLS})] | None = None
+
+
+class ToolMessage(OllamaMessage, tag="tool", kw_only=True):
+    """The result of a call, which is found by its id, or by the name of its function."""
+
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+_Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    told_of("role", "one of system, user, assistant, tool"),
+]
 # Fields of a generation that are refused.
 REFUSED: Mapping[str, tuple[str, str]] = {
     "context": (
@@ -69,13 +109,17 @@ class Options(Struct, kw_only=True, gc=False):
     repeat_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
 
 
+_FORMAT = expects('"json" or a JSON schema', "invalid_value")
+_THINK = expects("true, false, low, medium, high or max", "invalid_value")
+
+
 class OllamaGeneration(Queued, kw_only=True):
     """The fields that the bodies of both generating routes share."""
 
-    format: Annotated[Any, of_schema(either(one_of("json", ""), OBJECT))] = None
+    format: Annotated[Literal["json", ""] | dict[str, Any], _FORMAT] | None = None
     options: Options | None = None
     stream: bool | None = None
-    think: Annotated[Any, of_schema(one_of(*THINK, ""))] = None
+    think: Annotated[bool | Literal["low", "medium", "high", "max", ""], _THINK] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -83,7 +127,7 @@ class OllamaGeneration(Queued, kw_only=True):
 class OllamaChat(OllamaGeneration, kw_only=True):
     """The body of /api/chat."""
 
-    messages: Annotated[Any, of_schema(list_of(_MESSAGE, 0, MAX_MESSAGES))] = None
+    messages: Annotated[list[_Message], of_schema({"maxItems": MAX_MESSAGES})] | None = None
     tools: Annotated[Any, of_schema(TOOLS)] = None
 
 

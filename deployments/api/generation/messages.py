@@ -228,16 +228,6 @@ def check_messages(
     return tuple(builder.messages)
 
 
-def take_messages(value: Any) -> list[Any]:
-    """Return a list of an allowed length, its items as they are. Raises ApiError 400."""
-    if value is None:
-        raise invalid("messages is required", "messages", "missing_field")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "a list")
-    check_count(value, "messages")
-    return value
-
-
 def check_count(messages: Sequence[object], name: str) -> None:
     """Check the number of messages. Raises ApiError 400."""
     if not 1 <= len(messages) <= MAX_MESSAGES:

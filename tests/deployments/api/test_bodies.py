@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from deployments.api.fields.body import Fault, Shape, fields_of, struct_body, words
+from deployments.api.fields.body import Fault, Known, Shape, fields_of, struct_body, words
 from deployments.api.fields.chat import CALL, MESSAGE
-from deployments.api.fields.generation import sampled
-from deployments.api.fields.schema import Schema
+from deployments.api.fields.generation import of_schema, sampled
+from deployments.api.fields.schema import NEVER, Schema
 from deployments.api.http.errors import ApiError
 
 Side = Literal["left", "right"]
@@ -128,3 +128,51 @@ def test_the_schema_is_the_check() -> None:
     size = {"type": ["integer", "null"], "minimum": 1, "maximum": 9}
     part = {"type": "object", "properties": {"text": {"type": "string"}, "size": size}}
     assert schemas["part"] == {**part, "required": ["text"]}
+
+
+class Leaf(Struct):
+    text: str
+
+
+class Closed(Struct):
+    data: Annotated[Any, of_schema(NEVER)] = None
+
+
+class Inner(Known[Leaf | Closed]):
+    KINDS: ClassVar = {"leaf": Leaf, "closed": Closed}
+
+
+class Node(Struct):
+    parts: list[Inner]
+
+
+class Outer(Known[Node]):
+    KINDS: ClassVar = {"node": Node}
+
+
+class Tree(Struct):
+    outer: Outer
+
+
+def test_objects_of_unknown_types_are_left_out_and_others_checked() -> None:
+    """Bug: a conversation refused for an item of a new type, or a fault told of a whole list."""
+    body = struct_body(Tree)
+    parts: list[Any] = [{"type": "leaf", "text": "a"}, {"type": "new"}, 5, {"type": "closed"}]
+    tree = body.read({"outer": {"type": "node", "parts": parts}}, [], strict=False)
+    assert tree.outer.known is not None
+    read = [part.known for part in tree.outer.known.parts]
+    assert read == [Leaf("a"), None, None, Closed()]
+    with pytest.raises(ApiError) as caught:
+        body.read({"outer": {"type": "node", "parts": [5, {"type": "leaf"}]}}, [], strict=False)
+    assert caught.value.param == "outer.parts[1].text" and caught.value.code == "missing_field"
+    assert caught.value.message == "outer.parts[1].text is required"
+    schema = fields_of(Node)[0]["parts"]["items"]
+    leaf, others = schema["anyOf"]
+    assert leaf["properties"] == {"type": {"enum": ["leaf"]}, "text": {"type": "string"}}
+    assert others["not"]["properties"]["type"] == {"enum": ["leaf", "closed"]}
+
+
+def test_parts_that_no_model_reads_are_in_no_schema() -> None:
+    """Bug: a document that offers images, which every request is refused for."""
+    assert '"refusal"' in str(MESSAGE.schema).replace("'", '"')
+    assert "image_url" not in str(MESSAGE.schema)

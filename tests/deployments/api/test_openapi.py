@@ -13,7 +13,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deployments.api.app import build_asgi
-from deployments.api.fields import agents, generation, liteqwen, ollama, others, pooled
+from deployments.api.fields import (
+    anthropic,
+    generation,
+    liteqwen,
+    ollama,
+    others,
+    pooled,
+    responses,
+)
 from deployments.api.fields.schema import NEVER, Body, Schema
 from deployments.api.openapi.document import document
 from deployments.api.options import ApiOptions
@@ -40,8 +48,8 @@ FEW = {"max_tokens": 2}
 BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/chat/completions": (generation.CHAT, {**CHAT, **FEW}),
     "/v1/completions": (generation.COMPLETION, {**COMPLETION, **FEW}),
-    "/v1/responses": (agents.RESPONSES, {"model": MODEL, "input": "hello"}),
-    "/v1/messages": (agents.MESSAGES, {"model": MODEL, "messages": TURN, **FEW}),
+    "/v1/responses": (responses.RESPONSES, {"model": MODEL, "input": "hello"}),
+    "/v1/messages": (anthropic.MESSAGES, {"model": MODEL, "messages": TURN, **FEW}),
     "/v1/embeddings": (pooled.EMBEDDINGS, {"model": MODEL, "input": "hello"}),
     "/v1/rerank": (pooled.RERANK, {"model": MODEL, "query": "a", "documents": ["b"]}),
     "/rerank": (pooled.RERANK_TEXTS, {"model": MODEL, "query": "a", "texts": ["b"]}),
@@ -247,5 +255,5 @@ def test_the_page_runs_nothing() -> None:
     assert "<script" not in text and "//" not in text and " style=" not in text
     for route in ROUTES:
         assert f"<code>{route.path}</code>" in text
-    for name in (*generation.CHAT.known, *agents.MESSAGES.known):
+    for name in (*generation.CHAT.known, *anthropic.MESSAGES.known):
         assert f"<code>{name}</code>" in text

@@ -8,7 +8,7 @@ import msgspec
 from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic.request import messages_request
 from deployments.api.dialects.anthropic.writer import MessagesWriter, error_body
-from deployments.api.fields.agents import COUNTED, MESSAGES
+from deployments.api.fields.anthropic import COUNTED, MESSAGES
 from deployments.api.generate import DialectRequest, count_prompt, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest

@@ -1,20 +1,20 @@
 """ollama_chat, ollama_generate: bodies of Ollama's routes as a ChatRequest or a TextRequest."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.api.body_fields import name_fields
-from deployments.api.bounds import MAX_MESSAGE_CALLS
 from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.ollama import (
     CHAT,
     GENERATE,
-    ROLES,
-    THINK,
+    AssistantMessage,
     OllamaGeneration,
+    OllamaMessage,
     Options,
+    ToolMessage,
 )
-from deployments.api.generation.messages import ChatBuilder, no_media, take_messages
+from deployments.api.generation.messages import ChatBuilder, no_media
 from deployments.api.generation.request import (
     ChatMessage,
     ChatRequest,
@@ -23,14 +23,12 @@ from deployments.api.generation.request import (
 )
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import invalid, wrong_type
+from deployments.api.http.errors import invalid
 from deployments.api.output.constraints import RequestedGrammar, schema_constraint
 from deployments.api.output.request import read_choice, read_tools, requested_tools
 from engine.text.infill import Gap
 
-_MESSAGE = frozenset(
-    {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
-)
+_MESSAGE = frozenset(("role", *AssistantMessage.__struct_fields__, *ToolMessage.__struct_fields__))
 _NAMES: Mapping[str, str] = {
     **{field: f"options.{name}" for name, field in LLAMA_SAMPLING.items()},
     "max_tokens": "options.num_predict",
@@ -47,9 +45,9 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
     """
     fields = CHAT.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
-    if fields.messages in (None, []):
+    if not fields.messages:
         return None
-    messages = _messages(fields.messages, ignored)
+    messages = _messages(fields.messages, body["messages"], ignored)
     last, template, names = messages[-1], TemplateOptions(), _NAMES
     if last.role == "assistant" and not last.tool_calls:
         # The model continues where the text ends. An empty text has nothing to continue.
@@ -135,95 +133,60 @@ def _common(fields: OllamaGeneration, user: Any) -> dict[str, Any]:
     }
 
 
-def _format(format: Any) -> RequestedGrammar | None:
-    if format == "json":
-        return schema_constraint({"type": "object"}, "format")
-    if isinstance(format, dict):
-        return schema_constraint(format, "format")
-    if format not in (None, ""):
-        raise invalid('format must be "json" or a JSON schema', "format")
-    return None
-
-
-def _effort(think: Any) -> str | None:
-    if think is None or think == "":
+def _format(format: str | dict[str, Any] | None) -> RequestedGrammar | None:
+    if not format and format != {}:
         return None
-    if not isinstance(think, bool | str) or think not in THINK:
-        raise invalid("think must be true, false, low, medium, high or max", "think")
-    return THINK[think]
+    return schema_constraint({"type": "object"} if format == "json" else format, "format")
 
 
-def _messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
+def _effort(think: bool | str | None) -> str | None:
+    if isinstance(think, bool):
+        return "medium" if think else "none"
+    return think or None
+
+
+def _messages(
+    messages: Sequence[OllamaMessage], sent: list[dict[str, Any]], ignored: list[str]
+) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat.
 
     Calls have ids in a chat and need none here: a result answers the first open call of its
     function, or the first one at all.
+
+    sent: the messages as the client wrote them
     """
     builder = ChatBuilder(ignored)
     waiting: list[tuple[str, str]] = []  # (id, function) of calls without a result
     count = 0  # of calls
-    for i, message in enumerate(take_messages(value)):
+    for i, message in enumerate(messages):
         place = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise invalid(f"{place}.role must be one of {', '.join(ROLES)}", f"{place}.role")
-        if message.get("images"):
+        if message.images:
             path = f"{place}.images"
             raise no_media(path, f"{path}: the models served here take text only")
-        ignored += name_fields((n for n in message if n not in _MESSAGE), f"{place}.")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            raise wrong_type(f"{place}.content", "a string")
-        builder.add_message(role, place, content or "")
-        if role == "assistant":
-            thinking = message.get("thinking")
-            if thinking is not None and not isinstance(thinking, str):
-                raise wrong_type(f"{place}.thinking", "a string")
-            builder.change(reasoning_content=thinking)
+        ignored += name_fields((n for n in sent[i] if n not in _MESSAGE), f"{place}.")
+        builder.add_message(message.role, place, message.content or "")
+        if isinstance(message, AssistantMessage):
+            builder.change(reasoning_content=message.thinking)
+            if not message.tool_calls:
+                continue
             path = f"{place}.tool_calls"
-            if calls := _calls(message.get("tool_calls"), path, count):
-                count += len(calls)
-                waiting += [(id, name) for id, name, _ in calls]
-                builder.count_calls(len(calls), len(calls), path)
-                builder.change(tool_calls=tuple(builder.call(*call, path) for call in calls))
-        elif role == "tool":
+            builder.count_calls(len(message.tool_calls), len(message.tool_calls), path)
+            calls = []
+            for call in message.tool_calls:
+                # Nine letters and digits: some templates take no others.
+                id, name = call.id or f"call{count:05d}", call.function.name
+                count += 1
+                waiting.append((id, name))
+                calls.append(builder.call(id, name, call.function.arguments, path))
+            builder.change(tool_calls=tuple(calls))
+        elif isinstance(message, ToolMessage):
             builder.change(tool_call_id=_answered(message, waiting, place))
     return builder.finish()
 
 
-def _calls(value: Any, place: str, count: int) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return the id, the name and the arguments of each call. count: the calls before these."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(place, "a list")
-    if len(value) > MAX_MESSAGE_CALLS:
-        raise invalid(f"{place} may have at most {MAX_MESSAGE_CALLS} items", place)
-    calls: list[tuple[str, str, Mapping[str, Any]]] = []
-    for i, call in enumerate(value):
-        here = f"{place}[{i}].function"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise wrong_type(here, "an object with name and arguments")
-        if not isinstance(function.get("name"), str):
-            raise wrong_type(f"{here}.name", "a string")
-        arguments = function.get("arguments")
-        if arguments is not None and not isinstance(arguments, dict):
-            raise wrong_type(f"{here}.arguments", "an object")
-        id = call.get("id")
-        if id is not None and not isinstance(id, str):
-            raise wrong_type(f"{place}[{i}].id", "a string")
-        # Nine letters and digits: some templates take no others.
-        calls.append((id or f"call{count + i:05d}", function["name"], arguments or {}))
-    return calls
-
-
-def _answered(message: Mapping[str, Any], waiting: list[tuple[str, str]], place: str) -> str:
+def _answered(message: ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:
     """Return the id of the call whose result this is; it waits no longer."""
-    for key in ("tool_call_id", "tool_name"):
-        if not isinstance(message.get(key) or "", str):
-            raise wrong_type(f"{place}.{key}", "a string")
-    id, name = message.get("tool_call_id"), message.get("tool_name")
+    id, name = message.tool_call_id, message.tool_name
     named = [(own, of) for own, of in waiting if (own == id if id else of == name)]
     if not waiting or (id and not named):
         raise invalid(

@@ -7,14 +7,19 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
-from deployments.api.fields.agents import (
-    ITEM_ROLES,
+from deployments.api.fields.chat import ItemContent, RefusalPart, TextPart
+from deployments.api.fields.responses import (
+    ITEMS,
     MAX_ITEMS,
     RESPONSES,
-    TEXT_PARTS,
+    CustomCallItem,
+    FunctionCallItem,
+    Item,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
     Responses,
 )
-from deployments.api.fields.chat import PARTS, RefusalPart, TextPart
 from deployments.api.fields.tools import no_choice
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
@@ -39,7 +44,7 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-Item = dict[str, Any]  # of a conversation, as the client wrote it
+SentItem = dict[str, Any]  # of a conversation, as the client wrote it
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
@@ -67,7 +72,7 @@ class ResponsesRequest:
 
     chat: ChatRequest
     echo: Mapping[str, Any]
-    items: list[Item]
+    items: list[SentItem]
     places: Mapping[str, tuple[str, str]]
     custom: frozenset[str]
     store: bool
@@ -76,7 +81,7 @@ class ResponsesRequest:
 
 
 def responses_request(
-    body: Mapping[str, Any], past: list[Item], *, stores: bool, options: ApiOptions
+    body: Mapping[str, Any], past: list[SentItem], *, stores: bool, options: ApiOptions
 ) -> ResponsesRequest:
     """Read the body of a request. Raises ApiError 400 naming the field.
 
@@ -92,11 +97,14 @@ def responses_request(
     _check_switches(fields, ignored, stores)
     text = fields.text.format if fields.text is not None else None
     tools = _Tools(fields, ignored)
-    items = [*past, *_items(fields.input)]
+    sent = body["input"]
+    if isinstance(sent, str):
+        sent = [{"type": "message", "role": "user", "content": sent}]
+    items = [*past, *sent]
     if len(items) > MAX_ITEMS:
         raise invalid(f"input and what came before it have more than {MAX_ITEMS} items", "input")
     reader = _Messages(ignored)
-    messages = reader.read(fields.instructions, items, len(past))
+    messages = reader.read(fields, ITEMS.read(past, "previous_response_id"))
     include = fields.include or ()
     logprobs = (fields.top_logprobs or 0) if _LOGPROBS in include or fields.top_logprobs else None
     chat = ChatRequest(
@@ -223,19 +231,6 @@ class _Tools:
         return named_tool(f"{space}__{name}" if space else name, self.places)
 
 
-def _items(value: Any) -> list[Item]:
-    if value is None:
-        raise invalid("input is required", "input", "missing_field")
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise wrong_type("input", "a string or a list of items")
-    for i, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise wrong_type(f"input[{i}]", "an object")
-    return value
-
-
 class _Messages:
     """The conversion of items to messages: what one turn of the assistant says is one message."""
 
@@ -245,15 +240,16 @@ class _Messages:
         self._place = ""
         self._said = False  # whether the last message is the assistant's, and may get more
 
-    def read(
-        self, instructions: str | None, items: list[Item], past: int
-    ) -> tuple[ChatMessage, ...]:
-        """Return the messages. past: the items that the client did not send with this request."""
-        if instructions:
-            self._builder.add_message("system", "instructions", instructions)
-        for i, item in enumerate(items):
-            own = i - past
-            self._place = f"input[{own}]" if own >= 0 else "previous_response_id"
+    def read(self, fields: Responses, past: list[Item]) -> tuple[ChatMessage, ...]:
+        """Return the messages. past: the items before those of this request."""
+        if fields.instructions:
+            self._builder.add_message("system", "instructions", fields.instructions)
+        self._place = "previous_response_id"
+        for item in past:
+            self._item(item)
+        new = fields.input
+        for i, item in enumerate([Item(MessageItem("user", new))] if isinstance(new, str) else new):
+            self._place = f"input[{i}]"
             self._item(item)
         self._merge()
         return self._builder.finish("input")
@@ -270,80 +266,58 @@ class _Messages:
         return self._last
 
     def _item(self, item: Item) -> None:
-        kind = item.get("type") or ("message" if "role" in item else None)
-        if kind == "message":
-            self._message(item)
-        elif kind == "reasoning":
-            text = "".join(_texts(item.get("content")) or _texts(item.get("summary")))
-            if text:
-                self._close_if(self._said and self._last.content is not None)
-                self._close_if(self._said and bool(self._last.tool_calls))
-                before = self._assistant().reasoning_content or ""
-                self._builder.change(reasoning_content=before + text)
-        elif kind in ("function_call", "custom_tool_call"):
-            self._call(item, kind)
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._output(item)
-        elif len(self._ignored) < _MOST_IGNORED:
-            self._ignored.append(self._place)
+        match item.known:
+            case MessageItem() as message:
+                self._message(message)
+            case ReasoningItem(content, summary):
+                self._reasoning("".join(_texts(content) or _texts(summary)))
+            case FunctionCallItem() as call:
+                self._call(call, call.arguments)
+            case CustomCallItem() as call:
+                self._call(call, {"input": call.input or ""})
+            case OutputItem() as result:
+                content = self._content(result.output, f"{self._place}.output")
+                id = self._builder.check_answered(result.call_id, f"{self._place}.call_id")
+                self._builder.add_message("tool", self._place)
+                self._builder.change(content=content, tool_call_id=id)
+                self._said = False
+            case None if len(self._ignored) < _MOST_IGNORED:
+                self._ignored.append(self._place)
 
-    def _close_if(self, closed: bool) -> None:
-        if closed:
+    def _reasoning(self, text: str) -> None:
+        if not text:
+            return
+        if self._said and (self._last.content is not None or self._last.tool_calls):
             self._said = False
+        before = self._assistant().reasoning_content or ""
+        self._builder.change(reasoning_content=before + text)
 
-    def _output(self, item: Item) -> None:
-        output = item.get("output")
-        if not isinstance(output, str | list):
-            raise wrong_type(f"{self._place}.output", "a string or a list of parts")
-        content = self._content(output, f"{self._place}.output")
-        id = self._builder.check_answered(item.get("call_id"), f"{self._place}.call_id")
-        self._builder.add_message("tool", self._place)
-        self._builder.change(content=content, tool_call_id=id)
-        self._said = False
-
-    def _message(self, item: Item) -> None:
-        role = item.get("role")
-        if role not in ITEM_ROLES:
-            raise invalid(
-                f"{self._place}.role must be one of {', '.join(ITEM_ROLES)}", f"{self._place}.role"
-            )
-        sent = item.get("content")
-        if not isinstance(sent, str | list):
-            raise wrong_type(f"{self._place}.content", "a string or a list of parts")
-        content = self._content(sent, f"{self._place}.content")
-        if role == "assistant":
-            open_call = self._said and bool(self._last.tool_calls)
-            self._close_if(open_call or (self._said and self._last.content is not None))
-            if sent != []:
+    def _message(self, item: MessageItem) -> None:
+        content = self._content(item.content, f"{self._place}.content")
+        if item.role == "assistant":
+            if self._said and (self._last.content is not None or self._last.tool_calls):
+                self._said = False
+            if item.content != []:
                 self._assistant()
                 self._builder.change(content=content)
             return
-        self._builder.add_message("system" if role == "developer" else role, self._place)
+        role = "system" if item.role == "developer" else item.role
+        self._builder.add_message(role, self._place)
         self._builder.change(content=content)
         self._said = False
 
-    def _content(self, content: str | list[Any], path: str) -> tuple[TextPart | RefusalPart, ...]:
+    def _content(self, content: ItemContent, path: str) -> tuple[TextPart | RefusalPart, ...]:
         if not content:
             return (TextPart(""),)
         if isinstance(content, str):
             return (TextPart(content),)
-        parts = PARTS.read([_as_part(part) for part in content], path)
-        return self._builder.content(parts, path)
+        return self._builder.content(content, path)
 
-    def _call(self, item: Item, kind: str) -> None:
-        name, id = item.get("name"), item.get("call_id")
-        if not isinstance(name, str):
-            raise wrong_type(f"{self._place}.name", "a string")
-        if not isinstance(id, str):
-            raise wrong_type(f"{self._place}.call_id", "a string")
-        if space := item.get("namespace"):
-            name = f"{space}__{name}"
-        arguments = item.get("arguments")
-        if kind == "custom_tool_call":
-            arguments = {"input": item.get("input") or ""}
+    def _call(self, item: FunctionCallItem | CustomCallItem, arguments: Any) -> None:
+        name = f"{item.namespace}__{item.name}" if item.namespace else item.name
         message = self._assistant()
         self._builder.count_calls(1, len(message.tool_calls) + 1, f"{message.place}.tool_calls")
-        call = self._builder.call(id, name, arguments, f"{self._place}.arguments")
+        call = self._builder.call(item.call_id, name, arguments, f"{self._place}.arguments")
         self._builder.change(tool_calls=(*message.tool_calls, call))
 
     def _merge(self) -> None:
@@ -356,14 +330,6 @@ class _Messages:
             text = "\n\n".join(message.text for message in messages[:leading])
             first = msgspec.structs.replace(messages[leading - 1], content=(TextPart(text),))
             messages[:leading] = [first]
-
-
-def _as_part(part: Any) -> Any:
-    """Return a part in the form that OpenAI's chats have."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in TEXT_PARTS:
-        return {"type": "text", "text": part.get("text")}
-    return {**part, "type": "file"} if kind == "input_file" else part
 
 
 def _texts(parts: Any) -> list[str]:

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from deployments.api.context import ApiContext
-from deployments.api.dialects.responses.request import Item, ResponsesRequest, responses_request
+from deployments.api.dialects.responses.request import ResponsesRequest, SentItem, responses_request
 from deployments.api.dialects.responses.stored_events import events_of, stream_stored, take_after
 from deployments.api.dialects.responses.writer import ResponsesWriter
-from deployments.api.fields.agents import RESPONSES
+from deployments.api.fields.responses import RESPONSES
 from deployments.api.fields.schema import BOOLEAN, integer, one_of
 from deployments.api.generate import DialectRequest, count_prompt, generate
 from deployments.api.generation.call import GenerationCall
@@ -40,7 +40,7 @@ class ResponsesDialect(DialectRequest):
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         context = self._context
         store = context.responses
-        past: list[Item] = []
+        past: list[SentItem] = []
         before = body.get("previous_response_id")
         if before is not None:
             if not isinstance(before, str):
@@ -156,7 +156,7 @@ async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, stored.response)
 
 
-def _told_items(id: str, items: list[Item]) -> list[Item]:
+def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
     """The conversation before an answer, in the form of OpenAI's list: contents are parts, and each
     item has a type, an id and, but for thoughts, a status."""
     listed = []
@@ -177,7 +177,7 @@ def _told_items(id: str, items: list[Item]) -> list[Item]:
     return listed
 
 
-def _page(query: dict[str, str], items: list[Item]) -> JsonObject:
+def _page(query: dict[str, str], items: list[SentItem]) -> JsonObject:
     """Items, the newest first, as `order`, `after` and `limit` of the query say. Raises ApiError
     400."""
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")

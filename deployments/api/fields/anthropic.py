@@ -1,0 +1,261 @@
+"""MESSAGES: the body of /v1/messages, with the blocks of its turns."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from deployments.api.fields.agents import Count, ItemChat, not_supported
+from deployments.api.fields.body import (
+    Fault,
+    Known,
+    expects,
+    schema_of,
+    struct_body,
+    told_of,
+)
+from deployments.api.fields.chat import Text
+from deployments.api.fields.generation import (
+    COMPLETION,
+    ReasoningEffort,
+    ThinkingBudget,
+    of_schema,
+)
+from deployments.api.fields.schema import (
+    NEVER,
+    NOTHING,
+    NULL,
+    TEXT,
+    Schema,
+    either,
+    record,
+)
+from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
+
+_NO_BLOCKS = expects("a string or a list of blocks")
+
+
+class TextBlock(Struct, gc=False):
+    """A text."""
+
+    text: Text
+
+
+class MediaBlock(Struct, gc=False):
+    """Data that a model of text cannot read."""
+
+    source: Annotated[Any, of_schema(NEVER)] = None
+
+
+_TEXT_BLOCKS: Mapping[str, type[Struct]] = {
+    "text": TextBlock,
+    **dict.fromkeys(("image", "document", "audio", "video"), MediaBlock),
+}
+
+
+class TextOnlyBlock(Known[TextBlock | MediaBlock]):
+    """A block where only texts are read."""
+
+    KINDS = _TEXT_BLOCKS
+
+
+Texts = Annotated[str | list[TextOnlyBlock], _NO_BLOCKS]
+
+
+class ThinkingBlock(Struct, gc=False):
+    """What the model thought."""
+
+    thinking: Text
+
+
+class ToolUse(Struct, gc=False):
+    """A call of a tool."""
+
+    id: Text
+    name: Text
+    input: Any = None
+
+
+class ToolResult(Struct, gc=False):
+    """The result of a call in an earlier message."""
+
+    tool_use_id: Any = None
+    content: Texts | None = None
+    is_error: Any = None
+
+
+class UserBlock(Known[TextBlock | ToolResult | MediaBlock]):
+    """A block of a user's message."""
+
+    KINDS: ClassVar = {**_TEXT_BLOCKS, "tool_result": ToolResult}
+
+
+class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | MediaBlock]):
+    """A block of an answer."""
+
+    KINDS: ClassVar = {**_TEXT_BLOCKS, "thinking": ThinkingBlock, "tool_use": ToolUse}
+
+
+class SystemTurn(Struct, tag="system", tag_field="role", gc=False):
+    """Instructions between the messages."""
+
+    content: Texts
+
+
+class UserTurn(Struct, tag="user", tag_field="role", gc=False):
+    """A message of the user, with the results of calls."""
+
+    content: Annotated[str | list[UserBlock], _NO_BLOCKS]
+
+
+class AssistantTurn(Struct, tag="assistant", tag_field="role", gc=False):
+    """An answer of the model."""
+
+    content: Annotated[str | list[AssistantBlock], _NO_BLOCKS]
+
+
+Turn = Annotated[
+    SystemTurn | UserTurn | AssistantTurn, told_of("role", "user, assistant or system")
+]
+
+
+_NO_TOOL = expects("an object with a function that has a name", up=1)
+
+
+class CalledTool(Struct, gc=False):
+    """A tool that the client runs."""
+
+    name: Annotated[str, of_schema(TOOL_NAMED), _NO_TOOL]
+    input_schema: Annotated[Any, of_schema(ARGUMENTS)]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class MessagesTool(Known[CalledTool]):
+    """A tool; one without a schema is the server's, which clients send anyway."""
+
+    KINDS: ClassVar = {"": CalledTool}
+
+    @classmethod
+    def kind_of(cls, value: Any) -> type[Struct] | None:
+        if not isinstance(value, dict):
+            raise Fault("must be an object")
+        return None if value.get("input_schema") is None else CalledTool
+
+    @classmethod
+    def schema(cls) -> Schema:
+        return either(schema_of(CalledTool), record({}, input_schema=NULL))
+
+
+class _Choice(Struct, tag_field="type", gc=False):
+    mode: ClassVar[str]
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(_Choice, tag="auto"):
+    """The model may call tools."""
+
+    mode = "auto"
+
+
+class AnyChoice(_Choice, tag="any"):
+    """The model has to call a tool."""
+
+    mode = "required"
+
+
+class NoChoice(_Choice, tag="none"):
+    """The model may not call tools."""
+
+    mode = "none"
+
+
+class NamedChoice(_Choice, tag="tool"):
+    """The model has to call the tool of a name."""
+
+    name: Annotated[Any, of_schema(TEXT)] = None
+
+
+Choice = Annotated[
+    AutoChoice | AnyChoice | NoChoice | NamedChoice, told_of("type", "auto, any, tool or none")
+]
+
+
+class Thinks(Struct, tag="enabled", tag_field="type", gc=False):
+    """The model thinks. budget_tokens: the most tokens of its thoughts."""
+
+    effort: ClassVar[str | None] = "medium"
+    budget_tokens: ThinkingBudget | None = None
+
+
+class ThinksNot(Struct, tag="disabled", tag_field="type", gc=False):
+    """The model does not think."""
+
+    effort: ClassVar[str | None] = "none"
+
+
+class ThinksAtWill(Struct, tag="adaptive", tag_field="type", gc=False):
+    """The model thinks as its template has it."""
+
+    effort: ClassVar[str | None] = None
+
+
+Thinking = Annotated[
+    Thinks | ThinksNot | ThinksAtWill, told_of("type", "enabled, disabled or adaptive")
+]
+_STOP = COMPLETION.taken["stop"]
+
+
+class _OfSchema(Struct, gc=False):
+    type: Literal["json_schema"]
+    schema: Any = None
+
+
+SchemaFormat = Annotated[
+    _OfSchema,
+    expects("of type json_schema", "invalid_value", whole=True),
+]
+
+
+class OutputConfig(Struct, kw_only=True, gc=False):
+    """The field `output_config`."""
+
+    effort: ReasoningEffort | None = None
+    format: SchemaFormat | None = None
+
+
+class Messages(ItemChat, kw_only=True):
+    """The body of /v1/messages; max_tokens is not required where tokens are only counted."""
+
+    messages: Annotated[
+        list[Turn],
+        of_schema({"minItems": 1}),
+        Meta(extra={"expected": "a list of at least one message"}),
+    ]
+    system: Texts | None = None
+    max_tokens: Count | None = None
+    stop_sequences: Annotated[Any, of_schema(either(_STOP, NOTHING))] = None
+    stream: bool | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Any = None
+
+
+MESSAGES_IGNORED = frozenset({"service_tier", "cache_control", "context_management", "betas"})
+MESSAGES_REFUSED = {
+    "container": "run tools beside the client",
+    "mcp_servers": "give the servers' tools as tools",
+}
+MESSAGES = struct_body(
+    Messages,
+    ignored=MESSAGES_IGNORED,
+    refused=dict.fromkeys(MESSAGES_REFUSED, NOTHING),
+    rejected=not_supported(MESSAGES_REFUSED),
+    generates=True,
+    required=("max_tokens",),
+)
+# The body of /v1/messages/count_tokens, without fields about the answer's length.
+COUNTED = replace(MESSAGES, required=("messages",))

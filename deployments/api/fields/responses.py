@@ -1,0 +1,203 @@
+"""RESPONSES: the body of /v1/responses, with the items of its conversation."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from deployments.api.fields.agents import Count, ItemChat, not_supported
+from deployments.api.fields.body import (
+    Fault,
+    Known,
+    Typed,
+    expects,
+    schema_of,
+    struct_body,
+    words,
+)
+from deployments.api.fields.chat import ItemContent, Text
+from deployments.api.fields.generation import (
+    ReasoningEffort,
+    Stop,
+    TopLogprobs,
+    of_schema,
+)
+from deployments.api.fields.schema import (
+    BOOLEAN,
+    NEVER,
+    NULL,
+    TEXT,
+    Schema,
+    either,
+    list_of,
+    one_of,
+    optional,
+    record,
+)
+from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
+
+MAX_ITEMS = 4096  # of one input
+MAX_METADATA = 16  # pairs
+
+
+def _other(*kinds: str | None) -> Schema:
+    """Return the schema of objects of other types, which are left out and listed as ignored."""
+    return record({"type": {"not": one_of(*kinds)}})
+
+
+ItemRole = Literal["user", "assistant", "system", "developer"]
+
+
+class MessageItem(Struct, gc=False):
+    """A message."""
+
+    role: Annotated[ItemRole, words(ItemRole, "one of ", ", ", code="invalid_value")]
+    content: ItemContent
+
+
+class ReasoningItem(Struct, gc=False):
+    """What the model thought: texts in lists of parts."""
+
+    content: Any = None
+    summary: Any = None
+
+
+class _CallItem(Struct, gc=False):
+    name: Text
+    call_id: Text
+    namespace: Any = None
+
+
+class FunctionCallItem(_CallItem):
+    """A call of a function."""
+
+    arguments: Any = None
+
+
+class CustomCallItem(_CallItem):
+    """A call of a tool that takes a text."""
+
+    input: Any = None
+
+
+class OutputItem(Struct, gc=False):
+    """The result of a call in an earlier item."""
+
+    output: ItemContent
+    call_id: Any = None
+
+
+class Item(Known[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem]):
+    """An item of a conversation. A message needs no type."""
+
+    KINDS: ClassVar = {
+        "message": MessageItem,
+        "reasoning": ReasoningItem,
+        "function_call": FunctionCallItem,
+        "custom_tool_call": CustomCallItem,
+        "function_call_output": OutputItem,
+        "custom_tool_call_output": OutputItem,
+    }
+
+    @classmethod
+    def kind_of(cls, value: Any) -> type[Struct] | None:
+        if not isinstance(value, dict):
+            raise Fault("must be an object")
+        if not value.get("type") and "role" in value:
+            return MessageItem
+        return super().kind_of(value)
+
+    @classmethod
+    def others(cls) -> Schema:
+        """Return the schema of messages without a type, and of what is left out."""
+        message = schema_of(MessageItem)
+        message["properties"]["type"] = one_of("", None)
+        no_message = {"type": "object", "properties": {"type": one_of("", None), "role": NEVER}}
+        return either(message, no_message, _other(*cls.KINDS, "", None))
+
+
+ITEMS: Typed[list[Item]] = Typed(list[Item])
+_OPTIONAL_TOOL: Mapping[str, Schema] = {"description": TEXT, "strict": BOOLEAN}
+_TOOL = either(
+    {
+        "type": "object",
+        "properties": {
+            "type": one_of("function"),
+            "name": TOOL_NAMED,
+            "parameters": optional(ARGUMENTS),
+            **{name: optional(schema) for name, schema in _OPTIONAL_TOOL.items()},
+        },
+        "required": ["name"],
+    },
+    record({"type": one_of("custom"), "name": TOOL_NAMED}, **_OPTIONAL_TOOL),
+    _other("function", "custom"),
+    {"not": {"type": "object"}},
+)
+_CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_tools")}))
+
+
+class TextOptions(Struct, kw_only=True, gc=False):
+    """The field `text`."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(Struct, kw_only=True, gc=False):
+    """The field `reasoning`."""
+
+    effort: ReasoningEffort | None = None
+
+
+Truncation = Literal["auto", "disabled"]
+_TRUNCATION = expects('"auto" or "disabled"', "invalid_value")
+_STRINGS = expects("a list of strings", whole=True)
+_PAIRS = expects(f"an object of at most {MAX_METADATA} strings")
+
+
+class Responses(ItemChat, kw_only=True):
+    """The body of /v1/responses."""
+
+    input: Annotated[
+        str | Annotated[list[Item], of_schema({"maxItems": MAX_ITEMS})],
+        Meta(extra={"expected": "a string or a list of items"}),
+    ]
+    stop: Stop = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[Any, of_schema(list_of(_TOOL))] = None
+    tool_choice: Annotated[Any, of_schema(_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[str], _STRINGS] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    truncation: Annotated[Truncation, _TRUNCATION] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA), _PAIRS] | None = None
+    top_logprobs: TopLogprobs | None = None
+    background: bool | None = None
+
+
+# Repeated in the answer, without effect otherwise.
+RESPONSES_REPEATED = frozenset(
+    {"user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls"}
+)
+# Fields without effect: a request that has them is answered as if it had not.
+RESPONSES_IGNORED = frozenset(
+    {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "moderation"}
+)
+# name -> what to do instead.
+RESPONSES_REFUSED = {
+    "conversation": "send the items, or previous_response_id",
+    "prompt": "send the prompt's text as instructions and input",
+    "context_management": "leave items out of input",
+}
+RESPONSES = struct_body(
+    Responses,
+    ignored=RESPONSES_REPEATED | RESPONSES_IGNORED,
+    refused=dict.fromkeys(RESPONSES_REFUSED, NULL),
+    rejected=not_supported(RESPONSES_REFUSED),
+    generates=True,
+)
