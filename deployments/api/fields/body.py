@@ -83,27 +83,30 @@ class Known(Shape, Generic[V]):
     """An object that is one of several Structs by its type, or of a type that is left out.
 
     KINDS: type -> the Struct
+    DEFAULT: the type of objects that have none; "": they are left out
     known: the object as its Struct; None: it is of another type, or no object
+    sent: the object as the client wrote it
     """
 
     KINDS: ClassVar[Mapping[str, type[msgspec.Struct]]]
+    DEFAULT: ClassVar[str] = ""
 
-    def __init__(self, known: V | None) -> None:
-        self.known = known
+    def __init__(self, known: V | None, sent: Any) -> None:
+        self.known, self.sent = known, sent
 
     @classmethod
     def kind_of(cls, value: Any) -> type[msgspec.Struct] | None:
         """Return the Struct of a value; None: it is left out. Raises Fault."""
-        kind = value.get("type") if isinstance(value, dict) else None
+        kind = value.get("type", cls.DEFAULT) if isinstance(value, dict) else None
         return cls.KINDS.get(kind) if isinstance(kind, str) else None
 
     @classmethod
     def parse(cls, value: Any) -> Self:
         kind: Any = cls.kind_of(value)
         if kind is None:
-            return cls(None)
+            return cls(None, value)
         try:
-            return cls(msgspec.convert(value, kind, dec_hook=_parse))
+            return cls(msgspec.convert(value, kind, dec_hook=_parse), value)
         except msgspec.ValidationError as error:
             fault = _explained(error, kind, value)
             path = fault.param or ""
@@ -114,16 +117,22 @@ class Known(Shape, Generic[V]):
     def schema(cls) -> Schema:
         forms = []
         for struct in dict.fromkeys(cls.KINDS.values()):
-            kinds = one_of(*(kind for kind, own in cls.KINDS.items() if own is struct))
-            if not _refused(fields_of(struct)[0]):
-                forms.append(schema_of(struct, type=kinds))
+            if _refused(fields_of(struct)[0]):
+                continue
+            kinds = [kind for kind, own in cls.KINDS.items() if own is struct]
+            form = schema_of(struct, type=one_of(*kinds))
+            if cls.DEFAULT in kinds:
+                form["required"].remove("type")
+            forms.append(form)
         return either(*forms, cls.others())
 
     @classmethod
     def others(cls) -> Schema:
         """Return the JSON schema of what is left out."""
-        kinds = {"type": one_of(*cls.KINDS)}
-        return {"not": {"type": "object", "properties": kinds, "required": ["type"]}}
+        kinds: Schema = {"type": "object", "properties": {"type": one_of(*cls.KINDS)}}
+        if not cls.DEFAULT:
+            kinds["required"] = ["type"]
+        return {"not": kinds}
 
 
 class Typed(Generic[V]):

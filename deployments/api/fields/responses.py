@@ -1,6 +1,5 @@
 """RESPONSES: the body of /v1/responses, with the items of its conversation."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -23,18 +22,15 @@ from deployments.api.fields.generation import (
     of_schema,
 )
 from deployments.api.fields.schema import (
-    BOOLEAN,
     NEVER,
     NULL,
     TEXT,
     Schema,
     either,
-    list_of,
     one_of,
-    optional,
     record,
 )
-from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
+from deployments.api.fields.tools import ARGUMENTS, INPUT, TOOL_NAMED, TextInput, ToolGrammar
 
 MAX_ITEMS = 4096  # of one input
 MAX_METADATA = 16  # pairs
@@ -117,22 +113,56 @@ class Item(Known[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 ITEMS: Typed[list[Item]] = Typed(list[Item])
-_OPTIONAL_TOOL: Mapping[str, Schema] = {"description": TEXT, "strict": BOOLEAN}
-_TOOL = either(
-    {
-        "type": "object",
-        "properties": {
-            "type": one_of("function"),
-            "name": TOOL_NAMED,
-            "parameters": optional(ARGUMENTS),
-            **{name: optional(schema) for name, schema in _OPTIONAL_TOOL.items()},
-        },
-        "required": ["name"],
-    },
-    record({"type": one_of("custom"), "name": TOOL_NAMED}, **_OPTIONAL_TOOL),
-    _other("function", "custom"),
-    {"not": {"type": "object"}},
-)
+
+
+class _Tool(Struct, kw_only=True, gc=False):
+    name: Annotated[Text, of_schema(TOOL_NAMED)]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(_Tool, kw_only=True):
+    """A function that the client runs."""
+
+    parameters: Annotated[Any, of_schema(ARGUMENTS)] = None
+
+
+class GrammarText(ToolGrammar, tag="grammar", tag_field="type"):
+    """A text of a grammar."""
+
+
+class CustomTool(_Tool, kw_only=True):
+    """A tool of the client that takes a text."""
+
+    format: Annotated[TextInput | GrammarText, INPUT] | None = None
+
+
+class InnerTool(Known[FunctionTool | CustomTool]):
+    """A tool in a namespace. Tools of other types are left out."""
+
+    KINDS: ClassVar = {"function": FunctionTool, "custom": CustomTool}
+    DEFAULT = "function"
+
+
+class Namespace(Struct, gc=False):
+    """Tools whose names go behind that of their namespace."""
+
+    name: Annotated[str, Meta(min_length=1), expects("a string")]
+    tools: list[InnerTool]
+
+
+class ItemTool(Known[FunctionTool | CustomTool | Namespace]):
+    """A tool, or a namespace of tools. Tools of other types are left out."""
+
+    KINDS: ClassVar = {**InnerTool.KINDS, "namespace": Namespace}
+    DEFAULT = "function"
+
+    @classmethod
+    def kind_of(cls, value: Any) -> type[Struct] | None:
+        kind = super().kind_of(value)
+        return None if kind is Namespace and not isinstance(value.get("tools"), list) else kind
+
+
 _CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_tools")}))
 
 
@@ -166,7 +196,7 @@ class Responses(ItemChat, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[Any, of_schema(list_of(_TOOL))] = None
+    tools: list[ItemTool] | None = None
     tool_choice: Annotated[Any, of_schema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

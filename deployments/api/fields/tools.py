@@ -39,6 +39,10 @@ def _no_input(_: Any, path: str) -> ApiError:
     return invalid(f'{path} must be of type "text" or "grammar"', path)
 
 
+# What custom tools take, whatever union says it.
+INPUT = expects('of type "text" or "grammar"', code="invalid_value", unknown=_no_input)
+
+
 class Described(Struct, kw_only=True, gc=False):
     """The fields of tools of both kinds. name: `add_tool` checks its letters."""
 
@@ -56,21 +60,21 @@ class Function(Described, kw_only=True):
 class CustomTool(Described, kw_only=True):
     """A tool that takes a text."""
 
-    format: (
-        Annotated[
-            TextInput | GrammarInput,
-            Meta(extra={"unknown": _no_input}),
-            expects('of type "text" or "grammar"', code="invalid_value"),
-        ]
-        | None
-    ) = None
+    format: Annotated[TextInput | GrammarInput, INPUT] | None = None
+
+    @property
+    def grammar(self) -> ToolGrammar | None:
+        """The grammar of the text; None: any text."""
+        return self.format.grammar if isinstance(self.format, GrammarInput) else None
 
 
 class _OfFunction(Struct, tag="function", tag_field="type", gc=False):
     function: Annotated[Function, expects(_NAMED, up=1)]
 
 
-class _OfCustom(Struct, tag="custom", tag_field="type", gc=False):
+class OfCustom(Struct, tag="custom", tag_field="type", gc=False):
+    """A custom tool in OpenAI's form."""
+
     custom: Annotated[CustomTool, expects(_NAMED, up=1)]
 
 
@@ -83,9 +87,8 @@ def _no_kind(tool: JsonObject, path: str) -> ApiError:
 
 
 FUNCTION: Typed[Function] = Typed(Function)
-CUSTOM: Typed[CustomTool] = Typed(CustomTool)
-TOOL: Typed[_OfFunction | _OfCustom] = Typed(
-    Annotated[_OfFunction | _OfCustom, Meta(extra={"unknown": _no_kind}), expects(_NAMED)],
+TOOL: Typed[_OfFunction | OfCustom] = Typed(
+    Annotated[_OfFunction | OfCustom, Meta(extra={"unknown": _no_kind}), expects(_NAMED)],
     default="function",
 )
 TOOLS = list_of(TOOL.schema, 0, MAX_TOOLS)

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
 from deployments.api.fields.tools import (
-    CUSTOM,
     FUNCTION,
     NAMED,
     TOOL,
-    CustomTool,
-    GrammarInput,
     NamedFunction,
+    OfCustom,
+    ToolGrammar,
     no_choice,
 )
 from deployments.api.http.errors import invalid, shown, wrong_type
@@ -105,8 +104,12 @@ def read_tools(value: Any) -> list[RequestedTool]:
     check_tool_count(value)
     tools: list[RequestedTool] = []
     for i, item in enumerate(value):
-        kind = TOOL.read(item, f"tools[{i}]").__struct_config__.tag
-        add_tool(tools, item[kind], f"tools[{i}].{kind}", custom=kind == "custom")
+        tool = TOOL.read(item, f"tools[{i}]")
+        if isinstance(tool, OfCustom):
+            custom, place = tool.custom, f"tools[{i}].custom"
+            add_custom(tools, custom.name, custom.description, custom.grammar, place)
+        else:
+            add_tool(tools, item["function"], f"tools[{i}].function")
     return tools
 
 
@@ -121,27 +124,16 @@ def add_tool(
     function: Mapping[str, Any],
     where: str,
     *,
-    custom: bool = False,
     schema_name: str = "parameters",
 ) -> None:
     """Check a tool and add it to those of the request. Raises ApiError 400.
 
-    function: the keys name (a string), description, strict, parameters or format
+    function: the keys name (a string), description, strict and parameters
     where: the client's name of the tool
-    custom: whether the tool takes a text
     schema_name: the client's name of the parameters
     """
     name = function["name"]
-    if not TOOL_NAME.fullmatch(name):
-        raise invalid(
-            f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
-            f"{where}.name",
-        )
-    if any(other.name == name for other in tools):
-        raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
-    if custom:
-        tools.append(_custom(CUSTOM.read(function, where), where))
-        return
+    _check_name(tools, name, where)
     strict = bool(FUNCTION.read(function, where).strict)
     path = f"{where}.{schema_name}"
     schema = function.get("parameters")
@@ -158,16 +150,37 @@ def add_tool(
     tools.append(RequestedTool(name, declaration, {"type": "object", **schema}, strict, path))
 
 
-def _custom(tool: CustomTool, where: str) -> RequestedTool:
-    """Return a custom tool as a function of one text, because templates know only functions."""
+def _check_name(tools: list[RequestedTool], name: str, where: str) -> None:
+    if not TOOL_NAME.fullmatch(name):
+        raise invalid(
+            f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
+            f"{where}.name",
+        )
+    if any(other.name == name for other in tools):
+        raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
+
+
+def add_custom(
+    tools: list[RequestedTool],
+    name: str,
+    description: str | None,
+    grammar: ToolGrammar | None,
+    where: str,
+) -> None:
+    """Add a custom tool as a function of one text, because templates know only functions.
+
+    grammar: of the text; None: any text
+    where: the client's name of the tool
+
+    Raises ApiError 400.
+    """
+    _check_name(tools, name, where)
     text: JsonObject = {"type": "string"}
-    grammar = ""
-    if isinstance(tool.format, GrammarInput):
-        written = tool.format.grammar
-        if written.syntax == "regex":
-            text["pattern"] = f"^(?:{written.definition})$"
-        else:
-            grammar = written.definition
+    lark = ""
+    if grammar is not None and grammar.syntax == "regex":
+        text["pattern"] = f"^(?:{grammar.definition})$"
+    elif grammar is not None:
+        lark = grammar.definition
     schema = {
         "type": "object",
         "properties": {"input": text},
@@ -175,9 +188,9 @@ def _custom(tool: CustomTool, where: str) -> RequestedTool:
         "additionalProperties": False,
     }
     plain = {**schema, "properties": {"input": {"type": "string"}}}
-    function = {"name": tool.name, "description": tool.description or "", "parameters": plain}
+    function = {"name": name, "description": description or "", "parameters": plain}
     declaration = {"type": "function", "function": function}
-    return RequestedTool(tool.name, declaration, schema, True, f"{where}.format", True, grammar)
+    tools.append(RequestedTool(name, declaration, schema, True, f"{where}.format", True, lark))
 
 
 def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:

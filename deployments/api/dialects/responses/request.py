@@ -13,9 +13,14 @@ from deployments.api.fields.responses import (
     MAX_ITEMS,
     RESPONSES,
     CustomCallItem,
+    CustomTool,
     FunctionCallItem,
+    GrammarText,
+    InnerTool,
     Item,
+    ItemTool,
     MessageItem,
+    Namespace,
     OutputItem,
     ReasoningItem,
     Responses,
@@ -26,7 +31,7 @@ from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import invalid, shown, wrong_type
+from deployments.api.http.errors import invalid, shown
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
     only_constraint,
@@ -36,6 +41,7 @@ from deployments.api.output.constraints import (
 from deployments.api.output.request import (
     RequestedTool,
     ToolChoice,
+    add_custom,
     add_tool,
     allowed_tools,
     check_tool_count,
@@ -97,14 +103,14 @@ def responses_request(
     _check_switches(fields, ignored, stores)
     text = fields.text.format if fields.text is not None else None
     tools = _Tools(fields, ignored)
-    sent = body["input"]
-    if isinstance(sent, str):
-        sent = [{"type": "message", "role": "user", "content": sent}]
-    items = [*past, *sent]
+    new = fields.input
+    if isinstance(new, str):
+        new = ITEMS.read([{"type": "message", "role": "user", "content": new}], "input")
+    items = [*past, *(item.sent for item in new)]
     if len(items) > MAX_ITEMS:
         raise invalid(f"input and what came before it have more than {MAX_ITEMS} items", "input")
     reader = _Messages(ignored)
-    messages = reader.read(fields, ITEMS.read(past, "previous_response_id"))
+    messages = reader.read(fields.instructions, ITEMS.read(past, "previous_response_id"), new)
     include = fields.include or ()
     logprobs = (fields.top_logprobs or 0) if _LOGPROBS in include or fields.top_logprobs else None
     chat = ChatRequest(
@@ -171,41 +177,32 @@ class _Tools:
         self.places: dict[str, tuple[str, str]] = {}
         self.custom: set[str] = set()
         self._ignored = ignored
-        tools = [] if fields.tools is None else fields.tools
-        if not isinstance(tools, list):
-            raise wrong_type("tools", "a list")
-        for i, tool in enumerate(tools):
+        for i, tool in enumerate(fields.tools or ()):
             self._add(tool, f"tools[{i}]", "")
         check_tool_count(self.tools)
         self.choice = self._choice(fields.tool_choice)
 
-    def _add(self, tool: Any, where: str, space: str) -> None:
-        kind = tool.get("type", "function") if isinstance(tool, dict) else None
-        if kind == "namespace" and not space and isinstance(tool.get("tools"), list):
-            if not isinstance(tool.get("name"), str) or not tool["name"]:
-                raise wrong_type(f"{where}.name", "a string")
-            for i, inner in enumerate(tool["tools"]):
-                self._add(inner, f"{where}.tools[{i}]", tool["name"])
+    def _add(self, tool: ItemTool | InnerTool, where: str, space: str) -> None:
+        known = tool.known
+        if isinstance(known, Namespace):
+            for i, inner in enumerate(known.tools):
+                self._add(inner, f"{where}.tools[{i}]", known.name)
             return
-        if kind not in ("function", "custom"):
+        if known is None:
             # Unknown tools are left out, not refused: clients send all their tools, and a refused
             # turn would end a session.
             if len(self._ignored) < _MOST_IGNORED:
                 self._ignored.append(where)
             return
-        name = tool.get("name")
-        if not isinstance(name, str):
-            raise wrong_type(f"{where}.name", "a string")
-        function = {n: v for n, v in tool.items() if n not in ("type", "defer_loading")}
-        full = function["name"] = f"{space}__{name}" if space else name
-        if kind == "custom":
+        full = f"{space}__{known.name}" if space else known.name
+        if isinstance(known, CustomTool):
+            grammar = known.format if isinstance(known.format, GrammarText) else None
+            add_custom(self.tools, full, known.description, grammar, where)
             self.custom.add(full)
-            format = function.get("format")
-            if isinstance(format, dict) and format.get("type") == "grammar":
-                inner = {n: v for n, v in format.items() if n != "type"}
-                function["format"] = {"type": "grammar", "grammar": inner}
-        self.places[full] = (space, name)
-        add_tool(self.tools, function, where, custom=kind == "custom")
+        else:
+            declared = {n: v for n, v in tool.sent.items() if n not in ("type", "defer_loading")}
+            add_tool(self.tools, {**declared, "name": full}, where)
+        self.places[full] = (space, known.name)
 
     def _choice(self, choice: Any) -> ToolChoice:
         if isinstance(choice, str):
@@ -240,15 +237,16 @@ class _Messages:
         self._place = ""
         self._said = False  # whether the last message is the assistant's, and may get more
 
-    def read(self, fields: Responses, past: list[Item]) -> tuple[ChatMessage, ...]:
+    def read(
+        self, instructions: str | None, past: list[Item], new: list[Item]
+    ) -> tuple[ChatMessage, ...]:
         """Return the messages. past: the items before those of this request."""
-        if fields.instructions:
-            self._builder.add_message("system", "instructions", fields.instructions)
+        if instructions:
+            self._builder.add_message("system", "instructions", instructions)
         self._place = "previous_response_id"
         for item in past:
             self._item(item)
-        new = fields.input
-        for i, item in enumerate([Item(MessageItem("user", new))] if isinstance(new, str) else new):
+        for i, item in enumerate(new):
             self._place = f"input[{i}]"
             self._item(item)
         self._merge()

@@ -259,6 +259,11 @@ def test_history() -> None:
             "tools[0].tools[0].strict",
         ),
         (
+            {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
+            "invalid_value",
+            "tools[0].format.syntax",
+        ),
+        (
             {"tools": [{**NOW, "strict": True, "parameters": {"not": {}}}]},
             "unsupported_schema",
             "tools[0].parameters#/not",
