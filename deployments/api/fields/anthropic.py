@@ -148,63 +148,26 @@ class MessagesTool(Known[CalledTool]):
         return either(schema_of(CalledTool), record({}, input_schema=NULL))
 
 
-class _Choice(Struct, tag_field="type", gc=False):
-    mode: ClassVar[str]
+_STOP = COMPLETION.taken["stop"]
+_CHOICES = "auto, any, tool or none"
+
+
+class ChoiceField(Struct, gc=False):
+    """Which tools may be called. name: of the one tool of type `tool`."""
+
+    type: Annotated[Literal["auto", "any", "tool", "none"], expects(_CHOICES, "invalid_value")]
+    name: Annotated[Any, of_schema(TEXT)] = None
     disable_parallel_tool_use: bool | None = None
 
 
-class AutoChoice(_Choice, tag="auto"):
-    """The model may call tools."""
-
-    mode = "auto"
+_THOUGHTS = "enabled, disabled or adaptive"
 
 
-class AnyChoice(_Choice, tag="any"):
-    """The model has to call a tool."""
+class Thinking(Struct, gc=False):
+    """Whether the model thinks. budget_tokens: the most tokens of its thoughts, if `enabled`."""
 
-    mode = "required"
-
-
-class NoChoice(_Choice, tag="none"):
-    """The model may not call tools."""
-
-    mode = "none"
-
-
-class NamedChoice(_Choice, tag="tool"):
-    """The model has to call the tool of a name."""
-
-    name: Annotated[Any, of_schema(TEXT)] = None
-
-
-Choice = Annotated[
-    AutoChoice | AnyChoice | NoChoice | NamedChoice, told_of("type", "auto, any, tool or none")
-]
-
-
-class Thinks(Struct, tag="enabled", tag_field="type", gc=False):
-    """The model thinks. budget_tokens: the most tokens of its thoughts."""
-
-    effort: ClassVar[str | None] = "medium"
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], expects(_THOUGHTS, "invalid_value")]
     budget_tokens: ThinkingBudget | None = None
-
-
-class ThinksNot(Struct, tag="disabled", tag_field="type", gc=False):
-    """The model does not think."""
-
-    effort: ClassVar[str | None] = "none"
-
-
-class ThinksAtWill(Struct, tag="adaptive", tag_field="type", gc=False):
-    """The model thinks as its template has it."""
-
-    effort: ClassVar[str | None] = None
-
-
-Thinking = Annotated[
-    Thinks | ThinksNot | ThinksAtWill, told_of("type", "enabled, disabled or adaptive")
-]
-_STOP = COMPLETION.taken["stop"]
 
 
 class _OfSchema(Struct, gc=False):
@@ -238,8 +201,8 @@ class Messages(ItemChat, kw_only=True):
     stop_sequences: Annotated[Any, of_schema(either(_STOP, NOTHING))] = None
     stream: bool | None = None
     tools: list[MessagesTool] | None = None
-    tool_choice: Choice | None = None
-    thinking: Thinking | None = None
+    tool_choice: Annotated[ChoiceField, told_of("type", _CHOICES)] | None = None
+    thinking: Annotated[Thinking, told_of("type", _THOUGHTS)] | None = None
     output_config: OutputConfig | None = None
     metadata: Any = None
 

@@ -485,10 +485,13 @@ def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return the fields that are Structs themselves, each with the names of its own fields."""
-    shapes = [(field.name, _plain(field.type, {})[0]) for field in _type_of(struct).fields]
+    """Return the fields that are Structs themselves, each with the names of its own fields.
+
+    Not among them are unions, and Structs of a type of which fields come and go.
+    """
+    shapes = [(field.name, *_plain(field.type, {})) for field in _type_of(struct).fields]
     return tuple(
         (name, frozenset(field.encode_name for field in shape.fields))
-        for name, shape in shapes
-        if isinstance(shape, inspect.StructType)
+        for name, shape, extra in shapes
+        if isinstance(shape, inspect.StructType) and "unknown" not in extra
     )

@@ -8,17 +8,15 @@ from deployments.api.fields.anthropic import (
     MESSAGES,
     AssistantBlock,
     AssistantTurn,
-    Choice,
+    ChoiceField,
     MediaBlock,
     Messages,
-    NamedChoice,
     OutputConfig,
     SchemaFormat,
     SystemTurn,
     TextBlock,
     Texts,
     ThinkingBlock,
-    Thinks,
     ToolResult,
     ToolUse,
     Turn,
@@ -53,6 +51,7 @@ from deployments.api.output.request import (
 # it would keep every prefix from being found again.
 _ACCOUNTING = "x-anthropic-billing-header"
 _MOST_NAMED = 32
+_EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}  # by thinking.type
 
 
 def messages_request(
@@ -77,8 +76,8 @@ def messages_request(
     effort, budget = None, fields.thinking_token_budget
     names = {"stop": "stop_sequences", "reasoning_effort": "thinking"}
     if (thinking := fields.thinking) is not None:
-        effort = thinking.effort
-        if isinstance(thinking, Thinks) and thinking.budget_tokens is not None:
+        effort = _EFFORTS[thinking.type]
+        if thinking.type == "enabled" and thinking.budget_tokens is not None:
             budget = thinking.budget_tokens
             names["thinking_token_budget"] = "thinking.budget_tokens"
     config = OutputConfig() if fields.output_config is None else fields.output_config
@@ -140,12 +139,13 @@ def _tools(fields: Messages, ignored: list[str]) -> RequestedTools | None:
     return requested_tools(tools, _choice(choice, tools), parallel=not serial)
 
 
-def _choice(choice: Choice | None, tools: list[RequestedTool]) -> ToolChoice:
+def _choice(choice: ChoiceField | None, tools: list[RequestedTool]) -> ToolChoice:
     if choice is None:
         return read_choice(None, tools)
-    if isinstance(choice, NamedChoice):
+    if choice.type == "tool":
         return named_tool(choice.name, [tool.name for tool in tools])
-    return read_choice(choice.mode if tools or choice.mode == "required" else None, tools)
+    mode = "required" if choice.type == "any" else choice.type
+    return read_choice(mode if tools or mode == "required" else None, tools)
 
 
 def _format(format: SchemaFormat | None) -> RequestedGrammar | None:
