@@ -24,6 +24,7 @@ from deployments.api.generation.request import (
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.constraints import RequestedGrammar, schema_constraint
 from deployments.api.output.request import read_choice, read_tools, requested_tools
 from engine.text.infill import Gap
@@ -133,7 +134,7 @@ def _common(fields: OllamaGeneration, user: Any) -> dict[str, Any]:
     }
 
 
-def _format(format: str | dict[str, Any] | None) -> RequestedGrammar | None:
+def _format(format: str | JsonObject | None) -> RequestedGrammar | None:
     if not format and format != {}:
         return None
     return schema_constraint({"type": "object"} if format == "json" else format, "format")
@@ -146,7 +147,7 @@ def _effort(think: bool | str | None) -> str | None:
 
 
 def _messages(
-    messages: Sequence[OllamaMessage], sent: list[dict[str, Any]], ignored: list[str]
+    messages: Sequence[OllamaMessage], sent: list[JsonObject], ignored: list[str]
 ) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat.
 

@@ -32,6 +32,7 @@ from deployments.api.generation.request import ChatMessage, ChatRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, shown
+from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
     only_constraint,
@@ -50,7 +51,7 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-SentItem = dict[str, Any]  # of a conversation, as the client wrote it
+SentItem = JsonObject  # of a conversation, as the client wrote it
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
