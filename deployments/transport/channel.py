@@ -172,14 +172,15 @@ class ChannelLimits:
     heartbeat, timeout: five missed heartbeats mean a lost peer, so that an interpreter stalled for
         a second is not. Heartbeats rather than seconds are counted: a process that was itself
         stopped has missed none.
-    max_frame: largest frame; 32 MiB holds prompt logprobs of a 100,000-token prompt.
+    max_frame: largest frame; 128 MiB holds the pixels of a request's images, and the prompt
+        logprobs of a 400,000-token prompt.
     max_backlog: most unsent bytes for a peer that does not read.
     """
 
     handshake: float = 3.0
     heartbeat: float = 0.5
     timeout: float = 2.5
-    max_frame: int = 32 * 2**20
+    max_frame: int = 128 * 2**20
     max_backlog: int = 64 * 2**20
 
 

@@ -1,0 +1,197 @@
+"""ImageDownloads: pictures fetched from http(s) addresses of allowed hosts.
+
+A client chooses the address, so it could name what only this machine reaches. A name is resolved
+once, each of its addresses must be a public one, and the connection goes to that address. Redirects
+are not followed, and nothing of the request is passed on.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from urllib.parse import SplitResult, urlsplit
+
+from deployments.images.limits import ImageLimits
+from engine.errors import InvalidRequest
+from engine.images.data_url import too_large
+from engine.images.picture_file import invalid_image
+
+MAX_URL = 4096  # characters
+_MAX_HEADERS = 32 * 1024  # bytes
+_READ = 64 * 1024
+_AT_ONCE = 16  # downloads
+_PORTS = {"http": 80, "https": 443}
+_URL = re.compile(r"[!-~]+")  # printable ASCII
+# Public by their own numbers, yet they lead to any IPv4 address: NAT64 and 6to4.
+_LEADING_ON = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def not_allowed(message: str) -> InvalidRequest:
+    """Return the error of an address from which nothing is fetched."""
+    return invalid_image(message, code="image_url_not_allowed")
+
+
+def _failed(reason: str) -> InvalidRequest:
+    return invalid_image(f"could not be fetched: {reason}", code="image_not_fetched")
+
+
+def is_public(address: Address) -> bool:
+    """Whether anybody on the internet reaches an address."""
+    return (
+        address.is_global
+        and not address.is_multicast
+        and not address.is_reserved
+        and getattr(address, "ipv4_mapped", None) is None
+        and not any(address in network for network in _LEADING_ON)
+    )
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """Return the addresses of a host. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(info[4][0]) for info in infos]
+
+
+class ImageDownloads:
+    """Downloads from allowed hosts.
+
+    hosts: patterns "host", "*.domain", each with a port or without.
+    """
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._limits = limits
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def fetch(self, url: str) -> bytes:
+        """Return the body at an address. Raises InvalidRequest: image_url_not_allowed,
+        image_not_fetched, image_too_large."""
+        parts, host, port = self._checked(url)
+        limits = self._limits
+        async with self._at_once:
+            try:
+                async with asyncio.timeout(limits.last_seconds):
+                    return await self._fetch(parts, host, port)
+            except TimeoutError:
+                seconds = f"{limits.first_seconds:g} s to its headers, {limits.last_seconds:g} s"
+                raise _failed(f"it took longer than {seconds} to its end") from None
+            except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+                if isinstance(error, InvalidRequest):
+                    raise
+                raise _failed("no answer in HTTP came from its host") from None
+
+    def _checked(self, url: str) -> tuple[SplitResult, str, int]:
+        """Return an allowed URL's parts, its host and port. Raises InvalidRequest."""
+        if not self._limits.hosts:
+            raise not_allowed(
+                "is an http(s) address, and this server fetches none (images.hosts); send the "
+                "picture as a data: URL"
+            )
+        try:
+            if len(url) > MAX_URL or not _URL.fullmatch(url):
+                raise ValueError
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError:
+            raise not_allowed("is no address that can be fetched") from None
+        if parts.username is not None or parts.password is not None:
+            raise not_allowed("is an address with a user, which is not passed on")
+        default = _PORTS[parts.scheme]
+        port = default if port is None else port
+        if not any(_matches(pattern, host, port, default) for pattern in self._limits.hosts):
+            raise not_allowed("is at a host from which this server fetches no images")
+        return parts, host, port
+
+    async def _fetch(self, parts: SplitResult, host: str, port: int) -> bytes:
+        async with asyncio.timeout(self._limits.first_seconds):
+            addresses = [
+                ipaddress.ip_address(text.split("%")[0]) for text in await resolve(host, port)
+            ]
+            if not addresses or not all(map(is_public, addresses)):
+                raise not_allowed("is at a host whose address is not public")
+            context = ssl.create_default_context() if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(
+                str(addresses[0]),
+                port,
+                ssl=context,
+                server_hostname=host if context is not None else None,
+                limit=_MAX_HEADERS,
+            )
+        try:
+            async with asyncio.timeout(self._limits.first_seconds):
+                writer.write(_request(parts))
+                await writer.drain()
+                head = await reader.readuntil(b"\r\n\r\n")
+            status, headers = _head(head)
+            if 300 <= status < 400:
+                raise _failed("its host answers with a redirect, which is not followed")
+            if status != 200:
+                raise _failed(f"its host answers with status {status}")
+            return await self._body(reader, headers)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                writer.transport.abort()
+
+    async def _body(self, reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> bytes:
+        most = self._limits.file_bytes
+        if b"content-encoding" in headers:
+            raise _failed("its host answers in an encoding that was not asked for")
+        body = bytearray()
+        if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+            while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                if size < 0 or len(body) + size > most:
+                    raise too_large(most)
+                body += (await reader.readexactly(size + 2))[:size]
+            return bytes(body)
+        length = headers.get(b"content-length")
+        if length is not None and (not length.isdigit() or int(length[:18]) > most):
+            raise too_large(most)
+        while piece := await reader.read(_READ):
+            body += piece
+            if len(body) > most:
+                raise too_large(most)
+        if length is not None and len(body) != int(length):
+            raise _failed("its host closed the connection before its end")
+        return bytes(body)
+
+
+def _matches(pattern: str, host: str, port: int, default: int) -> bool:
+    name, _, own = pattern.lower().partition(":")
+    if port != (int(own) if own else default):
+        return False
+    if name.startswith("*."):
+        return host.endswith(name[1:]) and host != name[1:]
+    return host == name
+
+
+def _request(parts: SplitResult) -> bytes:
+    path = parts.path or "/"
+    query = f"?{parts.query}" if parts.query else ""
+    lines = (
+        f"GET {path}{query} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        "Accept: image/*",
+        "Accept-Encoding: identity",
+        "User-Agent: manta",
+        "Connection: close",
+    )
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode("ascii")
+
+
+def _head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
+    """Return the status and the headers, by lower-case name. Raises ValueError."""
+    lines: Iterator[bytes] = iter(head.split(b"\r\n"))
+    match = re.match(rb"HTTP/1\.[01] (\d{3})", next(lines))
+    if match is None:
+        raise ValueError("no HTTP")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    return int(match[1]), headers

@@ -1,0 +1,209 @@
+"""ImageIntake: reads the images of requests, beside the event loop and within limits."""
+
+import asyncio
+import warnings
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from deployments.images.download import ImageDownloads, not_allowed
+from deployments.images.limits import ImageLimits
+from deployments.images.memory import HeldBytes, HeldImages, ImageMemory
+from engine.errors import InvalidRequest, MantaError, Overloaded
+from engine.images.data_url import decode_base64, decode_data_url
+from engine.images.image import Image as PreparedImage
+from engine.images.layout import ImageLayout
+from engine.images.picture_file import PictureFile
+from engine.images.processor import ImageProcessor, prepare
+
+T = TypeVar("T")
+
+THREADS = 4  # Pillow lets other threads run while it decodes and resizes
+MAX_PIXEL_BYTES = 96 * 2**20  # of a request after resizing: it goes to a replica in one frame
+_WAIT_SECONDS = 20.0  # for a turn to decode
+_BLOCK_BYTES = 64 * 2**20  # of a picture; glibc gives so large a block back when it is freed
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a request has it.
+
+    place: the client's name of it.
+    url: a data: or http(s) URL; "" where there is base64.
+    base64: its bytes as text.
+    detail: how closely the model should look, in OpenAI's words.
+    """
+
+    place: str
+    url: str = ""
+    base64: str = ""
+    detail: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPicture:
+    """A picture whose place in the prompt is known. start: index of its first token."""
+
+    source: ImageSource
+    file: PictureFile
+    layout: ImageLayout
+    start: int
+
+
+class ImageIntake:
+    """The images of one router's requests. All methods belong to the event loop."""
+
+    def __init__(self, limits: ImageLimits | None = None) -> None:
+        self.limits = limits = limits or ImageLimits()
+        # Pillow warns of odd files, in words that any client could put into the log.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        # Pillow's own 16 MiB would stay with each thread when they are freed.
+        Image.core.set_block_size(_BLOCK_BYTES)  # type: ignore[attr-defined]
+        self.memory = ImageMemory(limits.memory_bytes)
+        self.decoded = 0  # images since the start
+        self._downloads = ImageDownloads(limits)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
+        # As many pixels as one image may have: many small images at once, or one that large.
+        self._turns = _Turns(limits.pixels)
+
+    async def read(self, sources: Sequence[ImageSource], held: HeldBytes) -> list[PictureFile]:
+        """Return the files of images, whose headers were read.
+
+        held: the count to which their bytes are added.
+        Raises InvalidRequest naming the image, Overloaded.
+        """
+        return await _all([self._read(source, held) for source in sources])
+
+    async def _read(self, source: ImageSource, held: HeldBytes) -> PictureFile:
+        limits = self.limits
+        try:
+            scheme = source.url[:8].partition(":")[0].lower()
+            if scheme in ("http", "https"):
+                data = await self._downloads.fetch(source.url)
+                held.add(len(data))
+                return await self._in_thread(lambda: PictureFile.read(data, limits.pixels))
+            if source.url and scheme != "data":
+                raise not_allowed("must be a data: URL, or an http(s) address")
+
+            def decoded() -> PictureFile:
+                most = limits.file_bytes
+                if source.url:
+                    file = decode_data_url(source.url, most)
+                else:
+                    file = decode_base64(source.base64, most)
+                return PictureFile.read(file, limits.pixels)
+
+            held.add(len(source.url or source.base64) // 4 * 3)
+            return await self._in_thread(decoded)
+        except InvalidRequest as error:
+            raise _named(error, source.place) from None
+
+    async def pixels(
+        self,
+        pictures: Sequence[PlacedPicture],
+        processor: ImageProcessor,
+        held: HeldBytes,
+        copies: int = 1,
+    ) -> HeldImages:
+        """Return the images as an engine takes them.
+
+        held: the count of the request's bytes, which is released with the images.
+        copies: how often the pixels are sent.
+        Raises InvalidRequest naming the image, Overloaded.
+        """
+        sizes = [3 * tiles * height * width for tiles, height, width in _shapes(pictures)]
+        if sum(sizes) > MAX_PIXEL_BYTES:
+            raise InvalidRequest(
+                f"the images of one request may have {MAX_PIXEL_BYTES // 3} pixels after resizing, "
+                f"these have {sum(sizes) // 3}",
+                param=pictures[-1].source.place,
+                code="image_too_large",
+            )
+        held.add(sum(sizes) * copies)
+        images = await _all([self._prepared(picture, processor) for picture in pictures])
+        return HeldImages(images, held)
+
+    async def _prepared(self, picture: PlacedPicture, processor: ImageProcessor) -> PreparedImage:
+        def work() -> PreparedImage:
+            return prepare(processor, picture.file.decode(), picture.layout, picture.start)
+
+        pixels = min(picture.file.pixels, self._turns.limit)
+        loop = asyncio.get_running_loop()
+        await self._turns.take(pixels)
+        decoding = self._threads.submit(work)
+        # A thread goes on when its request has ended, and keeps its turn.
+        decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give, pixels))
+        try:
+            image = await asyncio.wrap_future(decoding)
+        except InvalidRequest as error:
+            raise _named(error, picture.source.place) from None
+        self.decoded += 1
+        return image
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+class _Turns:
+    """Pixels that may be decoded at once, given out in order."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._free = limit
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, pixels: int) -> None:
+        """Wait for room. Raises Overloaded after 20 s."""
+        if not self._waiting and pixels <= self._free:
+            self._free -= pixels
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((pixels, turn))
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                await asyncio.shield(turn)
+        except BaseException as error:
+            if turn.done():  # given and not used
+                self.give(pixels)
+            else:
+                self._waiting.remove((pixels, turn))
+                self._next()
+            if isinstance(error, TimeoutError):
+                message = "too many images wait to be decoded"
+                raise Overloaded(message, retry_after=_WAIT_SECONDS) from None
+            raise
+
+    def give(self, pixels: int) -> None:
+        self._free += pixels
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._free:
+            pixels, turn = self._waiting.popleft()
+            self._free -= pixels
+            turn.set_result(None)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of work that is done at once; its first error ends the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shapes(pictures: Sequence[PlacedPicture]) -> list[tuple[int, int, int]]:
+    return [picture.layout.shape for picture in pictures]
+
+
+def _named(error: MantaError, place: str) -> InvalidRequest:
+    """Return an error about an image with the image's name, of which its message says what is
+    wrong."""
+    return InvalidRequest(f"{place} {error.message}", param=place, code=error.code)

@@ -1,0 +1,54 @@
+"""ImageMemory: counts the bytes that images of requests in flight hold in a router."""
+
+import weakref
+from collections.abc import Iterable
+
+from engine.errors import Overloaded
+from engine.images.image import Image
+
+
+class ImageMemory:
+    """The bytes that images hold, and their limit.
+
+    limit: bytes; what exceeds them is refused.
+    held: bytes at present.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, size: int) -> "HeldBytes":
+        """Count bytes. Raises Overloaded if they do not fit beside those of other requests."""
+        lease = HeldBytes(self)
+        lease.add(size)
+        return lease
+
+
+class HeldBytes:
+    """Bytes that are counted until `release`. Idempotent."""
+
+    def __init__(self, memory: ImageMemory) -> None:
+        self._memory = memory
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count more bytes. Raises Overloaded."""
+        memory = self._memory
+        # The first request is taken whatever its size, which other limits bound.
+        if memory.held and memory.held + size > memory.limit:
+            raise Overloaded("the images of other requests fill the memory for images")
+        memory.held += size
+        self.size += size
+
+    def release(self) -> None:
+        self._memory.held -= self.size
+        self.size = 0
+
+
+class HeldImages(list[Image]):
+    """Images whose bytes are counted for as long as anything refers to the list."""
+
+    def __init__(self, images: Iterable[Image], held: HeldBytes) -> None:
+        super().__init__(images)
+        weakref.finalize(self, held.release).atexit = False

@@ -1,0 +1,36 @@
+"""A processor of images for tests that need no model."""
+
+import numpy as np
+import PIL.Image
+from numpy.typing import NDArray
+
+from engine.images.layout import ImageError, ImageLayout
+
+
+class FakeProcessor:
+    """A processor that makes an image a multiple of 8 pixels wide and high, 64 pixels a token.
+
+    begin, end: ids of the tokens around those of an image.
+    """
+
+    settings = b"fake"
+
+    def __init__(self, placeholder: str = "<image>", token: int = 7, begin: int = 5, end: int = 6):
+        self.placeholder = placeholder
+        self.image_token_id = token
+        self._around = begin, end
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        if max(width, height) > 50 * min(width, height):
+            raise ImageError("invalid_image", "is more than 50 times as long as wide")
+        side = 16 if detail == "low" else 512
+        grid = tuple(max(1, min(pixels, side) // 8) for pixels in (height, width))
+        rows, columns = grid
+        size = rows * columns
+        begin, end = self._around
+        ids = (begin, *[self.image_token_id] * size, end)
+        return ImageLayout(ids, 1, size, size, (rows, columns), (1, rows * 8, columns * 8))
+
+    def pixels(self, picture: PIL.Image.Image, layout: ImageLayout) -> NDArray[np.uint8]:
+        _, height, width = layout.shape
+        return np.asarray(picture.resize((width, height), PIL.Image.Resampling.BICUBIC))[None]

@@ -1,0 +1,98 @@
+"""Files of pictures for tests: every kind, bad ones, and headers that lie."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return a picture's file."""
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def gradient(width: int = 40, height: int = 30) -> Image.Image:
+    """Return a picture in which no two pixels of a row or a column are equal."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    channels = [rows * 255 // height, columns * 255 // width, (rows + columns) % 256]
+    return Image.fromarray(np.stack(channels, -1).astype(np.uint8))
+
+
+def png(width: int, height: int, rows: bytes = b"", depth: int = 8, colour: int = 2) -> bytes:
+    """Return a PNG whose header says what it likes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        crc = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + crc
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def bomb(side: int = 9000) -> bytes:
+    """Return a small PNG of many pixels that decodes to the end."""
+    row = b"\0" + bytes(side * 3)
+    packer = zlib.compressobj(9)
+    packed = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    whole = png(side, side)
+    at = whole.index(b"IDAT") - 4
+    data = struct.pack(">I", len(packed)) + b"IDAT" + packed
+    crc = struct.pack(">I", zlib.crc32(b"IDAT" + packed))
+    return whole[:at] + data + crc + whole[whole.index(b"IEND") - 4 :]
+
+
+def kinds() -> dict[str, bytes]:
+    """Return a file of every kind that is read, by name."""
+    picture = gradient()
+    clear = picture.convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(picture.size))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = [picture, picture.rotate(90, expand=False)]
+    deep = Image.fromarray(np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40))
+    return {
+        "png": saved(picture, "PNG"),
+        "png rgba": saved(clear, "PNG"),
+        "png palette": saved(picture.convert("P"), "PNG"),
+        "png palette, transparent": saved(picture.convert("P"), "PNG", transparency=3),
+        "png grey, transparent": saved(clear.convert("LA"), "PNG"),
+        "png one bit": saved(picture.convert("1"), "PNG"),
+        "png sixteen bits": saved(deep, "PNG"),
+        "png animated": saved(frames[0], "PNG", save_all=True, append_images=frames[1:]),
+        "png turned": saved(picture, "PNG", exif=exif),
+        "jpeg": saved(picture, "JPEG"),
+        "jpeg progressive": saved(picture, "JPEG", progressive=True),
+        "jpeg grey": saved(picture.convert("L"), "JPEG"),
+        "jpeg cmyk": saved(picture.convert("CMYK"), "JPEG"),
+        "jpeg turned": saved(picture, "JPEG", exif=exif),
+        "gif": saved(picture.convert("P"), "GIF"),
+        "gif animated": saved(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "webp": saved(picture, "WEBP"),
+        "webp lossless": saved(clear, "WEBP", lossless=True),
+        "webp animated": saved(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
+        "bmp": saved(picture, "BMP"),
+        "bmp one bit": saved(picture.convert("1"), "BMP"),
+    }
+
+
+def others() -> dict[str, bytes]:
+    """Return files of kinds that are refused, by name."""
+    picture = gradient()
+    return {
+        "svg": b"<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>",
+        "heic": b"\0\0\0\x18ftypheic" + bytes(40),
+        "avif": b"\0\0\0\x1cftypavif" + bytes(40),
+        "pdf": b"%PDF-1.7\n" + bytes(40),
+        "tiff": saved(picture, "TIFF"),
+        "jpeg 2000": b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(40),
+        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n" + bytes(40),
+        "ppm": saved(picture, "PPM"),
+        "text": b"hello",
+        "empty": b"",
+    }
