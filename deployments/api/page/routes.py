@@ -18,7 +18,7 @@ from deployments.api.route import ANY, HTML, NAMES, Operation, Route
 
 # Everything is a file of this host: no inline script or style, no frame around it, no form.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS: Headers = (

@@ -5,6 +5,7 @@
 also writes what it looks like to docs/img, which it is compared with otherwise.
 """
 
+import base64
 import hashlib
 import json
 import os
@@ -24,9 +25,11 @@ from tests.deployments.api.output.test_tools import backend_with
 from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.deployments.images.vision_backend import VisionBackend
 from tests.deployments.page.browser import Tab, chromium, find_chromium
 from tests.deployments.page.live_server import LiveServer
 from tests.deployments.page.xss import CORPUS
+from tests.engine.images.files import gradient, saved
 
 BINARY = find_chromium()
 IMAGES = Path(__file__).parents[3] / "docs" / "img"
@@ -173,6 +176,39 @@ def test_stop(tab: Tab, backend: FakeBackend) -> None:
     assert tab.run(f"{LAST}.querySelector('.answer > .text').innerText.length") < len(ANSWER) / 2
     tab.run("new Promise(done => setTimeout(done, 500))")
     assert len(backend.aborts) == 1 and not backend.live
+
+
+def test_pictures(new_tab: Callable[[], Tab]) -> None:
+    """A picture that is pasted or dropped has to be sent, with its turn and those behind it, and
+    seen in the history."""
+    backend = VisionBackend()
+    backend.script = "seen"
+    url = "data:image/png;base64," + base64.b64encode(saved(gradient(40, 16), "PNG")).decode()
+    with serve(build_asgi(backend, OPTIONS)) as port:
+        tab = new_tab()
+        tab.open(f"http://127.0.0.1:{port}/page")
+        tab.until("document.querySelector('#chat select')?.value")
+        tab.until("!!document.querySelector('button[title^=\"A picture\"]:not([hidden])')")
+        for event, box, name in (
+            ("paste", "textarea", "clipboardData"),
+            ("drop", "", "dataTransfer"),
+        ):
+            tab.run(
+                f"""(() => {{
+                const data = atob("{url.partition(",")[2]}");
+                const bytes = Uint8Array.from(data, (letter) => letter.charCodeAt(0));
+                const transfer = new DataTransfer();
+                transfer.items.add(new File([bytes], "a.png", {{ type: "image/png" }}));
+                const event = new Event("{event}", {{ bubbles: true, cancelable: true }});
+                Object.defineProperty(event, "{name}", {{ value: transfer }});
+                document.querySelector(".composer {box}").dispatchEvent(event);
+                }})()"""
+            )
+            tab.until("document.querySelectorAll('.pictures figure img').length === 1")
+            say(tab, "what is it?")
+        assert tab.run("document.querySelectorAll('article.user img').length") == 2
+        assert tab.run("document.querySelectorAll('.pictures figure').length") == 0
+    assert [len(request.images) for request in backend.requests] == [1, 2]
 
 
 @pytest.mark.parametrize("colours", [False, True])

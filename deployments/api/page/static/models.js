@@ -32,6 +32,7 @@ export function modelChoice(label, wanted = () => undefined) {
       ),
     );
     if (served.some(({ id }) => id === before)) select.value = before;
+    select.dispatchEvent(new Event("filled"));
   };
   choices.add(fill);
   fill();

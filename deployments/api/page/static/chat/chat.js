@@ -5,8 +5,9 @@ import { Conversation } from "./conversation.js";
 import { atEnd, button, copy, eachFrame, element } from "../dom.js";
 import { Answer, generate } from "../generation.js";
 import { AnswerBox } from "./message.js";
-import { modelChoice } from "../models.js";
+import { modelChoice, models } from "../models.js";
 import { Parameters } from "./parameters.js";
+import { Pictures, picture } from "./pictures.js";
 import { curl, python } from "./snippets.js";
 
 const KEPT = "manta-conversation";
@@ -24,14 +25,22 @@ export class Chat {
       rows: 3,
       placeholder: "Write a message. Enter sends it, Shift and Enter begin a line.",
       aria: { label: "Message" },
-      on: { keydown: (event) => this.#typed(event) },
+      on: {
+        keydown: (event) => this.#typed(event),
+        paste: (event) => this.pictures.take(event.clipboardData) && event.preventDefault(),
+      },
     });
+    this.pictures = new Pictures(() => this.input.focus());
+    this.attach = button("Picture", () => this.pictures.choose(), "A picture for the message");
+    this.model.addEventListener("change", () => this.#offer());
+    this.model.addEventListener("filled", () => this.#offer());
     this.send = button("Send", () => this.#sendOrStop());
     this.copied = element(
       "div",
       { className: "row" },
       this.#copies("Copy as curl", curl),
       this.#copies("Copy as Python", python),
+      this.attach,
       button("New", () => this.#begin(new Conversation())),
       button("Export", () => this.#export()),
       button("Import", () => this.#import()),
@@ -40,13 +49,30 @@ export class Chat {
       element("aside", {}, element("label", {}, "Model", this.model), this.parameters.node),
       element(
         "div",
-        { className: "column" },
+        {
+          className: "column",
+          on: {
+            dragover: (event) => event.preventDefault(),
+            drop: (event) => {
+              event.preventDefault();
+              this.pictures.take(event.dataTransfer);
+            },
+          },
+        },
         this.log,
+        this.pictures.node,
         element("div", { className: "composer" }, this.input, this.send),
         this.copied,
       ),
     );
+    this.#offer();
     this.#restore();
+  }
+
+  /** Pictures are offered where the model takes them. */
+  #offer() {
+    const chosen = models().find(({ id }) => id === this.model.value);
+    this.attach.hidden = !chosen?.input_modalities?.includes("image");
   }
 
   focus() {
@@ -78,9 +104,10 @@ export class Chat {
       return;
     }
     const content = this.input.value.trim();
-    if (!content) return;
+    if (!content && !this.pictures.urls.length) return;
     this.input.value = "";
-    this.#answer(this.conversation.add(this.conversation.last, { role: "user", content }).id);
+    const said = { role: "user", content, pictures: this.pictures.give() };
+    this.#answer(this.conversation.add(this.conversation.last, said).id);
   }
 
   #body(upTo) {
@@ -156,6 +183,8 @@ export class Chat {
       if (node.id === this.conversation.last && !this.stopping)
         article.append(...(node.calls ?? []).filter(Boolean).map((call) => this.#result(node, call)));
     } else {
+      if (node.pictures?.length)
+        article.append(element("div", { className: "row pictures" }, ...node.pictures.map(picture)));
       article.append(element("div", { className: "said", textContent: node.content }));
       actions.append(button("Edit", () => this.#edit(node), "Another message, as a branch"));
     }
@@ -194,9 +223,9 @@ export class Chat {
     const article = this.log.children[this.conversation.path.indexOf(node)];
     const input = element("textarea", { rows: 4, value: node.content, aria: { label: "Edit" } });
     const done = () => {
-      const { role, callId } = node;
-      const beside = { role, callId, content: input.value.trim() };
-      if (beside.content) this.#answer(this.conversation.add(node.parent, beside).id);
+      const { role, callId, pictures } = node;
+      const beside = { role, callId, pictures, content: input.value.trim() };
+      if (beside.content || pictures?.length) this.#answer(this.conversation.add(node.parent, beside).id);
     };
     input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
