@@ -14,7 +14,14 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, no_vectors
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput
-from engine.library.prompts import Messages, Prompt, as_list, is_token_id, load_tokenizer
+from engine.library.prompts import (
+    EncodedPrompt,
+    Messages,
+    Prompt,
+    as_list,
+    is_token_id,
+    load_tokenizer,
+)
 from engine.library.request_manager import RequestManager, Weights, each_params
 from engine.messages import AdapterInfo, EngineStats
 from engine.process.client import START_SECONDS, OnProgress
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
+ImagePrompts = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 
@@ -79,7 +87,7 @@ class LLM(RequestManager):
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | ImagePrompts,
         params: Params = None,
         *,
         adapter: str | Sequence[str] = "",
@@ -87,6 +95,10 @@ class LLM(RequestManager):
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many (text or token ids); the outputs are in the same order.
+
+        A prompt with images is {"prompt": text, "images": [...]}: its text has the model's
+        placeholder for each, and an image is one of Pillow, a file's bytes, its path, or a data:
+        URL. The pixels of all prompts are in memory at once.
 
         params: for all prompts, or one for each.
         adapter: a name known by `add_adapter`, for all prompts or one for each; "" = the model
@@ -98,9 +110,9 @@ class LLM(RequestManager):
         Raises InvalidRequest, EngineDead.
         """
         many = _as_list(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        ids = self._prompts.encode_all(many)
-        return self._run(ids, texts, params, adapter, detokenize, progress)
+        texts = [_text_of(prompt) for prompt in many]
+        encoded = self._prompts.encode_all(many)
+        return self._run(encoded, texts, params, adapter, detokenize, progress)
 
     def chat(
         self,
@@ -116,12 +128,15 @@ class LLM(RequestManager):
     ) -> list[RequestOutput]:
         """Generate the answer to one chat or many, rendered by the model's chat template.
 
+        A part of a content may be {"type": "image", "image": ...}, with images as in `generate`,
+        or OpenAI's image_url with a data: URL.
+
         template: variables of the template, e.g. enable_thinking=False.
         """
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
-        ids = self._prompts.encode_chats(many, options)
-        return self._run(ids, [None] * len(ids), params, adapter, detokenize, progress)
+        encoded = self._prompts.encode_chats(many, options)
+        return self._run(encoded, [None] * len(encoded), params, adapter, detokenize, progress)
 
     def embed(
         self,
@@ -155,8 +170,9 @@ class LLM(RequestManager):
         most = self.ready.max_model_len
         limit = min(most, pooling.max_tokens or most)
         ids = self._prompts.encode_pooled(_as_list(texts), before, limit, truncate=truncate)
+        prompts = list(map(EncodedPrompt, ids))
         vectors = []
-        for output in self._run(ids, [None] * len(ids), _POOLED, adapter, False, progress):
+        for output in self._run(prompts, [None] * len(prompts), _POOLED, adapter, False, progress):
             (choice,) = output.outputs
             if choice.vector is None:
                 code, _, message = choice.error.partition(": ")
@@ -167,7 +183,7 @@ class LLM(RequestManager):
 
     def _run(
         self,
-        prompts: list[list[int]],
+        prompts: list[EncodedPrompt],
         texts: Sequence[str | None],
         params: Params,
         adapter: str | Sequence[str],
@@ -185,8 +201,11 @@ class LLM(RequestManager):
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
         try:
-            for ids, text, item, name in zip(prompts, texts, params_each, adapters, strict=True):
-                handles.append(self._submit(ids, item, text, detokenize=detokenize, adapter=name))
+            for encoded, text, item, name in zip(
+                prompts, texts, params_each, adapters, strict=True
+            ):
+                handle = self._submit(encoded, item, text, detokenize=detokenize, adapter=name)
+                handles.append(handle)
             show = sys.stderr.isatty() if progress is None else progress
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())
@@ -304,7 +323,14 @@ class _LoopThread:
         self._thread.join()
 
 
+def _text_of(prompt: Prompt) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, Mapping):
+        return [prompts]
     prompts = as_list(prompts)
     if isinstance(prompts, str):
         return [prompts]

@@ -3,11 +3,21 @@
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from PIL import Image as Pillow
+
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
+from engine.images.data_url import decode_data_url
+from engine.images.expand import expand_placeholders
+from engine.images.image import Image
+from engine.images.layout import ImageError
+from engine.images.picture_file import PictureFile, upright_rgb
+from engine.images.processor import ImageProcessor, image_processor, prepare
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
 from engine.text.tokenizer import Tokenizer
@@ -15,8 +25,20 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger("manta.engine")
 
 T = TypeVar("T")
+R = TypeVar("R")
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int]  # or an array of NumPy, torch or any DLPack library
+# A text, token ids (or an array of NumPy, torch or any DLPack library), or {"prompt": a text with
+# the model's placeholder for each image, "images": [a PIL image, a file's bytes or its path]}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_MAX_FILE = 2**28  # bytes of a picture in a data: URL
+
+
+@dataclass(slots=True)
+class EncodedPrompt:
+    """The checked token ids of a prompt, and its images."""
+
+    ids: list[int]
+    images: list[Image] = field(default_factory=list)
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
@@ -51,23 +73,74 @@ class Prompts:
     Every method raises InvalidRequest if a prompt is empty, too long or not of this model.
 
     tokenizer: None allows only prompts of token ids.
+    model: the model's folder, which says whether it takes images.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, ready: Ready) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, ready: Ready, model: str) -> None:
         self._tokenizer = tokenizer
         self._ready = ready
+        self._model = model
 
-    def encode(self, prompt: Prompt | Messages) -> list[int]:
-        prompt = as_list(prompt)
-        if isinstance(prompt, str):
-            return self._checked(self._text().encode(prompt, add_special_tokens=True))
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return self._checked(self._text().encode_chat(prompt))  # type: ignore[arg-type]
-        return self._checked(
-            [token if type(token) is int else _token_id(token) for token in prompt]
-        )
+    @cached_property
+    def _images(self) -> ImageProcessor | None:
+        folder = Path(self._model)
+        return image_processor(folder) if (folder / "config.json").is_file() else None
 
-    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def encode(self, prompt: Prompt | Messages) -> EncodedPrompt:
+        if isinstance(prompt, Mapping):
+            return self._with_images(prompt)
+        tokens: Any = as_list(prompt)
+        if isinstance(tokens, str):
+            ids = self._text().encode(tokens, add_special_tokens=True)
+        elif len(tokens) and isinstance(tokens[0], Mapping):
+            return self.encode_chat(tokens)
+        else:
+            ids = [token if type(token) is int else _token_id(token) for token in tokens]
+        return EncodedPrompt(self._checked(ids))
+
+    def encode_chat(
+        self, chat: Messages, options: Mapping[str, Any] | None = None
+    ) -> EncodedPrompt:
+        """Encode a chat, whose parts may be {"type": "image", "image": ...} or image_url.
+
+        options: arguments of `Tokenizer.encode_chat`.
+        """
+        pictures: list[Pillow.Image] = []
+        written = [_without_pictures(message, pictures) for message in chat]
+        ids = self._text().encode_chat(written, **(options or {}))
+        return self._placed(ids, pictures, "messages")
+
+    def _with_images(self, prompt: Mapping[str, Any]) -> EncodedPrompt:
+        text, images = prompt.get("prompt"), prompt.get("images", ())
+        if not isinstance(text, str) or prompt.keys() - {"prompt", "images"}:
+            raise InvalidRequest(
+                "a prompt with images has a text as prompt, and images", param="prompt"
+            )
+        pictures = [_picture(image) for image in images]
+        ids = self._text().encode(text, add_special_tokens=True)
+        return self._placed(ids, pictures, "prompt")
+
+    def _placed(self, ids: list[int], pictures: list[Pillow.Image], param: str) -> EncodedPrompt:
+        """Return a prompt with its images in the places of placeholders."""
+        if not pictures:
+            return EncodedPrompt(self._checked(ids))
+        processor = self._images
+        if processor is None:
+            raise InvalidRequest(
+                "this model takes text only", param=param, code="modality_not_supported"
+            )
+        placeholder = self._text().token_id(processor.placeholder)
+        assert placeholder is not None, processor.placeholder
+        try:
+            layouts = [processor.layout(*picture.size) for picture in pictures]
+        except ImageError as error:
+            raise InvalidRequest(error.message, param=param, code=error.code) from None
+        ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
+        self._checked(ids)  # before any work on pixels
+        placed = zip(pictures, layouts, starts, strict=True)
+        return EncodedPrompt(ids, [prepare(processor, *image) for image in placed])
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Encode many prompts, texts on all cores. An error names the prompt, e.g.
         ``prompts[3]``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -78,16 +151,9 @@ class Prompts:
 
     def encode_chats(
         self, chats: Sequence[Messages], options: Mapping[str, Any]
-    ) -> list[list[int]]:
-        """Encode many chats.
-
-        options: arguments of `Tokenizer.encode_chat`.
-        """
-
-        def encode(chat: Messages) -> list[int]:
-            return self._checked(self._text().encode_chat(chat, **options))
-
-        return _each("messages", chats, encode)
+    ) -> list[EncodedPrompt]:
+        """Encode many chats; options as for `encode_chat`."""
+        return _each("messages", chats, lambda chat: self.encode_chat(chat, options))
 
     def encode_pooled(
         self, texts: Sequence[Prompt], before: str, limit: int, *, truncate: bool
@@ -170,8 +236,52 @@ def is_token_id(value: object) -> bool:
     )
 
 
-def _each(name: str, items: Sequence[T], encode: Callable[[T], list[int]]) -> list[list[int]]:
-    done: list[list[int]] = []
+def _without_pictures(
+    message: Mapping[str, Any], pictures: list[Pillow.Image]
+) -> Mapping[str, Any]:
+    """Return a message whose images are placeholders for the template; add them to pictures."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts: list[Any] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("image", "image_url"):
+            parts.append(part)
+            continue
+        image = part.get(kind)
+        pictures.append(_picture(image.get("url") if isinstance(image, Mapping) else image))
+        parts.append({"type": "image"})
+    return {**message, "content": parts}
+
+
+def _picture(image: Any) -> Pillow.Image:
+    """Return an image in RGB. Raises InvalidRequest.
+
+    image: an image of Pillow, a file's bytes, its path, or a data: URL.
+    """
+    if isinstance(image, Pillow.Image):
+        return upright_rgb(image)
+    try:
+        if isinstance(image, str) and image[:5].lower() == "data:":
+            image = decode_data_url(image, _MAX_FILE)
+        elif isinstance(image, (str, Path)):
+            image = Path(image).read_bytes()
+        if isinstance(image, (bytes, bytearray)):
+            return PictureFile.read(bytes(image)).decode()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"an image {error.message}", code=error.code) from None
+    except OSError as error:
+        raise InvalidRequest(f"an image cannot be read: {error}", code="invalid_image") from None
+    raise InvalidRequest(
+        "an image is one of Pillow, a file's bytes, its path, or a data: URL; got a "
+        f"{type(image).__name__}",
+        code="invalid_type",
+    )
+
+
+def _each(name: str, items: Sequence[T], encode: Callable[[T], R]) -> list[R]:
+    done: list[R] = []
     for i, item in enumerate(items):
         try:
             done.append(encode(item))

@@ -12,7 +12,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, MantaError, UpdateFailed
 from engine.library.handle import RequestHandle
 from engine.library.progress import RequestProgress
-from engine.library.prompts import Messages, Prompt, Prompts
+from engine.library.prompts import EncodedPrompt, Messages, Prompt, Prompts
 from engine.messages import EngineRequest, EngineStats, Ready, StepFrame
 from engine.process.client import EngineClient, OnProgress
 from engine.sampling_params import SamplingParams
@@ -67,6 +67,8 @@ class RequestManager:
     ) -> RequestHandle:
         """Start a request from text, token ids or chat messages, and return at once.
 
+        Prompts with images are as in `LLM.generate` and `LLM.chat`.
+
         detokenize: False leaves text "".
         priority: smaller runs earlier.
         cache_salt: only requests of the same salt share cached prefixes.
@@ -97,7 +99,7 @@ class RequestManager:
 
     def _submit(
         self,
-        token_ids: list[int],
+        encoded: EncodedPrompt,
         params: SamplingParams,
         prompt: str | None,
         *,
@@ -109,6 +111,7 @@ class RequestManager:
         speculate: bool = True,
     ) -> RequestHandle:
         """Start one engine request for each of n choices of a checked prompt, all with one seed."""
+        token_ids = encoded.ids
         params.check_vocabulary(self.ready.vocab_size)
         tokenizer = self.tokenizer if detokenize else None
         if params.stop and tokenizer is None:
@@ -140,6 +143,7 @@ class RequestManager:
                         priority,
                         prediction=list(prediction),
                         speculate=speculate,
+                        images=encoded.images,
                     )
                 )
         except MantaError:
@@ -195,7 +199,7 @@ class RequestManager:
     async def _start(self, timeout: float, progress: OnProgress | None) -> None:
         """Start the engine process. Raises ConfigError, EngineDead."""
         self.ready = await self._client.start(self.config, timeout=timeout, progress=progress)
-        self._prompts = Prompts(self.tokenizer, self.ready)
+        self._prompts = Prompts(self.tokenizer, self.ready, self.config.model)
 
     async def _stats(self) -> EngineStats:
         ticket = self._client.control("stats")

@@ -1,0 +1,90 @@
+"""Prompts with images in the library: what a picture may be, and where its tokens stand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from engine.errors import InvalidRequest
+from engine.library import prompts as library
+from engine.library.prompts import Prompts
+from engine.messages import Ready
+from tests.deployments.images.fake_processor import FakeProcessor
+from tests.deployments.images.vision_backend import vision_tokenizer
+from tests.engine.images.files import gradient, saved
+
+READY = Ready(256, 512, 16, 16, [2], {}, "", 256)
+PICTURE = gradient(40, 16)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prompts:
+    tokenizer = vision_tokenizer()
+    pad = tokenizer.token_id("<|image_pad|>")
+    assert pad is not None
+    processor = FakeProcessor("<|image_pad|>", pad, 0, 0)
+    monkeypatch.setattr(library, "image_processor", lambda folder: processor)
+    (tmp_path / "config.json").write_text("{}")
+    return Prompts(tokenizer, READY, str(tmp_path))
+
+
+def chat(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_pictures_of_all_sorts_are_the_same(encoder: Prompts, tmp_path: Path) -> None:
+    """A picture's pixels must not depend on how a program has it."""
+    data = saved(PICTURE, "PNG")
+    (tmp_path / "a.png").write_bytes(data)
+    pictures = [PICTURE, PICTURE.convert("RGBA"), data, tmp_path / "a.png", str(tmp_path / "a.png")]
+    encoded = [encoder.encode(chat({"type": "image", "image": picture})) for picture in pictures]
+    assert len({prompt.images[0].digest for prompt in encoded}) == 1
+    assert len({tuple(prompt.ids) for prompt in encoded}) == 1
+    image = encoded[0].images[0]
+    expected = np.asarray(PICTURE.resize((40, 16), Pillow.Resampling.BICUBIC))
+    assert image.pixels == expected.tobytes() and image.shape == (1, 16, 40)
+
+
+def test_images_stand_where_their_placeholders_were(encoder: Prompts) -> None:
+    """A prompt's own text may have placeholders; a chat's text may not."""
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    other = gradient(16, 16)
+    prompt = {"prompt": f"a{mark}b{mark}", "images": [PICTURE, other]}
+    first, second = encoder.encode(prompt).images
+    ids = encoder.encode(prompt).ids
+    assert (first.size, second.size) == (10, 4)
+    assert ids[first.start : first.start + 10] == [ids[second.start]] * 10
+    typed = {"type": "text", "text": mark}
+    asked = encoder.encode(chat(typed, {"type": "image", "image": other}, typed))
+    assert asked.ids.count(ids[first.start]) == 4
+    with pytest.raises(InvalidRequest, match="places for 2 of the 1 images"):
+        encoder.encode({"prompt": f"a{mark}b{mark}", "images": [PICTURE]})
+
+
+@pytest.mark.parametrize(
+    ("picture", "code"),
+    [
+        (b"hello", "invalid_image"),
+        (saved(PICTURE, "PNG")[:60], "invalid_image"),
+        ("/nowhere/a.png", "invalid_image"),
+        ("data:image/png;base64,!", "invalid_image"),
+        (7, "invalid_type"),
+    ],
+)
+def test_what_is_no_picture(encoder: Prompts, picture: Any, code: str) -> None:
+    """An exception of Pillow's would not be caught by who catches ours."""
+    with pytest.raises(InvalidRequest) as refused:
+        encoder.encode(chat({"type": "image", "image": picture}))
+    assert refused.value.code == code
+
+
+def test_what_does_not_fit(encoder: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of text must not get tokens of images, nor a context more than it has."""
+    with pytest.raises(InvalidRequest, match="maximum context length is 256 tokens"):
+        encoder.encode(chat({"type": "image", "image": gradient(512, 512)}))
+    monkeypatch.setattr(library, "image_processor", lambda folder: None)
+    other = Prompts(vision_tokenizer(), READY, encoder._model)
+    with pytest.raises(InvalidRequest, match="takes text only"):
+        other.encode(chat({"type": "image", "image": PICTURE}))
