@@ -208,6 +208,7 @@ def _routers(
             tracing=config.tracing.settings(),
             share_prefixes=http.share_prefixes,
             body_bytes=config.limits.body_bytes,
+            images=config.images.limits(),
             choices=config.limits.choices,
             strict=http.strict,
             cors_origins=tuple(http.cors_origins),

@@ -11,6 +11,8 @@ from typing import Protocol
 from deployments.adapters.record_store import AdapterRecord
 from deployments.checkpoints.facts import ModelFacts
 from engine.errors import Overloaded
+from engine.images.image import Image
+from engine.images.processor import ImageProcessor
 from engine.messages import Delta, EngineStats
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
@@ -41,6 +43,8 @@ class ModelCard:
     vector_size: int = 0  # elements of an embedding
     aliases: tuple[str, ...] = ()  # patterns of other names for the model; not used for adapters
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
+    # How images become pixels and tokens; None: the model takes text only.
+    images: ImageProcessor | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class GenerationRequest:
     weights: str = ""
     prediction: list[int] = field(default_factory=list)  # tokens expected in the output
     speculate: bool = True  # whether the engine may draft; the text is the same
+    images: list[Image] = field(default_factory=list)  # of the prompt, in its order
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property

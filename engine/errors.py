@@ -49,6 +49,7 @@ def context_too_long(
     where: str = "prompt",
     at_least: bool = False,
     virtual: int = 0,
+    images: int = 0,
 ) -> InvalidRequest:
     """Return the error of a request that does not fit into the context, in OpenAI's words.
 
@@ -61,6 +62,7 @@ def context_too_long(
     where: the caller's word for the prompt.
     at_least: whether the prompt may have more tokens than were counted.
     virtual: virtual tokens of the request's adapter, which shorten the context.
+    images: tokens of the prompt that are images.
     """
     if output and prompt < limit:
         detail = (
@@ -71,6 +73,8 @@ def context_too_long(
         detail = f"your {where} resulted in {'at least ' if at_least else ''}{prompt} tokens"
         detail += ", which leaves none for the completion" if prompt == limit else ""
         detail += f". Please reduce the length of the {where}."
+    if images:
+        detail += f" Images are {images} of these tokens."
     if virtual:
         detail += f" The adapter's {virtual} virtual tokens are taken off the context."
     return InvalidRequest(

@@ -120,6 +120,8 @@ class Api:
         except ClientDisconnected:
             status = 499
         finally:
+            for end in exchange.on_end:
+                end()
             if options.observe is not None:
                 options.observe(named, status, time.monotonic() - began)
 

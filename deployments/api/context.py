@@ -52,7 +52,7 @@ class ApiContext:
         """
         if exchange.parsed is not None:
             return exchange.parsed
-        limit = self.options.max_body_bytes
+        limit = self._body_limit(exchange)
         data = await exchange.body(limit, self.options.body_timeout_s)
         if exchange.encoding:
             data = await decoded(data, exchange.encoding, limit)
@@ -67,6 +67,21 @@ class ApiContext:
             raise invalid("the body must be a JSON object", code="invalid_type")
         exchange.parsed = body
         return body
+
+    def _body_limit(self, exchange: HttpExchange) -> int:
+        """Return the most bytes of a request's body.
+
+        A body that only images may have is counted with them until its answer was sent. Raises
+        Overloaded.
+        """
+        options, length = self.options, exchange.content_length
+        limit, most = options.max_body_bytes, options.max_image_body_bytes
+        if length is None or not limit < length <= most:
+            return limit
+        if all(card.images is None for card in self.backend.models().values()):
+            return limit
+        exchange.on_end.append(options.images.memory.take(length).release)
+        return most
 
     async def read_as(self, exchange: HttpExchange, body: StructBody[T]) -> T:
         """Return the body as a Struct. Raises as `read`, and ApiError 400 naming a field."""

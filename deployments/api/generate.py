@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from deployments.api.context import ApiContext, Handler
 from deployments.api.generation.call import GenerationCall, check_context, prepare
+from deployments.api.generation.images import ChatImages, read_images
 from deployments.api.generation.request import ChatRequest, TextRequest
 from deployments.api.generation.tenancy import queue_place
 from deployments.api.http.errors import ApiError
@@ -17,7 +18,8 @@ from deployments.api.served_model import find_model
 from deployments.api.stream.event_ids import EventIds, event_ids
 from deployments.api.stream.merge import start
 from deployments.api.stream.replay import recall
-from deployments.backend import Generation, RecalledChoice
+from deployments.backend import Generation, ModelCard, RecalledChoice
+from deployments.images.intake import ImageIntake
 from engine.errors import MantaError
 
 
@@ -88,9 +90,11 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
     backend, options = context.backend, context.options
     place = queue_place(exchange, request.queue, options)
     context.counter.in_flight += 1
+    undecoded: ChatImages | None = None
     try:
         card = await context.admit(place.key, request.model, exchange.caller)
-        call = await prepare(request, exchange.body_size, card, backend, options)
+        images = undecoded = await _images(request, card, options.images, exchange.ignored)
+        call = await prepare(request, exchange.body_size, card, backend, options, images)
         exchange.ignored += call.ignored
         if call.card.parent is not None:
             call.common.adapter = await context.pin(call.card.id, place.deadline)
@@ -106,6 +110,11 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
             exchange.ignored += ignored
         context.charge(exchange, call.prompts)
         common = call.common
+        if images is not None:
+            common.images = await options.images.pixels(
+                images.placed, images.processor, images.held, copies=common.params.n
+            )
+            undecoded = None  # they are counted for as long as somebody holds the pixels
         common.request_id, common.owner = exchange.request_id, exchange.caller.id
         common.key, common.deadline = place.key, place.deadline
         common.priority, common.cache_salt = place.priority, place.cache_salt
@@ -116,6 +125,16 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         raise request.own_error(error) from None
     finally:
         context.counter.in_flight -= 1
+        if undecoded is not None:
+            undecoded.held.release()
+
+
+async def _images(
+    request: ChatRequest | TextRequest, card: ModelCard, intake: ImageIntake, ignored: list[str]
+) -> ChatImages | None:
+    if isinstance(request, TextRequest):
+        return None
+    return await read_images(request.messages, card, intake, ignored)
 
 
 def answers(dialect: Callable[[ApiContext], DialectRequest]) -> Handler:
@@ -160,7 +179,10 @@ async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: Dia
     backend, options = context.backend, context.options
     try:
         card = await find_model(request.model, backend, exchange.caller)
-        call = await prepare(request, exchange.body_size, card, backend, options)
+        images = await _images(request, card, options.images, exchange.ignored)
+        if images is not None:
+            exchange.on_end.append(images.held.release)
+        call = await prepare(request, exchange.body_size, card, backend, options, images)
     except (ApiError, MantaError) as error:
         raise request.own_error(error) from None
     return len(call.prompts[0])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from deployments.api.batch_folder import BatchFolder
 from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
+from deployments.images.intake import ImageIntake
 
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
@@ -87,6 +88,7 @@ class ApiOptions:
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
+    images: reads the images of requests, within the operator's limits.
     page: the page at /page is served, and /v1/live for it.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
     models: changes what is served; None where there is one model for good.
@@ -122,6 +124,7 @@ class ApiOptions:
         )
     )
     store_bytes: int = 0
+    images: ImageIntake = field(default_factory=ImageIntake)
     page: bool = False
     batches: BatchFolder | None = None
     models: ModelChanges | None = None
@@ -133,6 +136,11 @@ class ApiOptions:
     stop: Stop | None = None
     live: Live | None = None
     observe: Callable[[str, int, float], None] | None = None
+
+    @property
+    def max_image_body_bytes(self) -> int:
+        """Bytes of a body where a served model takes images."""
+        return max(self.max_body_bytes, self.images.limits.body_bytes)
 
     def __post_init__(self) -> None:
         if any(len(digest) != 32 for digest in self.api_keys | self.admin_keys):

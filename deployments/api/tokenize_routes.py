@@ -6,6 +6,7 @@ from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
 from deployments.api.generation.call import chat_ids, encode_texts, template_options
+from deployments.api.generation.images import check_no_images
 from deployments.api.generation.messages import check_messages
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
@@ -44,6 +45,7 @@ async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
             )
             ignored = exchange.ignored
             messages = check_messages(chat or (), sent["messages"], ignored)
+            check_no_images(messages, card)
             asked = (template, body.reasoning_effort, ignored, limit)
             ids = chat_ids(tokenizer, messages, take_tools(body.tools), *asked)
         else:

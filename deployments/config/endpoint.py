@@ -9,7 +9,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.api.batch_folder import BatchSettings
+from deployments.images.limits import ImageLimits
 from deployments.observe.otlp import TracingSettings
+from engine.images.picture_file import MAX_PIXELS
 
 SECTION = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
@@ -211,6 +213,65 @@ class HttpConfig(Section):
                     "one, such as https://chat.example.com, or * for any"
                 )
         return value
+
+
+_HOST = re.compile(r"(\*\.)?[a-z0-9-]+(\.[a-z0-9-]+)*(:[0-9]{1,5})?")
+
+
+class ImagesConfig(Section):
+    """Images in requests. See docs/images.md."""
+
+    per_request: int = Field(
+        16, ge=0, le=1024, description="Images of one request, earlier turns included."
+    )
+    pixels: int = Field(
+        MAX_PIXELS,
+        ge=1024,
+        le=2 * MAX_PIXELS,
+        description="Pixels of one image, and of those that a router decodes at once, at up to 8 "
+        "bytes each.",
+    )
+    file_bytes: int = Field(20 * 2**20, ge=1024, le=2**28, description="Bytes of one image's file.")
+    body_bytes: int = Field(
+        32 * 2**20,
+        ge=1024,
+        le=2**30,
+        description="`limits.body_bytes` where a served model takes images.",
+    )
+    memory_bytes: int = Field(
+        2**30,
+        ge=2**20,
+        le=2**40,
+        description="Bytes of files and pixels of one router's requests in flight; beyond them "
+        "503 overloaded. 1 GiB: 170 images of 1920 x 1080.",
+    )
+    hosts: list[str] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Hosts of http(s) URLs that are fetched, such as `images.example.com`, "
+        "`*.example.com` or `example.com:8443`. Default none.",
+    )
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(
+                    f"{host[:64]!r} is no host: give a name in lower case, *.name for all names "
+                    "below it, and :port unless it is 80 or 443"
+                )
+        return hosts
+
+    def limits(self) -> ImageLimits:
+        return ImageLimits(
+            self.per_request,
+            self.pixels,
+            self.file_bytes,
+            self.body_bytes,
+            self.memory_bytes,
+            tuple(self.hosts),
+        )
 
 
 class GrpcConfig(Section):

@@ -32,6 +32,7 @@ from deployments.config.endpoint import (
     BatchConfig,
     GrpcConfig,
     HttpConfig,
+    ImagesConfig,
     LimitsConfig,
     LogConfig,
     RouterConfig,
@@ -362,6 +363,7 @@ class MantaConfig(Section):
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     log: LogConfig = Field(default_factory=LogConfig)

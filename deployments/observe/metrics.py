@@ -132,6 +132,7 @@ class RouterMetrics:
         self.cached_tokens = Counter(
             "prompt_tokens_cached_total", "Prompt tokens found in a replica's prefix cache."
         )
+        self.images = Counter("images_total", "Images of requests that were accepted.")
         self.output_tokens = Counter("generation_tokens_total", "Output tokens sent to clients.")
         self.vector = Histogram(
             "embedding_latency_seconds",

@@ -121,7 +121,9 @@ class Assignment:
             len(tokens),
             self._cards.base.max_model_len if limit is None else limit,
             len(choices),
-            hash_prefix(tokens, request.adapter_key, request.cache_salt) if caches else [],
+            hash_prefix(tokens, request.adapter_key, request.cache_salt, request.images)
+            if caches
+            else [],
             "" if adapter is None else adapter.name,  # the adapter's name at replicas
         )
         now = time.monotonic()

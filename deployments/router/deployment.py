@@ -23,6 +23,8 @@ from deployments.api.batch_folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.cluster_store import event_secret
 from deployments.environment import installed_version
+from deployments.images.intake import ImageIntake
+from deployments.images.limits import ImageLimits
 from deployments.observe.application_metrics import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.otlp import SpanExporter, TracingSettings
@@ -94,6 +96,7 @@ class RouterSettings:
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
     store_bytes: int = 0
+    images: ImageLimits = field(default_factory=ImageLimits)
     page: bool = False
     log_level: str = "info"
     stream_seconds: float = 3600.0
@@ -172,6 +175,7 @@ class Router:
             cors_origins=frozenset(settings.cors_origins),
             keepalive_s=settings.keepalive_seconds,
             store_bytes=settings.store_bytes,
+            images=ImageIntake(settings.images),
             page=settings.page,
             event_secret=secret,
             metrics=self._application_metrics.text,
@@ -304,6 +308,7 @@ class Router:
                 **self._front.held(),
                 "http": self._http.in_flight,
                 "handle": self._trusted.in_flight,
+                "image_bytes": self._http.options.images.memory.held,
             },
             **several,
         }

@@ -117,6 +117,7 @@ class InflightChoice:
             request_id=request.request_id,
             prediction=request.prediction,
             speculate=request.speculate,
+            images=request.images,
         )
 
     def passes(self, delta: Delta, context: int) -> bool:
@@ -186,6 +187,7 @@ class InflightRequest:
         self._queue_s = 0.0
         self._metrics = metrics
         metrics.prompt_tokens.inc(len(request.token_ids))
+        metrics.images.inc(len(request.images))
         if not request.params.pooled:
             metrics.prompt_size.observe(len(request.token_ids))
         self._assignment = assignment
@@ -330,6 +332,7 @@ class InflightRequest:
             self._metrics.request.observe(now - self.arrived)
         error = "" if self._error is None else self._error.code
         self.trace.ends(self.output_tokens, error, now)
+        self.request.images = []  # pixels are kept for another replica, which is not needed now
         self._requests.ended(self)
 
     def _wake(self) -> None:

@@ -49,8 +49,11 @@ Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def channel_limits(config: MantaConfig) -> ChannelLimits:
+    """Return the limits of channels, whose backlog may hold all images of a router."""
     return ChannelLimits(
-        heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
+        heartbeat=config.router.heartbeat_seconds,
+        timeout=config.router.silence_seconds,
+        max_backlog=ChannelLimits().max_backlog + config.images.memory_bytes,
     )
 
 

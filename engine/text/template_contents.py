@@ -97,13 +97,13 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content of either form."""
+    """Return the text of a content of either form, with a space for each part that has none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         return ""
     parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-    return "".join(part for part in parts if isinstance(part, str))
+    return "".join(part if isinstance(part, str) else " " for part in parts)
 
 
 def check_shown(rendered: str, chat: Sequence[Mapping[str, Any]], silent: bool) -> None:

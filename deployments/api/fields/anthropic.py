@@ -15,7 +15,7 @@ from deployments.api.fields.body import (
     struct_body,
     told_of,
 )
-from deployments.api.fields.chat import Text
+from deployments.api.fields.chat import AnthropicImage, Text
 from deployments.api.fields.generation import (
     COMPLETION,
     ReasoningEffort,
@@ -50,11 +50,12 @@ class MediaBlock(Struct, gc=False):
 
 _TEXT_BLOCKS: Mapping[str, type[Struct]] = {
     "text": TextBlock,
-    **dict.fromkeys(("image", "document", "audio", "video"), MediaBlock),
+    "image": AnthropicImage,
+    **dict.fromkeys(("document", "audio", "video"), MediaBlock),
 }
 
 
-class TextOnlyBlock(Known[TextBlock | MediaBlock]):
+class TextOnlyBlock(Known[TextBlock | AnthropicImage | MediaBlock]):
     """A block where only texts are read."""
 
     KINDS = _TEXT_BLOCKS
@@ -85,13 +86,13 @@ class ToolResult(Struct, gc=False):
     is_error: Any = None
 
 
-class UserBlock(Known[TextBlock | ToolResult | MediaBlock]):
+class UserBlock(Known[TextBlock | ToolResult | AnthropicImage | MediaBlock]):
     """A block of a user's message."""
 
     KINDS: ClassVar = {**_TEXT_BLOCKS, "tool_result": ToolResult}
 
 
-class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | MediaBlock]):
+class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | AnthropicImage | MediaBlock]):
     """A block of an answer."""
 
     KINDS: ClassVar = {**_TEXT_BLOCKS, "thinking": ThinkingBlock, "tool_use": ToolUse}

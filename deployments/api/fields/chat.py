@@ -1,6 +1,6 @@
 """Messages, PARTS, CALL: the messages of a chat in OpenAI's form, their content and their calls."""
 
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from msgspec import Meta, Struct, defstruct
 
@@ -31,31 +31,62 @@ class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
         return self.refusal
 
 
+# A field of which the schemas say nothing, because only some models take it.
+_Untold = Annotated[Any, Meta(extra_json_schema=NEVER)]
+
+
+class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
+    """An image in a chat. image_url: an object with url and detail, or the url."""
+
+    image_url: _Untold = None
+
+
+class InputImagePart(Struct, tag="input_image", tag_field="type"):
+    """An image in an item of Responses."""
+
+    image_url: _Untold = None
+    detail: Any = None
+    file_id: Any = None
+
+
+class FilePart(Struct, tag="file", tag_field="type"):
+    """A file, in a chat as an object, in an item of Responses as fields."""
+
+    file: _Untold = None
+    file_data: Any = None
+    file_url: Any = None
+    file_id: Any = None
+
+
+class AnthropicImage(Struct):
+    """The block of an image in a message of Anthropic's. source: an object with a type."""
+
+    source: _Untold = None
+
+
+class OllamaImage(Struct):
+    """One of the images beside a message of Ollama's."""
+
+    base64: Any = None
+
+
+WrittenImage = ImageUrlPart | InputImagePart | FilePart | AnthropicImage | OllamaImage
+
+
 class MediaPart(Struct, tag_field="type"):
-    """A part that is no text. It has one field, of the part's type."""
-
-    kind: ClassVar[Literal["image", "audio", "video", "file"]]
+    """A part that no model takes. It has one field, of the part's type."""
 
 
-_MEDIA = {
-    "image_url": "image",
-    "input_image": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "video",
-    "file": "file",
-}
-
-
-def _refused_part(name: str, kind: str) -> type[Struct]:
-    """Return a part that is known and refused, because the models served here take text only."""
-    fields = [(name, Annotated[Any, Meta(extra_json_schema=NEVER)], None)]
-    return defstruct(name, fields, bases=(MediaPart,), tag=name, namespace={"kind": kind})
-
-
-# Image parts get their fields here.
-_MEDIA_PARTS = [_refused_part(name, kind) for name, kind in _MEDIA.items()]
-Part = TextPart | RefusalPart | MediaPart
+_MEDIA_PARTS: list[Any] = [
+    ImageUrlPart,
+    InputImagePart,
+    FilePart,
+    *(
+        defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
+        for name in ("input_audio", "audio_url", "video_url")
+    ),
+]
+Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | MediaPart
 
 
 def _no_part(part: Any, path: str) -> ApiError:
@@ -73,7 +104,7 @@ _ItemPart: Any = _one_of(
     TextPart,
     RefusalPart,
     *_MEDIA_PARTS,
-    _refused_part("input_file", "file"),
+    defstruct("input_file", [], bases=(FilePart,), tag="input_file"),
 )
 
 

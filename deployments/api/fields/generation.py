@@ -245,10 +245,19 @@ CHAT = struct_body(
     generates=True,
     narrower=dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), _FROM_ONE),
 )
+# Names that other servers have for images of a completion.
+_IMAGES = ("images", "image_data", "multi_modal_data", "multimodal_data")
 COMPLETION = struct_body(
     Completion,
-    refused={"tools": NOTHING, **_OLD_TOOLS},
-    rejected={"tools": ("tools are for chat completions", "not_supported"), **_NO_FUNCTIONS},
+    refused={"tools": NOTHING, **_OLD_TOOLS, **dict.fromkeys(_IMAGES, NOTHING)},
+    rejected={
+        "tools": ("tools are for chat completions", "not_supported"),
+        **_NO_FUNCTIONS,
+        **{
+            name: (f"{name}: images are for chat completions", "modality_not_supported")
+            for name in _IMAGES
+        },
+    },
     generates=True,
     required=("prompt",),
 )

@@ -43,11 +43,15 @@ class OllamaCall(Struct, gc=False):
 _Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
 
 
+# Base64 of each.
+_Images = Annotated[Any, of_schema(NOTHING)]
+
+
 class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
-    """The fields of messages of all roles. Images are refused."""
+    """The fields of messages of all roles."""
 
     content: str | None = None
-    images: Annotated[Any, of_schema(NOTHING)] = None
+    images: _Images = None
 
     @property
     def role(self) -> str:
@@ -90,7 +94,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "template: the model's own chat template is used, or none with raw",
         "not_supported",
     ),
-    "images": ("images: the models served here take text only", "modality_not_supported"),
 }
 
 
@@ -138,6 +141,7 @@ class OllamaGenerate(OllamaGeneration, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: _Images = None
 
 
 CHAT = struct_body(OllamaChat, ignored=IGNORED)

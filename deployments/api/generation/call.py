@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import kept_tokens, take_token_ids
+from deployments.api.generation.images import ChatImages, ImageMarks
 from deployments.api.generation.request import (
     ChatMessage,
     ChatRequest,
@@ -49,6 +50,7 @@ class GenerationCall:
     timing: whether usage reports how the request fared (the header x-return-timing)
     streams, emitted: one for each prompt, or none; see GenerationRequest
     output: the plan for reading the answer's text; None: the text is the answer
+    images: the images of the prompt, of which `common` has the pixels once they are decoded
     ignored: the fields that have no effect with this model
     """
 
@@ -64,6 +66,7 @@ class GenerationCall:
     streams: list[str] = field(default_factory=list)
     emitted: list[list[list[int] | None]] = field(default_factory=list)
     output: OutputPlan | None = None
+    images: ChatImages | None = None
     ignored: list[str] = field(default_factory=list)
 
     def change_params(self, **fields: Any) -> None:
@@ -114,14 +117,16 @@ async def prepare(
     card: ModelCard,
     backend: Backend,
     options: ApiOptions,
+    images: ChatImages | None = None,
 ) -> GenerationCall:
     """Check a request against the model that it names, and encode its prompts.
 
     size: the bytes of the request's body
+    images: those of a chat, whose headers were read
 
     Raises ApiError 400; InvalidRequest. These name fields by our names.
     """
-    work = partial(_prepared, request, card, backend.tokenizer(card.id), options)
+    work = partial(_prepared, request, card, backend.tokenizer(card.id), options, images)
     size += _WORD_CHARS * len(request.sampling.bad_words or ())
     try:
         return await in_thread(work, size)
@@ -132,7 +137,11 @@ async def prepare(
 
 
 def _prepared(
-    request: ChatRequest | TextRequest, card: ModelCard, tokenizer: Tokenizer, options: ApiOptions
+    request: ChatRequest | TextRequest,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    options: ApiOptions,
+    images: ChatImages | None,
 ) -> GenerationCall:
     """Return the call with its prompts. Raises ApiError 400, InvalidRequest."""
     params = request.sampling.params(tokenizer, card.vocab_size)
@@ -156,6 +165,7 @@ def _prepared(
         ),
         prompts=[],
         prompt_logprobs=params.prompt_logprobs is not None,
+        images=images,
     )
     (_fill_chat if isinstance(request, ChatRequest) else _fill_texts)(call, options)
     return call
@@ -170,8 +180,15 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     unread: list[str] = []
     most = limit if cut is None else sys.maxsize
     template = (request.template, request.effort, unread, most)
-    ids = chat_ids(tokenizer, request.messages, tools, *template)
+    ids = chat_ids(tokenizer, request.messages, tools, *template, images=call.images)
     if request.cut is not None and cut is not None:
+        if call.images is not None and len(ids) > cut:
+            raise invalid(
+                f"truncate_prompt_tokens: the prompt has {len(ids)} tokens, and one with images is "
+                "not cut",
+                "truncate_prompt_tokens",
+                "conflicting_fields",
+            )
         ids = _cut(ids, cut, request.cut)
     if not ids:
         raise invalid("the messages render to an empty prompt", "messages")
@@ -207,17 +224,26 @@ def chat_ids(
     effort: str | None,
     ignored: list[str],
     max_tokens: int,
+    *,
+    images: ChatImages | None = None,
 ) -> list[int]:
-    written = list(map(ChatMessage.for_template, messages))
+    """Return the ids of a chat. images: those of the messages, which get their places.
+
+    Raises ApiError 400, InvalidRequest.
+    """
+    marks = None if images is None else ImageMarks(messages)
+    written = list(map(ChatMessage.for_template, messages if marks is None else marks.messages))
     variables = template.variables
     added = render_options(tokenizer, written, tools, effort, variables.keys(), ignored)
-    return tokenizer.encode_chat(
+    order = [] if marks is None else marks.put_back(written)
+    ids = tokenizer.encode_chat(
         written,
         max_tokens=max_tokens,
         add_generation_prompt=template.opens,
         continue_final_message=template.continues,
         **{**variables, **added},
     )
+    return ids if images is None else images.place(ids, order, tokenizer)
 
 
 def template_options(
@@ -364,7 +390,8 @@ def check_context(call: GenerationCall) -> None:
         if len(ids) + (wanted or 1) > limit:
             fits = len(ids) < limit and wanted is not None
             param = call.request.limit_name if fits else where
-            raise context_too_long(limit, len(ids), wanted, param=param, where=where)
+            images = 0 if call.images is None else call.images.tokens
+            raise context_too_long(limit, len(ids), wanted, param=param, where=where, images=images)
     if params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
         top = params.prompt_logprobs
         raise invalid(

@@ -19,6 +19,9 @@ from deployments.api.fields.chat import (
     CALL,
     AssistantMessage,
     CustomCall,
+    FilePart,
+    ImageUrlPart,
+    InputImagePart,
     MediaPart,
     Message,
     Part,
@@ -26,7 +29,7 @@ from deployments.api.fields.chat import (
     TextPart,
     ToolMessage,
 )
-from deployments.api.generation.request import ChatMessage, ToolCall
+from deployments.api.generation.request import ChatMessage, Content, ImagePart, ToolCall
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, JsonObject, parse_inner
 
@@ -69,19 +72,23 @@ class ChatBuilder:
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 
-    def content(self, parts: Sequence[Part], path: str) -> tuple[TextPart | RefusalPart, ...]:
-        """Return the texts of a list of parts. Raises ApiError 400."""
+    def content(self, parts: Sequence[Part], path: str) -> Content:
+        """Return the texts and images of a list of parts. Raises ApiError 400."""
         if not 1 <= len(parts) <= MAX_MESSAGE_PARTS:
             raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
         self._parts += len(parts)
         if self._parts > MAX_PARTS:
             raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
-        texts: list[TextPart | RefusalPart] = []
+        content: list[TextPart | RefusalPart | ImagePart] = []
         for i, part in enumerate(parts):
+            place = f"{path}[{i}]"
             if isinstance(part, MediaPart):
-                raise no_media(f"{path}[{i}].type")
-            texts.append(part)
-        return tuple(texts)
+                raise no_media(f"{place}.type")
+            if isinstance(part, (ImageUrlPart, InputImagePart, FilePart)):
+                content.append(ImagePart(part, place, f"{place}.type"))
+            else:
+                content.append(part)
+        return tuple(content)
 
     def count_calls(self, new: int, whole: int, path: str) -> None:
         """Count tool calls of a message. Raises ApiError 400.
@@ -130,7 +137,7 @@ class ChatBuilder:
                     raise wrong_type(f"{path}.refusal", "a string")
         elif isinstance(message, ToolMessage):
             answered = self.check_answered(message.tool_call_id, f"{path}.tool_call_id")
-        parts: tuple[TextPart | RefusalPart, ...] | None = None
+        parts: Content | None = None
         if isinstance(content, str):
             parts = (TextPart(content),)
         elif content is not None:

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from deployments.api.fields.chat import RefusalPart, TextPart
+from deployments.api.fields.chat import RefusalPart, TextPart, WrittenImage
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -28,17 +28,34 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     arguments: Any
 
 
+class ImagePart(msgspec.Struct, frozen=True, gc=False):
+    """An image of a message, which is read once the model is known.
+
+    place: the client's name of it, e.g. ``messages[0].content[1]``
+    refused: the client's name of what a model that takes text only refuses
+    """
+
+    written: WrittenImage
+    place: str
+    refused: str
+
+    text: ClassVar[str] = ""  # where only the texts of a message count
+
+
+Content = tuple[TextPart | RefusalPart | ImagePart, ...]
+
+
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     """A checked message of a chat.
 
     place: the client's name of the message, e.g. ``messages[2]`` or ``instructions``
-    content: the parts, all of them texts today; None: the message has no content
+    content: the parts; None: the message has no content
     tool_call_id: the call whose result the message is
     """
 
     role: str
     place: str
-    content: tuple[TextPart | RefusalPart, ...] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -49,6 +66,11 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     def text(self) -> str:
         """The text of the content, its parts with nothing between them."""
         return "".join([part.text for part in self.content or ()])
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of the content."""
+        return [part for part in self.content or () if type(part) is ImagePart]
 
     def for_template(self) -> TemplateMessage:
         """Return the message as templates expect it: one string, and calls with a type."""

@@ -70,6 +70,7 @@ class HttpExchange:
         self.digest = b""  # of the body, once it was read
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, with any status
         self.encoding = b""  # of the body, once it was read
+        self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
         self.error_body: Callable[[ApiError], bytes] = ApiError.body  # of an answer that is not 2xx
         self._send = send
         self._tell_id = tell_id
@@ -124,6 +125,15 @@ class HttpExchange:
                 400, "invalid_framing", "Content-Length and Transfer-Encoding exclude each other"
             )
 
+    @property
+    def content_length(self) -> int | None:
+        """The bytes of the body as the client tells them; None: it does not."""
+        lengths = self.headers.get(b"content-length", [])
+        # Check the number of digits first: a very long number must not be converted to an int.
+        if not lengths:
+            return None
+        return int(lengths[0]) if len(lengths[0].lstrip(b"0")) <= 18 else 2**63
+
     async def body(self, limit: int, timeout_s: float) -> bytes:
         """The whole JSON body, as it was sent: `encoding` is how it is compressed. limit: bytes;
         timeout_s: seconds until its last byte.
@@ -131,9 +141,8 @@ class HttpExchange:
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
         """
         self._check_media_type()
-        lengths = self.headers.get(b"content-length", [])
-        # Check the number of digits first: a very long number must not be converted to an int.
-        if lengths and (len(lengths[0].lstrip(b"0")) > 18 or int(lengths[0]) > limit):
+        length = self.content_length
+        if length is not None and length > limit:
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0
@@ -155,7 +164,7 @@ class HttpExchange:
             raise closing(
                 408, "request_timeout", f"the body did not arrive within {timeout_s:g} s"
             ) from None
-        if lengths and int(lengths[0]) != size:
+        if length is not None and length != size:
             raise closing(
                 400, "invalid_content_length", "the body is not as long as Content-Length says"
             )

@@ -27,6 +27,7 @@ from deployments.api.generation.call import (
     template_options,
     too_many_tokens,
 )
+from deployments.api.generation.images import check_no_images
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.tenancy import (
     QueueFields,
@@ -300,6 +301,7 @@ async def take_input(call: PooledCall[In]) -> list[list[int]]:
 
     def work() -> list[int]:
         chat = check_messages(messages, (call.exchange.parsed or {})["messages"], ignored)
+        check_no_images(chat, call.card)
         most = sys.maxsize if call.truncate else call.limit
         ids = chat_ids(call.tokenizer, chat, None, template, None, ignored, most)
         return call.checked(ids, "messages")

@@ -143,6 +143,8 @@ def _shown(context: ApiContext, card: ModelCard) -> JsonObject:
         more["aliases"] = card.aliases
     if card.parent is None and context.options.models is not None:
         more["status"] = context.options.models.status(card.id)
+    if card.images is not None:
+        more["input_modalities"] = ["text", "image"]
     return {
         "id": card.id,
         "object": "model",

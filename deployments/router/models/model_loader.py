@@ -33,6 +33,7 @@ from deployments.router.serve import discovery
 from deployments.router.weights import RayWeightsStore
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
+from engine.images.processor import image_processor
 from engine.pooled_checkpoint import read_pooling
 from engine.text.tokenizer import Tokenizer
 
@@ -330,5 +331,6 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         pooling=pooling,
         vector_size=0 if pooling is None else pooling.size(config.hidden_size),
         facts=read_facts(folder, config),
+        images=image_processor(folder),
     )
     return card, tokenizer, identity

@@ -74,7 +74,7 @@ class GrpcServer:
             interceptors=(_Keys(api),),
             options=(
                 # A protobuf message is hardly larger than the JSON of the same request.
-                ("grpc.max_receive_message_length", api.options.max_body_bytes),
+                ("grpc.max_receive_message_length", api.options.max_image_body_bytes),
                 ("grpc.so_reuseport", 1),
             ),
         )

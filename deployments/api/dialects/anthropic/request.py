@@ -22,10 +22,11 @@ from deployments.api.fields.anthropic import (
     Turn,
     UserBlock,
 )
-from deployments.api.fields.chat import TextPart
+from deployments.api.fields.chat import AnthropicImage, TextPart
 from deployments.api.generation.call import template_options
+from deployments.api.generation.images import misplaced_image
 from deployments.api.generation.messages import ChatBuilder, no_media
-from deployments.api.generation.request import ChatMessage, ChatRequest
+from deployments.api.generation.request import ChatMessage, ChatRequest, Content, ImagePart
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, wrong_type
@@ -188,6 +189,9 @@ class _Reader:
             match block.known:
                 case TextBlock(text):
                     texts.append(text)
+                case AnthropicImage():
+                    here = f"{place}[{i}]"
+                    raise no_media(f"{here}.type", misplaced_image(here, "system"))
                 case MediaBlock():
                     raise no_media(f"{place}[{i}].type")
                 case None:
@@ -229,12 +233,14 @@ class _Reader:
                     is_open = True
                     self._add(content, here)
 
-    def _add(self, block: TextBlock | ThinkingBlock | ToolUse, here: str) -> None:
+    def _add(self, block: TextBlock | ThinkingBlock | ToolUse | AnthropicImage, here: str) -> None:
         """Add what a block says to the last message."""
         last = self._builder.messages[-1]
         match block:
             case TextBlock(text):
-                self._builder.change(content=(TextPart(last.text + text),))
+                self._builder.change(content=_with_text(last.content or (), text))
+            case AnthropicImage():
+                self._builder.change(content=(*(last.content or ()), _image(block, here)))
             case ThinkingBlock(thought):
                 self._builder.change(reasoning_content=(last.reasoning_content or "") + thought)
             case ToolUse(id, name, input):
@@ -243,9 +249,39 @@ class _Reader:
                 self._builder.change(tool_calls=(*last.tool_calls, call))
 
     def _result(self, result: ToolResult, here: str) -> None:
-        text = "".join(self._texts(result.content, f"{here}.content"))
+        content = self._result_content(result.content, f"{here}.content")
         id = self._builder.check_answered(result.tool_use_id, f"{here}.tool_use_id")
-        self._builder.add_message("tool", here, text)
-        self._builder.change(tool_call_id=id)
+        self._builder.add_message("tool", here)
+        self._builder.change(content=content or (TextPart(""),), tool_call_id=id)
         if result.is_error:
             self._leave_out(f"{here}.is_error")
+
+    def _result_content(self, result: Texts | None, place: str) -> Content:
+        """Return the texts and images of a tool's result. Raises ApiError 400."""
+        if result is None or isinstance(result, str):
+            return (TextPart(result or ""),)
+        content: Content = ()
+        for i, block in enumerate(result):
+            here = f"{place}[{i}]"
+            match block.known:
+                case TextBlock(text):
+                    content = _with_text(content, text)
+                case AnthropicImage() as image:
+                    content = (*content, _image(image, here))
+                case MediaBlock():
+                    raise no_media(f"{here}.type")
+                case None:
+                    self._leave_out(here)
+        return content
+
+
+def _image(image: AnthropicImage, here: str) -> ImagePart:
+    return ImagePart(image, here, f"{here}.type")
+
+
+def _with_text(content: Content, text: str) -> Content:
+    """Return a content that ends with a text, in one part with a text before it."""
+    last = content[-1] if content else None
+    if isinstance(last, TextPart):
+        return (*content[:-1], TextPart(last.text + text))
+    return (*content, TextPart(text))

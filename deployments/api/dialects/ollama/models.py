@@ -119,6 +119,7 @@ def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
     if card.facts.generates:
         capabilities.append("completion")
         known = template_output(tokenizer)
+        capabilities += ["vision"] if card.images is not None else []
         capabilities += ["tools"] if known.calls is not None else []
         capabilities += ["thinking"] if known.reasoning is not None else []
         capabilities += ["insert"] if FillMarks.of(tokenizer) is not None else []

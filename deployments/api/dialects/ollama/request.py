@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.api.body_fields import name_fields
+from deployments.api.fields.chat import OllamaImage
 from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.ollama import (
     CHAT,
@@ -14,16 +15,17 @@ from deployments.api.fields.ollama import (
     Options,
     ToolMessage,
 )
-from deployments.api.generation.messages import ChatBuilder, no_media
+from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import (
     ChatMessage,
     ChatRequest,
+    ImagePart,
     TemplateOptions,
     TextRequest,
 )
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import invalid
+from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.constraints import RequestedGrammar, schema_constraint
 from deployments.api.output.request import read_choice, read_tools, requested_tools
@@ -84,13 +86,14 @@ def ollama_generate(
     fields = GENERATE.read(body, ignored, strict=strict)
     effort = _effort(fields.think)
     prompt, suffix, system = fields.prompt or "", fields.suffix or "", fields.system or ""
-    if not prompt and not suffix:
+    if not prompt and not suffix and not fields.images:
         return None
     if not fields.raw and not suffix and template:
         builder = ChatBuilder(ignored)
         if system:
             builder.add_message("system", "system", system)
         builder.add_message("user", "prompt", prompt)
+        _add_images(builder, fields.images, "images")
         return ChatRequest(
             **_common(fields, body.get("user")),
             prompt_name="prompt",
@@ -99,6 +102,9 @@ def ollama_generate(
             effort=effort,
             ignored=tuple(ignored),
         )
+    if fields.images:
+        what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
+        raise invalid(f"images: {what} leaves no place for them", "images", "conflicting_fields")
     if system:
         what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
         raise invalid(f"system: {what} leaves no place for it", "system", "conflicting_fields")
@@ -161,11 +167,9 @@ def _messages(
     count = 0  # of calls
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
-        if message.images:
-            path = f"{place}.images"
-            raise no_media(path, f"{path}: the models served here take text only")
         ignored += name_fields((n for n in sent[i] if n not in _MESSAGE), f"{place}.")
         builder.add_message(message.role, place, message.content or "")
+        _add_images(builder, message.images, f"{place}.images")
         if isinstance(message, AssistantMessage):
             builder.change(reasoning_content=message.thinking)
             if not message.tool_calls:
@@ -183,6 +187,18 @@ def _messages(
         elif isinstance(message, ToolMessage):
             builder.change(tool_call_id=_answered(message, waiting, place))
     return builder.finish()
+
+
+def _add_images(builder: ChatBuilder, images: Any, place: str) -> None:
+    """Put images before the text of the last message, as Ollama does."""
+    if not images:
+        return
+    if not isinstance(images, list):
+        raise wrong_type(place, "a list of images in base64")
+    parts = [
+        ImagePart(OllamaImage(image), f"{place}[{i}]", place) for i, image in enumerate(images)
+    ]
+    builder.change(content=(*parts, *(builder.messages[-1].content or ())))
 
 
 def _answered(message: ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import name_fields
-from deployments.api.fields.chat import ItemContent, RefusalPart, TextPart
+from deployments.api.fields.chat import ItemContent, TextPart
 from deployments.api.fields.responses import (
     ITEMS,
     MAX_ITEMS,
@@ -28,7 +28,7 @@ from deployments.api.fields.responses import (
 from deployments.api.fields.tools import no_choice
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
-from deployments.api.generation.request import ChatMessage, ChatRequest
+from deployments.api.generation.request import ChatMessage, ChatRequest, Content
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import invalid, shown
@@ -305,7 +305,7 @@ class _Messages:
         self._builder.change(content=content)
         self._said = False
 
-    def _content(self, content: ItemContent, path: str) -> tuple[TextPart | RefusalPart, ...]:
+    def _content(self, content: ItemContent, path: str) -> Content:
         if not content:
             return (TextPart(""),)
         if isinstance(content, str):
@@ -326,8 +326,10 @@ class _Messages:
         while leading < len(messages) and messages[leading].role == "system":
             leading += 1
         if leading > 1:
-            text = "\n\n".join(message.text for message in messages[:leading])
-            first = msgspec.structs.replace(messages[leading - 1], content=(TextPart(text),))
+            parts: list[Any] = []
+            for message in messages[:leading]:
+                parts += [TextPart("\n\n"), *(message.content or ())]
+            first = msgspec.structs.replace(messages[leading - 1], content=tuple(parts[1:]))
             messages[:leading] = [first]
 
 

@@ -1,0 +1,261 @@
+"""ChatImages: the images of a chat, from what its client wrote to their place in the prompt."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import name_fields
+from deployments.api.fields.chat import (
+    AnthropicImage,
+    FilePart,
+    ImageUrlPart,
+    InputImagePart,
+    TextPart,
+)
+from deployments.api.generation.request import ChatMessage, ImagePart
+from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.output.prompt import TemplateMessage
+from deployments.backend import ModelCard
+from deployments.images.intake import ImageIntake, ImageSource, PlacedPicture
+from deployments.images.memory import HeldBytes
+from engine.errors import ConfigError
+from engine.images.expand import expand_placeholders
+from engine.images.layout import ImageError, ImageLayout
+from engine.images.picture_file import PictureFile
+from engine.images.processor import ImageProcessor
+from engine.text.tokenizer import Tokenizer
+
+DETAILS = ("auto", "low", "high", "original")
+_ROLES = ("user", "tool")  # whose messages may have images
+_MODALITY = "modality_not_supported"
+
+
+@dataclass(slots=True)
+class ChatImages:
+    """The images of a chat, whose headers were read.
+
+    held: the count of the bytes that they hold
+    placed: what was placed in the prompt, once it is encoded
+    """
+
+    processor: ImageProcessor
+    sources: list[ImageSource]
+    files: list[PictureFile]
+    layouts: list[ImageLayout]
+    held: HeldBytes
+    placed: list[PlacedPicture] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all images."""
+        return sum(len(layout.token_ids) for layout in self.layouts)
+
+    def place(self, ids: list[int], order: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+        """Return a rendered chat's ids with those of its images, each of which gets its place.
+
+        order: the images as the template met them. Raises InvalidRequest image_not_shown.
+        """
+        placeholder = tokenizer.token_id(self.processor.placeholder)
+        if placeholder is None:
+            raise ConfigError(
+                f"the tokenizer has no token {self.processor.placeholder}, in whose place images "
+                "stand",
+                param="model",
+            )
+        layouts = [self.layouts[index] for index in order]
+        expanded, starts = expand_placeholders(ids, placeholder, layouts, len(self.layouts))
+        self.placed = [
+            PlacedPicture(self.sources[index], self.files[index], self.layouts[index], start)
+            for index, start in zip(order, starts, strict=True)
+        ]
+        return expanded
+
+
+class ImageMarks:
+    """Marks that stand for images while a chat's contents are texts.
+
+    What tools and thinking add to a chat is put together out of texts.
+    """
+
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+        self._nonce = f"{secrets.randbelow(10**24):024d}"
+        self._count = 0
+        self.messages = [self._marked(message) for message in messages]
+
+    def _marked(self, message: ChatMessage) -> ChatMessage:
+        content: list[Any] = []
+        for part in message.content or ():
+            if type(part) is ImagePart:
+                content.append(TextPart(f"{self._nonce}{self._count:06d}"))
+                self._count += 1
+            else:
+                content.append(part)
+        if not message.images:
+            return message
+        return msgspec.structs.replace(message, content=tuple(content))
+
+    def put_back(self, messages: Iterable[TemplateMessage]) -> list[int]:
+        """Change contents with marks into lists of parts; return the images' numbers in order."""
+        order: list[int] = []
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, str) or self._nonce not in content:
+                continue
+            before, *marked = content.split(self._nonce)
+            parts: list[Any] = [{"type": "text", "text": before}] if before else []
+            for piece in marked:
+                order.append(int(piece[:6]))
+                parts.append({"type": "image"})
+                if text := piece[6:]:
+                    parts.append({"type": "text", "text": text})
+            message["content"] = parts
+        return order
+
+
+def check_no_images(messages: Iterable[ChatMessage], card: ModelCard) -> None:
+    """Refuse a chat with images where it is not answered. Raises ApiError 400."""
+    for part in _images(messages):
+        if card.images is None:
+            raise _text_only(part, card)
+        raise invalid(f"{part.place}: only chats that are answered take images", part.place)
+
+
+def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
+    return [part for message in messages for part in message.images]
+
+
+def _text_only(part: ImagePart, card: ModelCard) -> ApiError:
+    text = f'{part.place}: the model "{card.id}" takes text only'
+    return invalid(text, part.refused, _MODALITY)
+
+
+async def read_images(
+    messages: Sequence[ChatMessage], card: ModelCard, intake: ImageIntake, ignored: list[str]
+) -> ChatImages | None:
+    """Read the files of a chat's images and their headers; return None for a chat without.
+
+    ignored: the list that names of later frames are added to.
+    Raises ApiError 400, InvalidRequest naming the image, Overloaded.
+    """
+    parts = _images(messages)
+    if not parts:
+        return None
+    if card.images is None:
+        raise _text_only(parts[0], card)
+    for message in messages:
+        if message.role not in _ROLES and message.images:
+            first = message.images[0]
+            text = misplaced_image(first.place, message.role)
+            raise invalid(text, first.refused, _MODALITY)
+    most = intake.limits.per_request
+    if len(parts) > most:
+        raise invalid(
+            f"a request takes at most {most} images (images.per_request), this one has "
+            f"{len(parts)}",
+            parts[most].place,
+            "too_many_images",
+        )
+    sources = list(map(_source, parts))
+    held = intake.memory.take(0)
+    try:
+        files = await intake.read(sources, held)
+        layouts = [
+            _layout(card.images, source, file) for source, file in zip(sources, files, strict=True)
+        ]
+    except BaseException:
+        held.release()
+        raise
+    frames = [source.place for source, file in zip(sources, files, strict=True) if file.frames]
+    ignored += name_fields(f"{place}.frames" for place in frames)
+    return ChatImages(card.images, sources, files, layouts, held)
+
+
+def misplaced_image(place: str, role: str) -> str:
+    """Return the message of the error for an image in a message of another role."""
+    roles = " and ".join(_ROLES)
+    return f"{place}: images stand in messages of the roles {roles}, not {role}"
+
+
+def _layout(processor: ImageProcessor, source: ImageSource, file: PictureFile) -> ImageLayout:
+    try:
+        return processor.layout(file.width, file.height, source.detail)
+    except ImageError as error:
+        raise invalid(f"{source.place}: {error.message}", source.place, error.code) from None
+
+
+def _source(part: ImagePart) -> ImageSource:
+    """Return where the bytes of an image are. Raises ApiError 400 naming the field."""
+    written, place = part.written, part.place
+    if isinstance(written, ImageUrlPart):
+        value, place = written.image_url, f"{place}.image_url"
+        if not isinstance(value, dict):
+            return ImageSource(place, _string(value, place))
+        place = f"{place}.url"
+        return ImageSource(place, _string(value.get("url"), place), detail=_detail(value, part))
+    if isinstance(written, InputImagePart):
+        _check_no_id(written.file_id, place)
+        detail = _detail({"detail": written.detail}, part)
+        place = f"{place}.image_url"
+        return ImageSource(place, _string(written.image_url, place), detail=detail)
+    if isinstance(written, FilePart):
+        return _of_file(written, place)
+    if isinstance(written, AnthropicImage):
+        return _of_block(written.source, f"{place}.source")
+    return _of_data(_string(written.base64, place), place)
+
+
+def _of_file(written: FilePart, place: str) -> ImageSource:
+    fields = {"file_data": written.file_data, "file_id": written.file_id}
+    if isinstance(written.file, dict):
+        fields, place = written.file, f"{place}.file"
+    elif isinstance(written.file_url, str):
+        return ImageSource(f"{place}.file_url", written.file_url)
+    _check_no_id(fields.get("file_id"), place)
+    place = f"{place}.file_data"
+    return _of_data(_string(fields.get("file_data"), place), place)
+
+
+def _of_block(source: Any, place: str) -> ImageSource:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "base64":
+        return _of_data(_string(source.get("data"), f"{place}.data"), f"{place}.data")
+    if kind == "url":
+        return ImageSource(f"{place}.url", _string(source.get("url"), f"{place}.url"))
+    if kind == "file":
+        _check_no_id(kind, place)
+    raise invalid(f"{place}.type must be base64 or url", f"{place}.type")
+
+
+def _of_data(data: str, place: str) -> ImageSource:
+    if data[:5].lower() == "data:":
+        return ImageSource(place, data)
+    return ImageSource(place, base64=data)
+
+
+def _check_no_id(id: Any, place: str) -> None:
+    if id is not None:
+        raise invalid(
+            f"{place}.file_id: files are kept for batches only; send the image itself",
+            f"{place}.file_id",
+            "not_supported",
+        )
+
+
+def _string(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(place, "a string")
+    return value
+
+
+def _detail(fields: dict[str, Any], part: ImagePart) -> str:
+    detail = fields.get("detail")
+    if detail is None:
+        return "auto"
+    if detail not in DETAILS:
+        name = "image_url.detail" if isinstance(part.written, ImageUrlPart) else "detail"
+        place = f"{part.place}.{name}"
+        raise invalid(f"{place} must be one of {', '.join(DETAILS)}", place)
+    return str(detail)
