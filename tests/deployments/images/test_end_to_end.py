@@ -1,0 +1,222 @@
+"""Real PNG and JPEG files over HTTP to an engine process with a tiny Qwen3-VL, against
+transformers, through a killed engine, and from the library."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image as Pillow
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.backend import ModelCard
+from deployments.replica.server import ReplicaServer, StallLimits
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.models.models_backend import ModelsBackend
+from engine.config.engine_config import EngineConfig
+from engine.images.processor import image_processor
+from engine.library.llm import LLM
+from engine.process.client import EngineClient
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.api.asgi import Client
+from tests.deployments.images.vision_backend import TEMPLATE, vision_tokenizer
+from tests.engine.images.files import saved
+from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WIDE, TALL = picture(200, 90, 1), picture(70, 150, 2)
+PNG, JPEG = saved(WIDE, "PNG"), saved(TALL, "JPEG", quality=90)
+TOKENS = 24
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 400,
+    "num_blocks": 200,
+    "max_num_seqs": 4,
+}
+
+
+class Model:
+    """A model folder with tokenizer and template, and the model of transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = vision_tokenizer()
+        ids = {
+            f"{name}_token_id": self.tokenizer.token_id(f"<|{text}|>")
+            for name, text in (
+                ("image", "image_pad"),
+                ("video", "image_pad"),
+                ("vision_start", "vision_start"),
+                ("vision_end", "vision_end"),
+            )
+        }
+        ids["video_token_id"] = 0  # of no prompt here
+        case = CASES["Qwen3-VL"]
+        self.case: Case = replace(
+            case, text=case.text | {"vocab_size": self.tokenizer.vocab_size}, outer=ids
+        )
+        self.theirs: Any = save_model(folder, self.case)
+        self.tokenizer.backend.save(str(folder / "tokenizer.json"))
+        named = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(named))
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+    @torch.inference_mode()
+    def answer(self, prompt: list[int], pictures: list[Pillow.Image]) -> list[int]:
+        """Return the greedy tokens of transformers."""
+        pad = self.case.outer["image_token_id"]
+        given = dict(their_processor(self.case)(images=pictures, return_tensors="pt"))
+        ids = list(prompt)
+        for _ in range(TOKENS):
+            tokens = torch.tensor([ids])
+            given["mm_token_type_ids"] = (tokens == pad).int()
+            ids.append(int(self.theirs(input_ids=tokens, **given).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("vlm"))
+
+
+def part(data: bytes) -> dict[str, Any]:
+    url = f"data:image/x;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+CONTENT = [
+    {"type": "text", "text": "the number of"},
+    part(PNG),
+    {"type": "text", "text": "is"},
+    part(JPEG),
+]
+BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": CONTENT}],
+    "max_tokens": TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+class Endpoint:
+    """A router with engine processes, without Ray. pids: of the engines."""
+
+    def __init__(self, client: Client, servers: list[ReplicaServer], pids: list[int]) -> None:
+        self.client, self.servers, self.pids = client, servers, pids
+
+
+@asynccontextmanager
+async def endpoint(model: Model, replicas: int) -> AsyncIterator[Endpoint]:
+    config = EngineConfig(model=str(model.folder), **OPTIONS)
+    tokenizer = Tokenizer.load(model.folder)
+    card = ModelCard("m", 400, tokenizer.vocab_size, (2,), 0, images=image_processor(model.folder))
+    dispatcher = Dispatcher(card, tokenizer, DispatchLimits(wait_seconds=30.0), "router")
+    front = ModelsBackend("router-1")
+    front.set_dispatcher("m", dispatcher, 0.0)
+    servers: list[ReplicaServer] = []
+    engines: list[EngineClient] = []
+
+    def make(*callbacks: Any) -> EngineClient:
+        engines.append(EngineClient(*callbacks))
+        return engines[-1]
+
+    published = {}
+    try:
+        for number in range(replicas):
+            server = ReplicaServer(DispatchLimits().channel, StallLimits(), make)
+            ready = await server.start(config, "127.0.0.1")
+            servers.append(server)
+            published[f"r{number}"] = {
+                "host": "127.0.0.1",
+                "port": server.port,
+                "secret": server.secret.hex(),
+                "max_model_len": ready.max_model_len,
+                "vocab_size": ready.vocab_size,
+                "eos_token_ids": [2],
+                "step_tokens": ready.step_tokens,
+                "adapter_slots": 0,
+            }
+        dispatcher.set_replicas(published)
+        while len(dispatcher.state().replicas) < replicas:
+            await asyncio.sleep(0.01)
+        client = Client(build_asgi(front, ApiOptions()))
+        yield Endpoint(client, servers, [engine.pid for engine in engines])
+    finally:
+        front.close()
+        for server in servers:
+            await server.stop()
+
+
+async def test_answers_are_those_of_transformers(model: Model) -> None:
+    """From the file to the last token: a picture that was swapped, turned or resized otherwise."""
+    async with endpoint(model, 1) as served:
+        reply = await served.client.post("/v1/chat/completions", BODY)
+        assert reply.status == 200, reply.body
+        answer = reply.json()
+        prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+        pictures = [WIDE, Pillow.open(io.BytesIO(JPEG)).convert("RGB")]
+        assert tokens == model.answer(prompt, pictures)
+        swapped = [CONTENT[0], CONTENT[3], CONTENT[2], CONTENT[1]]
+        messages = [{"role": "user", "content": swapped}]
+        other = await served.client.post("/v1/chat/completions", {**BODY, "messages": messages})
+        assert other.json()["choices"][0]["token_ids"] != tokens
+        again = await served.client.post("/v1/chat/completions", {**BODY, "n": 2})
+        choices = again.json()["choices"]
+        assert [choice["token_ids"] for choice in choices] == [tokens, tokens]
+        assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        broken = [part(PNG[:-100])]
+        messages = [{"role": "user", "content": broken}]
+        refused = await served.client.post("/v1/chat/completions", {**BODY, "messages": messages})
+        assert (refused.status, refused.json()["error"]["code"]) == (400, "invalid_image")
+
+
+async def test_a_killed_engine_changes_nothing(model: Model) -> None:
+    """Without its pixels a request that moved would be refused, or answered about nothing."""
+    async with endpoint(model, 2) as served:
+        body = {**BODY, "max_tokens": 150}
+        whole = (await served.client.post("/v1/chat/completions", body)).json()
+        asked = asyncio.create_task(served.client.post("/v1/chat/completions", body))
+        while not sum(server.in_flight for server in served.servers):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        busy = next(i for i, server in enumerate(served.servers) if server.in_flight)
+        os.kill(served.pids[busy], signal.SIGKILL)
+        reply = await asked
+        assert reply.status == 200, reply.body
+        tokens = reply.json()["choices"][0]["token_ids"]
+        assert tokens == whole["choices"][0]["token_ids"]
+
+
+def test_the_library(model: Model) -> None:
+    """A program without a server gets the same answer, from a file or from Pillow's picture."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(model.folder, **OPTIONS) as llm:
+        text = {"type": "text", "text": "the number of"}
+        chats = [
+            [{"role": "user", "content": [text, {"type": "image", "image": image}]}]
+            for image in (PNG, WIDE)
+        ]
+        first, second = llm.chat(chats, params)
+        prompt = first.prompt_token_ids
+        expected = model.answer(prompt, [WIDE])
+        assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == [expected] * 2
+        mark = "<|vision_start|><|image_pad|><|vision_end|>"
+        written = f"<|im_start|>user\nthe number of{mark}<|im_end|>\n<|im_start|>assistant\n"
+        (third,) = llm.generate({"prompt": written, "images": [WIDE]}, params)
+        assert third.outputs[0].token_ids == expected
