@@ -107,8 +107,9 @@ class Drafting:
             end = known + drafts  # after the token that follows the last draft
             if entry not in spans:
                 read = self._read[proposal.row]
-                # what is left out costs acceptance
-                start = max(start if read < 0 else read, end - max(share, drafts + 2))
+                # The newest token is read in any case. What is left out costs acceptance.
+                start = start if read < 0 else min(read, known - 1)
+                start = max(start, end - max(share, drafts + 2))
             spans[entry] = start, end
             self._read[proposal.row] = known
         if not spans:

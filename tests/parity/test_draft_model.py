@@ -14,6 +14,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.runner.model_runner import ModelRunner
+from engine.runner.warm_up import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.drafters import ListedLengths
@@ -137,10 +138,17 @@ def test_a_draft_model_at_rest_reads_no_decodes(folder: Path, monkeypatch: Any) 
     assert len(read) < core.stats().step and tokens - 12 < sum(read) < 1.6 * tokens
 
 
+def test_the_start_drafts_for_every_row(folder: Path) -> None:
+    """Bug: behind the largest step the padding row seems to have read more than its text."""
+    core, _ = drafting(folder, folder, 3)
+    assert isinstance(core._runner, ModelRunner)
+    warm_up(core._runner, 512)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
 def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
     """Bug: the draft model's inputs are those of a graph, or of a step in flight."""
-    core, controller = drafting(folder, folder, 3, 7, 0, 1, device="cuda", dtype="bfloat16", **cut)
+    core, controller = drafting(folder, folder, 3, 7, 0, 1, device="cuda", dtype="float32", **cut)
     run(core, PROMPTS, SAMPLING)
     assert controller.accepted > 0.9 * controller.drafted > 50
