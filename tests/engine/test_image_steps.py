@@ -62,7 +62,8 @@ class Rows:
 
     def encode(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         self.calls.append(len(pixels))
-        return torch.cat([self.of(int(p[0, 0, 0, 0]), p.shape[1] * p.shape[2]) for p in pixels])
+        rows = [self.of(int(p[0, 0, 0, 0]), p.shape[1] * p.shape[2]) for p in pixels]
+        return torch.cat(rows).to(DEVICE)
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
         return 1, 1, size
