@@ -42,12 +42,12 @@ class Lazy:
 class Candidate(Generic[Form]):
     """One kernel for an operation.
 
-    name: the name that docs say.
-    operands: what it multiplies.
-    takes: whether it serves this form on a GPU of this compute capability; of a matrix, where its
-        sizes divide as usual.
-    tokens: the first and the last number of tokens that it serves with this form: of a step, in
-        attention of a request.
+    name: the kernel's name in the docs.
+    operands: the operands that it multiplies.
+    takes: whether it serves this form on a GPU of this compute capability, for matrices whose sizes
+        are multiples of the kernel's tiles.
+    tokens: the smallest and largest number of tokens that it serves with this form. They are the
+        tokens of a step, for attention those of a request.
     fits: whether it serves a call, by the operation's inputs.
     run: the operation, with what the kernel fuses.
     fuses: what else of a call `run` computes. The back end computes the rest before or after.

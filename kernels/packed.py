@@ -93,8 +93,10 @@ class Format:
         return 32 if self.rows == 1 else 2
 
     def rounds_experts(self, capability: tuple[int, int]) -> bool:
-        """Whether experts of a mixture round their rows there, however many. Else their codes are
-        decoded."""
+        """Whether experts multiply rows rounded to 8 bits on such a GPU, for any number of rows.
+
+        Otherwise their codes are decoded first.
+        """
         return self.code == "e4m3" and self.rows == 1 and self.rounds(capability)
 
     @property

@@ -187,7 +187,7 @@ class Dispatcher:
         }
 
     def ready(self) -> bool:
-        """Whether requests are accepted, which a sleeping model does, too."""
+        """Whether the model accepts requests, as it also does while it sleeps and they wake it."""
         return not self._draining and (self.queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:

@@ -151,8 +151,8 @@ class RequestTrace:
     def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
         """Return an ended request's visits to replicas.
 
-        They are (from, until, decision, tokens emitted before, why the replica was left or ""). A
-        request whose choices move apart is at several replicas at once.
+        Each is (from, until, decision, tokens emitted before, why the replica was left or "").
+        Choices of one request can be at different replicas at the same time.
         """
         moves = list(self._moves)
         visits = []

@@ -48,7 +48,7 @@ class Latent:
     factor: float = 1.0
 
 
-# For `Architecture.computed`: the cache holds one key head, the latent and the shared key.
+# Keys for `Architecture.computed`: the cache holds one key head, a latent and its rotary key.
 ONE_KEY_HEAD: Mapping[str, Read] = {
     "num_key_value_heads": lambda config: 1,
     "head_dim": lambda config: config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),

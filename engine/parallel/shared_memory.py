@@ -250,7 +250,7 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Return (rank, meetings) of each rank that is behind another one.
+        """Return each rank that is behind another one, with its count of meetings.
 
         The list is empty if no rank is in a meeting.
         """
@@ -259,7 +259,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         return [(rank, count) for rank, count in enumerate(met) if count < max(met)]
 
     def stragglers(self) -> list[tuple[int, int]]:
-        """Return (rank, meetings) of each rank that this rank waits for in a step."""
+        """Return each rank that this rank waits for in a step, with its count of meetings."""
         state = self.state
         assert state is not None
         if state.agrees:

@@ -74,7 +74,8 @@ def _named(role: str) -> Message:
 def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
     """Return a message in the form that the template takes.
 
-    It has no absent fields, and its reasoning stands under all names.
+    It leaves out fields that are None, and has the reasoning under each name that templates use.
+
     Raises InvalidRequest for parts that are not text.
     """
     out = {key: value for key, value in message.items() if value is not None}

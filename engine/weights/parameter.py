@@ -86,7 +86,7 @@ class Source:
         return tensor
 
     def fits(self, stored: tuple[int, ...]) -> bool:
-        """Whether a checkpoint tensor of this shape holds the source."""
+        """Whether a checkpoint tensor of shape `stored` has the shape that this source expects."""
         if self.shorter:
             return math.prod(stored) <= math.prod(self.shape)
         if self.flat:

@@ -101,7 +101,7 @@ CHUNK_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("prefill:attention_prefill", _takes_plain, _any_tokens),
 )  # fmt: skip
 
-# Where a token's numbers may depend on its request alone: of all requests, keys in one order.
+# For the deterministic mode: the keys of each request are summed in one order.
 FIXED_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("quantized_prefill:quantized_prefill_fixed", _takes_codes, _any_tokens, _has_codes),
     _kernel("prefill:attention_prefill_fixed", _takes_plain, _any_tokens),

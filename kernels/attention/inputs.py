@@ -70,7 +70,7 @@ class LatentInputs(NamedTuple):
 
     q: [num_tokens, num_heads, nope + rope], the last `rope` elements rotated.
     cache: [num_blocks, 1, block_size, rank + rope].
-    up: [num_heads, nope + value, rank], which makes keys and values of latents.
+    up: [num_heads, nope + value, rank], the up projection from latents to keys and values.
     scale: the factor of scores.
     """
 
@@ -81,7 +81,9 @@ class LatentInputs(NamedTuple):
 
 
 class AbsorbedInputs(NamedTuple):
-    """The inputs of attention over latents whose queries are multiplied by what makes keys.
+    """The inputs of attention over latents with absorbed queries.
+
+    An absorbed query is multiplied by the up projection of keys, so it attends to latents directly.
 
     absorbed: [num_heads, num_tokens, rank], of any stride between heads.
     q, cache, scale: those of `LatentInputs`.

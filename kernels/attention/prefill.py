@@ -264,8 +264,8 @@ def _prefill_kernel(
 
 
 class PrefillLaunch(NamedTuple):
-    rows: int  # queries times heads of a group, a program
-    keys: int  # a tile
+    rows: int  # queries times heads of a group, in one program
+    keys: int  # in one tile
     num_warps: int
     num_stages: int
 

@@ -108,8 +108,8 @@ def _walk(
     keys = tl.arange(0, KEYS)
     columns = tl.arange(0, TILE.dims // PACKED)
     dim_mask = (columns * PACKED < HEADS.head_dim)[None, :]
-    # What is the same for each tile stays out of the loop (`prefill._walk`). Block ids and numbers
-    # are read a tile ahead, codes more tiles by the compiler.
+    # Loop invariants are computed before the loop (`prefill._walk`). Block ids and scales are
+    # loaded one tile ahead; the compiler prefetches codes by several tiles.
     WHOLE: tl.constexpr = KEYS % HEADS.block_size == 0
     position = begin + keys
     rows_in = head * HEADS.block_size + (keys if WHOLE else position) % HEADS.block_size

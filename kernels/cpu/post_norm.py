@@ -140,7 +140,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         return w.at(sums, w.add(w.mul(row, hidden), w.mul(panel, 2 * size))), hidden
 
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
-        """Add the sums to x, the residual, in place, and norm the result."""
+        """Generate the addition of a matmul's output to the residual x, in place, and its norm."""
         first = _NORMS + 3 * number
         weight, bias = (
             w.argument(first + part, "ptr") if parts[2 * number + part] else "" for part in (0, 1)

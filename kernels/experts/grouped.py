@@ -325,7 +325,7 @@ class Scales(NamedTuple):
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """Return the grid: each expert with pairs has at most one block that is not full."""
+    """Return a grid for any choice of experts: each has at most one partly full block."""
     pairs = ids.numel()
     return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
@@ -352,7 +352,7 @@ def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
 def _shape(tile: Tile, experts: int, rows: int, x: Tensor, tma: bool) -> dict[str, Any]:
     """Return a launch's constants, with as many stages as shared memory has room for.
 
-    rows: of the weight, that a turn reads.
+    rows: number of the weight's rows that one iteration reads.
     """
     stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
     block = triton.next_power_of_2(experts)

@@ -244,7 +244,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: PackedTile, experts: int) ->
 
 
 def _grid(pairs: int, experts: int, tile: PackedTile, outs: int) -> tuple[int]:
-    """Return the grid: each expert with pairs has at most one block that is not full."""
+    """Return a grid for any choice of experts: each has at most one partly full block."""
     return ((min(pairs, experts) + pairs // tile.pairs) * triton.cdiv(outs, tile.outs),)
 
 

@@ -1,8 +1,8 @@
 """Experts with e4m3 weights and inputs: a scale for each output and for each token.
 
-What a gate gives is rounded with a scale a pair by a launch of its own, as for linear layers: a
-program of the first product sees some of a pair's outputs, and a scale for so many would have to be
-multiplied in between the steps of the second product.
+Activations between the two matmuls are rounded by a launch of their own, with one scale for each
+pair, as for linear layers. A program of the first matmul computes only some outputs of a pair. A
+scale for those alone would have to be applied inside the second matmul's loop.
 """
 
 from torch import Tensor

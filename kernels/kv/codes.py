@@ -315,7 +315,10 @@ def numbers_of(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
-    """Store scale and least element as words [n], at rows at [n]."""
+    """Store the scale and the least element of n heads, packed into one word for each.
+
+    at: [n], indices into `words`.
+    """
     bits = scale.to(tl.int32, bitcast=True) >> 16
     if KIND == 3:
         tl.store(words + at, bits | least.to(tl.int32, bitcast=True), mask=mask)

@@ -450,7 +450,7 @@ def _delta_norm_kernel(
 
 
 class Handed(NamedTuple):
-    """The tensors that pass and norm take; see their kernels' arguments."""
+    """The intermediate tensors of chunks, which later kernels read; see their arguments."""
 
     queries: Tensor
     keys: Tensor

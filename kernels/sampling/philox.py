@@ -91,8 +91,9 @@ def exponential(v: F32) -> F32:
 
 
 def token_exponential(words: U64) -> F32:
-    """Return the excess of each token's variable over the smallest of its group, from words of
-    stream 0.
+    """Return by how much each token's exponential variable exceeds the smallest of its group.
+
+    words: Philox words of stream 0.
     """
     return -np.log(words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33))
 

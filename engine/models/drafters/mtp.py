@@ -111,7 +111,7 @@ class MtpDrafter:
 
     @property
     def open_bytes(self) -> int:
-        """The bytes of parameters that wait to be packed: at most all."""
+        """The most bytes of parameters that wait to be packed at one time: those of all of them."""
         return sum(owner.loading_bytes for owner in self._packed if owner.transient)
 
     @property

@@ -1,4 +1,7 @@
-"""Linear layers for experts that the checkpoint stores quantised: one an expert, or one a layer."""
+"""Linear layers of experts that the checkpoint stores quantised.
+
+Each expert has two of its own, or all experts of a layer share two.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -21,19 +21,19 @@ from kernels.launch.device import shared_memory
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-LEAST_PIECE = 2048  # keys made at once, where a step has fewer tokens
-MOST_ABSORBED = 2048  # tokens of chunks, whose queries and results are as long as latents
+LEAST_PIECE = 2048  # keys expanded at once, where a step has fewer tokens
+MOST_ABSORBED = 2048  # tokens of chunks; absorbed queries and results are as long as latents
 _GATHER = 16  # latents of a program
 
 
 def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
-    """Whether making keys and values for a step's chunks takes fewer operations than they spare.
+    """Whether expanding keys and values for a step's chunks takes fewer operations than it saves.
 
-    Absorbed queries need none of them, and are longer. False where the host does not know the
+    Absorbed queries need no keys and values, and are longer. False where the host does not know the
     lengths.
     """
     num_tokens = len(inputs.q)
-    _, each, rank = inputs.up.shape  # elements made of a latent for a head
+    _, each, rank = inputs.up.shape  # elements expanded from a latent for a head
     starts, lengths = meta.query_start_host, meta.kv_len_host
     if starts is None or lengths is None:
         return False
@@ -170,8 +170,8 @@ def _latent_expanded_kernel(
     made,  # [size, heads, NOPE + VALUE]
     gathered,  # [size, RANK + ROPE]
     out,  # [tokens, heads, VALUE]
-    carried,  # [tokens, heads, VALUE] float32: what was found in pieces before
-    carried_top,  # [2, tokens, heads] float32: the largest scores, and the sums
+    carried,  # [tokens, heads, VALUE] float32: the accumulator after earlier pieces
+    carried_top,  # [2, tokens, heads] float32: their largest scores, and denominators
     query_start,
     key_ends,  # [entries]: the sum of kv_len up to each, itself included
     kv_len,

@@ -2,10 +2,12 @@
 
 `kernels.reference.Kernels.latent_attention` defines it.
 
-Decodes are absorbed: a query is multiplied by what would make keys of latents, and attends to these
-as to one key head's; what it finds is multiplied by what makes values. That reads a latent once for
-all heads. Many queries of one entry share keys and values that are made for them, which are shorter
-than latents: prefill is not absorbed.
+Decodes are absorbed. A query is multiplied by the up projection of keys, and attends to the latents
+as to a single key head. The result is multiplied by the up projection of values. That reads a
+latent once for all heads.
+
+Prefill is not absorbed: latents are expanded to keys and values, which are shorter than latents.
+The many queries of an entry share them.
 """
 
 import torch
@@ -14,13 +16,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.attention.reference import DecodeBatch, PrefillChunk
 
-_KEYS_BYTES = 64 << 20  # of keys and values that are made at once
+_KEYS_BYTES = 64 << 20  # of keys and values that are expanded at once
 
 
 def attend_latent_decodes(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, part: DecodeBatch
 ) -> Tensor:
-    """Attend the decodes of a part: q [n, heads, nope + rope] -> [n, heads, value]."""
+    """Compute latent attention of a batch of decodes.
+
+    q [n, heads, nope + rope] -> [n, heads, value]
+    """
     latents = part.gather.read_keys(cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
     latents = latents[:, 0].to(q.dtype)  # [n, keys, rank + rope]
@@ -36,8 +41,9 @@ def attend_latent_decodes(
 def attend_latent_chunk(
     q: Tensor, cache: Tensor, up: Tensor, scale: float, chunk: PrefillChunk
 ) -> Tensor:
-    """Attend a chunk: q [num_tokens, heads, nope + rope] -> the chunk's rows, [length, heads,
-    value].
+    """Compute latent attention of a prompt's chunk.
+
+    q [num_tokens, heads, nope + rope] -> the chunk's rows [length, heads, value]
     """
     latents = chunk.gather.read_keys(cache)[0, 0, : chunk.num_keys].to(q.dtype)
     heads, both, rank = up.shape

@@ -312,7 +312,7 @@ def _scores(
                 _cut(pieces_first, pieces_second, shared, other, end - after, KEYS)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
             acc = warpgroup_mma(weights, first.index(place), acc, is_async=True)
-            # After the last tile these are scores of what lies there; nobody reads them.
+            # Scores of the next tile. After the last tile they are of stale keys, and unused.
             mbarrier.wait(full_first.index(other), other_turn, pred=after < end)
             score = _score_first(q_first, first.index(other), ROWS, KEYS, SCORES)
             # `taking` needs no wait; without it ptxas gives 64 heads other registers, untimed.
@@ -406,7 +406,7 @@ def _latent_specialized_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A tile's elements lie 64 by 64, each 64 of all its rows behind the 64 before.
+    # A tile is stored as panels of 64 columns, each with all rows, one panel after the other.
     listed = (counted, items)
     queries = (q_first, q_second, q_shared)
     tiles = (first, second, shared)

@@ -421,7 +421,7 @@ class PackedLinear(Panels):
 
     def _pack(self, weight: Tensor, size: int) -> Tensor:
         view = weight.view(-1, 2, size, weight.shape[1] // 2, 2)
-        if weight.dtype == torch.bfloat16:  # both columns in one lane
+        if weight.dtype == torch.bfloat16:  # a lane holds a pair of columns
             return view.permute(0, 3, 1, 2, 4).contiguous()
         return view.permute(0, 3, 4, 1, 2).contiguous()
 

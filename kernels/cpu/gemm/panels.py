@@ -307,7 +307,7 @@ class RoundedRows:
     ) -> None:
         """Load the arguments for rounding. num_bytes: bytes of a rounded row."""
         self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
-        self.slot = ""  # this thread's number, set by `all`
+        self.slot = ""  # the index of this thread's copy, set by `all`
         self._block_rows = writer.argument(BLOCK_ROWS)
         self.in_blocks = writer.op(f"icmp ne i64 {self._block_rows}, 0")
         self._count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)

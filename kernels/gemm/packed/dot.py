@@ -374,7 +374,7 @@ def tile(
     tokens: int,
     shape: tuple[int, int],
     sms: int,
-    scale_codes: bool = False,  # as `packed_dot` has it
+    scale_codes: bool = False,  # as in `packed_dot`
     sums: bool = False,  # as `scales_sums`
 ) -> tuple[int, int, int, int, int]:
     """Return (ROWS, TOKENS, words or codes of a row, warps, stages), the best of sweeps over
