@@ -17,11 +17,12 @@ def bidirectional_attention(
     window: int = 0,
     apart: bool = False,
 ) -> Tensor:
-    """Attend in both directions: a token sees its whole text, or with window > 0 so many on each
-    side.
+    """Compute attention in both directions within each text: [num_tokens, num_heads, head_dim].
 
-    q, k, v: [num_tokens, num_heads, head_dim]. starts: of each text, then num_tokens. apart: a text
-    is computed as if it were alone, whatever the device. -> as q.
+    q, k, v: [num_tokens, num_heads, head_dim].
+    starts: the first token of each text, then num_tokens.
+    window: the tokens that a token sees on each side; 0 = its whole text.
+    apart: whether each text is computed as if it were alone, on any device.
     """
     if apart or q.device.type == "cpu":
         return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window) for a, b in pairwise(starts)])

@@ -63,8 +63,8 @@ def _walk(
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, TILE.dims)
     PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
-    # The loop waits for its own instructions more than for the tensor cores: what is the same for
-    # each tile stays out of it. Where tiles start with a block that is all but the block ids.
+    # The loop waits for its own instructions more than for the tensor cores: loop
+    # invariants are computed before it. Where tiles start with a block, only block ids vary.
     WHOLE: tl.constexpr = KEYS % HEADS.block_size == 0
     if WHOLE:
         in_block = _in_block(keys, dims, head, HEADS.head_dim, HEADS.block_size)

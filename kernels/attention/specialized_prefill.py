@@ -56,7 +56,7 @@ class PrefillTile(NamedTuple):
     places: tiles of keys, and of values, in shared memory.
     slots: tiles of queries there.
     box: keys that the accelerator copies at once.
-    registers: registers of a thread of the second warpgroup; the first has what is left, as many.
+    registers: registers of a thread of the second warpgroup; the first keeps as many.
     producer_registers: registers of a thread of the producer.
     """
 

@@ -40,7 +40,7 @@ from kernels.cpu.scores import Numbers, Places, Scored
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _KEYS_A_TILE = 64
-_ROWS_A_TILE = 96  # about so many rows share a copied tile of keys
+_ROWS_A_TILE = 96  # the approximate number of rows that share a copied tile of keys
 _ROWS = 6  # rows that are multiplied together, so that their sums stay in registers
 _LEAST = -1e38  # score whose weight is 0; twice as much is still a finite float32
 

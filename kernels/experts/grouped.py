@@ -28,8 +28,8 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 class Tile(NamedTuple):
     rows: int  # pairs of one expert
-    outs: int  # rows of the weight; of gate_up so many of the gate's and as many of the up's
-    depth: int  # columns a turn
+    outs: int  # rows of the weight; for gate_up this many of the gate and of the up
+    depth: int  # columns of one iteration
     num_warps: int
     num_stages: int
     tma: bool = False  # where the device has it

@@ -27,7 +27,7 @@ from kernels.packed import PackedWeight
 
 class PackedTile(NamedTuple):
     pairs: int  # of one expert
-    outs: int  # rows of the weight; of gate_up so many of the gate's and as many of the up's
+    outs: int  # rows of the weight; for gate_up this many of the gate and of the up
     num_warps: int
     num_stages: int
 

@@ -19,9 +19,9 @@ class ExpertWeights:
     act: a key of `Kernels.GATES`, or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
         at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, of an expert
         that is down(act(up(x))).
-    weigh_input: a token's weight multiplies what its expert reads, not what it gives (Llama 4).
-    total: > 0: so many experts can be chosen, of which another rank has the others. A choice of
-        one of those is the number of experts here, `count`, and adds nothing.
+    weigh_input: whether a token's weight multiplies its expert's input, not the output (Llama 4).
+    total: the number of experts on all ranks; 0 = all are here. The id `count` stands for an expert
+        of another rank, and adds nothing.
     """
 
     gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's; or these alone

@@ -35,7 +35,7 @@ _LONGEST_QUEUE = 100_000.0  # a host with longer queues is too slow to be waited
 _CLEARLY = 0.98  # share of the library's time below which a choice is kept
 _BEST = 4  # candidates that are timed again after the first round
 _LED = 2  # best candidates of a landmark that are tried at neighbouring sizes
-_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # below so many rows, so many further
+_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # (rows below which it holds, rows to the next load)
 _LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
@@ -193,7 +193,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
 
 
 def _load(weight: Tensor, most: int, add: bool) -> None:
-    """Launch the library's own choices for up to so many rows, once a process.
+    """Launch the library's own choices for up to `most` rows, once a process.
 
     Between the tuned sizes it chooses by the number of rows, and the first launch of a choice loads
     its machine code, for which CUDA waits until the device is idle. A step that came upon such a

@@ -115,9 +115,14 @@ _agreeing: dict[tuple[object, ...], tuple[FixedTile, ...]] = {}
 def agreeing(
     weight: Tensor, bias: Tensor | None = None, *, add: bool = False
 ) -> tuple[FixedTile, ...]:
-    """The tiles that give the same bits for this weight, with what is added to the product; tried
-    (and compiled) once for each shape. In a graph that is being captured nothing can be tried, and
-    what was not tried before is left out."""
+    """Return the tiles that give the same bits for this weight.
+
+    Tiles are compiled and tried once for each shape. During the capture of a CUDA graph none can be
+    tried, and tiles that were not tried before are left out.
+
+    bias: the vector that the kernel adds to the product.
+    add: whether the kernel adds a residual to the product.
+    """
     key = (*weight.shape, weight.dtype, weight.device, bias is not None, add)
     if key not in _agreeing:
         tiles = TILES[weight.element_size()]

@@ -13,9 +13,9 @@ K^T, decayed))^-1. States are float32 between chunks. Operands, and data between
 dtype.
 
 States are not written to memory per chunk: `pass` keeps them in registers, so it must also compute
-the outputs. Convolutions have their own launch, because fused into `solve` they would take so many
-registers that only two programs fit a multiprocessor, and value heads that share a key head would
-repeat them.
+the outputs. Convolutions have their own launch. Fused into `solve`, their registers would leave
+room for only two programs on a multiprocessor, and value heads that share a key head would repeat
+them.
 
 Sums start anew with each chunk, and chunks with each entry, so results depend on how a prompt is
 cut.

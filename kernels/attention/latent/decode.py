@@ -4,8 +4,8 @@ It is split over keys as decode.py is, with the same plan and merge.
 
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
 between the two products, so a program takes as many heads as registers hold results for. The matrix
-unit multiplies 64 rows at once: those are heads where there are so many, and else latents, whose
-products with few heads waste nothing. Up to 16 heads it multiplies 16 rows at a time instead. On
+unit multiplies 64 rows at once: those are heads where there are 64, and else latents, which
+wastes no rows. Up to 16 heads it multiplies 16 rows at a time instead. On
 Hopper 33 to 64 heads of a part are specialized_decode.py's.
 """
 

@@ -37,7 +37,7 @@ LOWERED = tl.constexpr(2.0**40)
 
 @triton.jit
 def _scales(scale, offset, group, exists, FORMAT: tl.constexpr):
-    """Return the factor of a decoded code, and what is added then."""
+    """Return the factor of a decoded code, and the offset that is added to the product."""
     s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
     if FORMAT.offset == 0:
         o = -FORMAT.base * s

@@ -4,8 +4,8 @@ belongs together and nothing is moved between threads.
 
 A nibble becomes a float16 by its place. In the low bits of the mantissa of 1024 it is
 1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and every
-other pair a shift. x is divided by the 16 beforehand, and what is too much leaves the sum of a word
-at once.
+other pair a shift. x is divided by the 16 beforehand, and the excess of 1024 is subtracted from
+each word's sum.
 """
 
 from typing import NamedTuple

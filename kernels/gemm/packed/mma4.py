@@ -12,9 +12,9 @@ same one. Of a span of 128 inputs (`Format.span`) lane 4 * g + c has the words 8
 outputs g and 8 + g, whose nibbles i belong to the eight neighbours from input 32 * i + 8 * c.
 
 A program owns some tiles of 16 outputs, or of 8 gates and the 8 ups that belong to them. Its warps
-share the inputs, every one of so many spans each, and add up at the end. A column of the units'
-short side is a token, whose numbers depend on no other column. This is Gluon, because Triton's own
-language has no say in where numbers lie; no interpreter runs it, so that its tests need a GPU
+take spans of inputs in turn, and add their sums up at the end. A column of the units' short side is
+a token, whose numbers depend on no other column. This is Gluon, because Triton's own language does
+not control register layouts; no interpreter runs it, so that its tests need a GPU
 (`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
 """
 

@@ -82,10 +82,10 @@ def round_rows(
 
     x: [tokens, size], or with a gate [tokens, 2 * size].
     gate: a key of `Kernels.GATES`; not together with a norm.
-    group: 0: a scale for each row, [tokens, 1], which is the row's largest magnitude / TOP. Else a
-        power of two that divides size: a scale for so many inputs, [tokens, size / group], a
-        group's together in memory. Both results then have a multiple of 16 rows; those behind
-        x's are undefined.
+    group: inputs that share a scale, a power of two that divides size: scales are [tokens, size /
+        group], those of one group adjacent in memory. 0 = a scale for each row, [tokens, 1], which
+        is the row's largest magnitude / TOP. With groups both results have a multiple of 16
+        rows; those behind x's are undefined.
     """
     assert norm is None or gate is None
     tokens, size = x.shape
