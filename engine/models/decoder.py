@@ -244,7 +244,7 @@ def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
 
 
 def _finish_left(each: Linear | Stack) -> None:
-    """Finish a linear layer or a stack of experts, unless the loader has done so already."""
+    """Finish a linear layer or stack of experts that the loader has not finished."""
     if each.parameters:
         each.finish()
 

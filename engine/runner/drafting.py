@@ -219,7 +219,7 @@ class Drafting:
         result.drafts = drafts.to("cpu", non_blocking=True) if self._cuda else drafts
         result.draft_counts = [proposal.count for proposal in batch.proposals]
         if result.event is not None:
-            result.event.record()  # recorded again after this copy
+            result.event.record()  # again, so that it covers this copy
 
 
 def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -34,7 +34,10 @@ class Head(Protocol):
     group: TensorParallelGroup
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
-        """Compute logits of hidden states [n, hidden_size]; see `engine.models.registry.Model`."""
+        """Compute logits of hidden states [n, hidden_size]; see `engine.models.registry.Model`.
+
+        whole: whether for the whole vocabulary, or for this rank's share.
+        """
         ...
 
 

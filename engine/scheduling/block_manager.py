@@ -170,7 +170,7 @@ class BlockManager:
         self.free(dropped)
 
     def num_behind(self, request: Request, position: int) -> int:
-        """Return by how much `drop_behind` would raise num_free."""
+        """Return how many blocks `drop_behind` would free."""
         table, groups, count = request.blocks, self.num_groups, 0
         for group, kind in enumerate(self.kinds):
             at = (kind.behind(position, self.block_size) - 1) * groups + group

@@ -250,9 +250,9 @@ class DraftLengths:
         return _REPEATED_FEW if self._entries <= _FEW else _REPEATED
 
     def note_look(self, repeats: bool) -> None:
-        """Note a look at one of the decoding requests.
+        """Record a check of one decoding request for repeated text.
 
-        repeats: whether its text ends with tokens that stood before.
+        repeats: whether its text ends with tokens that occurred earlier.
         """
         self._next_look = self._step + (_LOOK_FEW if self._entries <= _FEW else _LOOK)
         self._looks += 1

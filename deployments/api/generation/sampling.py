@@ -17,7 +17,7 @@ from engine.sampling_params import (
 )
 from engine.text.tokenizer import Tokenizer
 
-# The fields of bodies with our names, beside those that are looked into.
+# The fields that bodies and SamplingParams name alike, without those that need conversion.
 _SAME = {
     name: name
     for name in SamplingParams.__struct_fields__

@@ -180,7 +180,7 @@ class JsonRefusals:
     def send_400_response(self, msg: str) -> None:
         """Refuse a request; uvicorn calls it while it handles the parser's exception."""
         error = sys.exception()
-        status = getattr(error, "error_status_hint", 400)  # h11's
+        status = getattr(error, "error_status_hint", 400)  # h11's errors suggest one
         if len(self.url) > MAX_URL_BYTES:
             status = 414
         elif type(error).__name__ == "HttpParserInvalidMethodError" and _UNKNOWN_METHOD.match(

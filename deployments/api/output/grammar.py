@@ -316,7 +316,7 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return the name of the terminal of text as of `_without`."""
+        """Return the terminal for the text that `_without` describes; its rule is added once."""
         key = tuple(dict.fromkeys(filter(None, marks))), starts, ends, tail
         if not any(key):
             return "ANY"

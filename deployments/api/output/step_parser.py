@@ -21,12 +21,12 @@ class Event(NamedTuple):
 
 
 class StepParser:
-    """The base of parsers that go on piece by piece, whose result depends on the text alone.
+    """The base of incremental parsers, whose result depends on the text alone, not on its pieces.
 
     However the text is cut, the pieces of each kind add up to the same. Parsing never fails: what
     is no call after all is content.
 
-    Each step takes a part of _text, and tells whether there may be another.
+    A step consumes a part of `_text`, and returns whether another step may follow.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:

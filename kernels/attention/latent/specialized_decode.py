@@ -152,7 +152,7 @@ def _half(
     NUM_HEADS: gl.constexpr = PARTS * GROUP
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     pairs = gl.load(counted) * PARTS
-    step = 0  # tiles
+    step = 0  # tiles that were processed so far
     gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // PARTS
@@ -257,7 +257,7 @@ def _scores(
     score_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
     pairs = gl.load(counted) * HEADS.parts
-    step = 0  # tiles
+    step = 0  # tiles that were processed so far
     gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // HEADS.parts

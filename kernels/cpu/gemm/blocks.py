@@ -153,6 +153,7 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
 def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None:
     """Generate out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for quantised x.
 
+    form: the format of the panel's weights.
     ahead: whether to prefetch the panel.
     """
     size, integers = writer.lanes, writer.integers

@@ -19,8 +19,8 @@ from kernels.packed import PackedWeight
 
 
 def fragments_fit(stack: PackedExperts, dtype: torch.dtype) -> bool:
-    """Whether the kernels are made for these: MXFP4 whose scales bfloat16 has, whole tiles, and x
-    of this dtype."""
+    """Whether the kernels serve this stack: MXFP4 with scales in bfloat16's range, sizes of whole
+    tiles, and x of this dtype."""
     size, hidden = stack.down.shape[1], stack.gate_up.shape[1]
     rows = stack.gate_up.shape[0] // stack.count
     return (

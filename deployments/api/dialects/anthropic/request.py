@@ -113,7 +113,7 @@ def _user(metadata: Any, ignored: list[str]) -> str | None:
     """Return the user, by whom requests may take turns."""
     if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
         user: str = metadata["user_id"]
-        ignored.append("metadata.user_id")  # requests may take turns by it, and that is all
+        ignored.append("metadata.user_id")  # only used for taking turns among users
         return user
     if metadata:
         ignored.append("metadata")

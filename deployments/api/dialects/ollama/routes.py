@@ -1,5 +1,5 @@
-"""Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes that would
-manage models."""
+"""Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes for
+managing models, which are refused."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
