@@ -313,7 +313,7 @@ class ModelConfig:
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
             rope_scaling,
         )
-        model = replace(model, vision=read_vision(config, model.wrapper, folder))
+        model = replace(model, vision=read_vision(config, model.wrapper, model.rotary_dim, folder))
         if model.tie_embeddings or not (folder / MODULES).is_file():
             return model
         # Embedding models are saved without their head, whatever config.json says.

@@ -100,11 +100,10 @@ def _colours(settings: Reader, key: str, default: Colour, scale: float) -> Colou
     return red, green, blue
 
 
-def rotary_axes(text: Reader) -> Mapping[str, Any]:
-    """Return `mrope_section` and `interleaved` of a text model's config."""
+def rotary_section(text: Reader, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `mrope_section` of a text model's config; default where the file is silent."""
     for key in ("rope_parameters", "rope_scaling"):
         section = text.inner(key).listed("mrope_section", int)
         if section is not None:
-            alternate = text.inner(key).flag("mrope_interleaved")
-            return {"mrope_section": tuple(section), "interleaved": alternate}
-    raise text.error("rope_parameters", "has no mrope_section, which pictures need")
+            return tuple(section)
+    return default

@@ -27,27 +27,38 @@ _OF_QUANTIZED = (
 )
 
 
-def read_vision(config: Reader, wrapper: str, folder: Path) -> VisionConfig | None:
+def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> VisionConfig | None:
     """Return the tower of a multimodal model; None if its text model is served alone.
 
-    That is so for a family without a tower here, and for a folder whose weights are without a
-    tower, with a quantised one or without the processor's settings.
+    That is so for a family without a tower here, for a folder whose weights are without a tower,
+    with a quantised one or without the processor's settings, and for rotary positions that have no
+    three axes.
 
     config: config.json with its outer keys.
     wrapper: the name of the multimodal model; "" = none.
+    rotary_dim: the rotary elements of a head of the text model.
     """
     family = WRAPPERS[wrapper].images if wrapper else ""
     if not family or not config.get("vision_config"):
         return None
     settings = ProcessorSettings.read(folder)
-    vision = FAMILIES[family](
-        config, Reader({}, str(folder)) if settings is None else settings.values
-    )
     shards = find_shards(folder)
+    if shards is not None and settings is None:
+        return None
+    values = Reader({}, str(folder)) if settings is None else settings.values
+    vision = FAMILIES[family](config, values)
+    section = vision.mrope_section
+    if section is not None and sum(section) != rotary_dim // 2:
+        logger.warning(
+            "%s: mrope_section has %d frequencies and rotary embeddings %d: the model takes text "
+            "alone",
+            config.path,
+            sum(section),
+            rotary_dim // 2,
+        )
+        return None
     if shards is None:  # a folder without weights, which is planned or filled at random
         return vision
-    if settings is None:
-        return None
     stored = read_headers(folder) if shards.listed is None else shards.listed
     names = [name for name in stored if vision.tensor_name(name) is not None]
     quantized = next((name for name in names if name.endswith(_OF_QUANTIZED)), None)

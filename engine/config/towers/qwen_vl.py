@@ -7,7 +7,7 @@ from engine.config.vision import (
     CLIP_MEAN,
     VisionConfig,
     normalisation,
-    rotary_axes,
+    rotary_section,
     square,
 )
 from engine.config_reader import Reader
@@ -48,10 +48,12 @@ def read_qwen3_vl(config: Reader, settings: Reader) -> QwenVision:
         activation=vision.one_of("hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
         norm_eps=1e-6,
         deepstack=len(layers),
+        # files of Qwen3.5 and later always have their own
+        mrope_section=rotary_section(text, (24, 20, 20)),
+        interleaved=True,
         frames=square(vision, "temporal_patch_size", 2),
         merge=vision.size("spatial_merge_size", 2),
         positions=vision.size("num_position_embeddings", 2304),
         deepstack_layers=layers,
         **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),
-        **rotary_axes(text),
     )

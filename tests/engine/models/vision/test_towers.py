@@ -1,5 +1,6 @@
 """Towers give the embeddings that transformers' models give, from pictures to rows."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,27 @@ def test_folders_whose_text_alone_is_served(
     config = folder(tmp_path)
     assert config.vision is None
     load_weights(build_model(config, torch.float32, "cpu", kernels_for("cpu")), tmp_path)
+
+
+def test_sections_of_rotary_axes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: a folder whose rotary parameters have no section, or one of another width, is refused,
+    though it had served text."""
+    save_model(tmp_path, CASES["Qwen3-VL"])
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    text = values["text_config"]
+    for head_dim, section, want in (
+        (12, [2, 2, 2], (2, 2, 2)),
+        (128, None, (24, 20, 20)),  # what transformers takes
+        (12, None, None),
+        (12, [9, 2, 2], None),
+    ):
+        text["head_dim"], text["rope_parameters"]["mrope_section"] = head_dim, section
+        path.write_text(json.dumps(values))
+        vision = ModelConfig.from_folder(tmp_path).vision
+        assert (None if vision is None else vision.mrope_section) == want
+        assert ("mrope_section has" in caplog.text) == (want is None)
+        caplog.clear()
 
 
 def test_older_names_of_tensors(tmp_path: Path) -> None:
