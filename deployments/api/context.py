@@ -52,7 +52,9 @@ class ApiContext:
         """
         if exchange.parsed is not None:
             return exchange.parsed
-        limit = self._body_limit(exchange)
+        limit, length = self.options.max_body_bytes, exchange.content_length
+        if length is not None and length > limit:
+            limit = self._limit_with_images(exchange, length)
         data = await exchange.body(limit, self.options.body_timeout_s)
         if exchange.encoding:
             data = await decoded(data, exchange.encoding, limit)
@@ -68,18 +70,16 @@ class ApiContext:
         exchange.parsed = body
         return body
 
-    def _body_limit(self, exchange: HttpExchange) -> int:
-        """Return the most bytes of a request's body.
+    def _limit_with_images(self, exchange: HttpExchange, length: int) -> int:
+        """Return the most bytes of a body that is longer than bodies of texts may be.
 
-        A body that only images may have is counted with them until its answer was sent. Raises
-        Overloaded.
+        It is counted with images until its answer was sent. Raises Overloaded.
         """
-        options, length = self.options, exchange.content_length
-        limit, most = options.max_body_bytes, options.max_image_body_bytes
-        if length is None or not limit < length <= most:
-            return limit
-        if all(card.images is None for card in self.backend.models().values()):
-            return limit
+        options = self.options
+        most = options.max_image_body_bytes
+        texts = all(card.images is None for card in self.backend.models().values())
+        if texts or length > most:
+            return options.max_body_bytes
         exchange.on_end.append(options.images.memory.take(length).release)
         return most
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from deployments.api.context import ApiContext, Handler
 from deployments.api.generation.call import GenerationCall, check_context, prepare
 from deployments.api.generation.images import ChatImages, read_images
-from deployments.api.generation.request import ChatRequest, TextRequest
+from deployments.api.generation.request import ChatRequest, ImagePart, TextRequest
 from deployments.api.generation.tenancy import queue_place
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
@@ -132,9 +132,14 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
 async def _images(
     request: ChatRequest | TextRequest, card: ModelCard, intake: ImageIntake, ignored: list[str]
 ) -> ChatImages | None:
+    """Read the images of a chat; None for a request without, which costs no call more."""
     if isinstance(request, TextRequest):
         return None
-    return await read_images(request.messages, card, intake, ignored)
+    for message in request.messages:
+        for part in message.content or ():
+            if type(part) is ImagePart:
+                return await read_images(request.messages, card, intake, ignored)
+    return None
 
 
 def answers(dialect: Callable[[ApiContext], DialectRequest]) -> Handler:

@@ -187,7 +187,8 @@ class InflightRequest:
         self._queue_s = 0.0
         self._metrics = metrics
         metrics.prompt_tokens.inc(len(request.token_ids))
-        metrics.images.inc(len(request.images))
+        if request.images:
+            metrics.images.inc(len(request.images))
         if not request.params.pooled:
             metrics.prompt_size.observe(len(request.token_ids))
         self._assignment = assignment

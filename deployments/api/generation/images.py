@@ -134,15 +134,13 @@ def _text_only(part: ImagePart, card: ModelCard) -> ApiError:
 
 async def read_images(
     messages: Sequence[ChatMessage], card: ModelCard, intake: ImageIntake, ignored: list[str]
-) -> ChatImages | None:
-    """Read the files of a chat's images and their headers; return None for a chat without.
+) -> ChatImages:
+    """Read the files of a chat's images, of which there are some, and their headers.
 
     ignored: the list that names of later frames are added to.
     Raises ApiError 400, InvalidRequest naming the image, Overloaded.
     """
     parts = _images(messages)
-    if not parts:
-        return None
     if card.images is None:
         raise _text_only(parts[0], card)
     for message in messages:

@@ -64,6 +64,7 @@ class HttpExchange:
         self.caller: Caller = ANYONE  # until its key has been checked
         self.began = time.monotonic()
         self.started = False
+        self.content_length: int | None = None  # bytes of the body as the client tells them
         self.body_size = 0  # bytes of JSON, once they were read
         self.parsed: JsonObject | None = None  # the body, once it was read
         self.ignored: list[str] = []
@@ -120,19 +121,13 @@ class HttpExchange:
         lengths = set(self.headers.get(b"content-length", []))
         if len(lengths) > 1 or not all(map(bytes.isdigit, lengths)):
             raise closing(400, "invalid_content_length", "Content-Length is not valid")
+        for length in lengths:
+            # A very long number must not be converted to an int.
+            self.content_length = int(length) if len(length.lstrip(b"0")) <= 18 else 2**63
         if lengths and b"transfer-encoding" in self.headers:
             raise closing(
                 400, "invalid_framing", "Content-Length and Transfer-Encoding exclude each other"
             )
-
-    @property
-    def content_length(self) -> int | None:
-        """The bytes of the body as the client tells them; None: it does not."""
-        lengths = self.headers.get(b"content-length", [])
-        # Check the number of digits first: a very long number must not be converted to an int.
-        if not lengths:
-            return None
-        return int(lengths[0]) if len(lengths[0].lstrip(b"0")) <= 18 else 2**63
 
     async def body(self, limit: int, timeout_s: float) -> bytes:
         """The whole JSON body, as it was sent: `encoding` is how it is compressed. limit: bytes;
