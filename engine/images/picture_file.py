@@ -8,7 +8,6 @@ import io
 import struct
 from dataclasses import dataclass
 
-import numpy as np
 from PIL import Image
 
 from engine.errors import InvalidRequest
@@ -206,6 +205,8 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 def _deep(picture: Image.Image) -> Image.Image:
     """Return a grey picture of 16 bits in RGB. Pillow's own conversion cuts values at 255."""
+    import numpy as np
+
     grey = np.asarray(picture)
     if grey.dtype != np.uint16:
         grey = grey.clip(0, 65535).astype(np.uint16)

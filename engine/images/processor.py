@@ -3,10 +3,8 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from engine.architectures import WRAPPERS
@@ -15,6 +13,10 @@ from engine.images.image import Image
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.qwen_vl import QwenImages
 from engine.images.settings import ProcessorSettings
+
+if TYPE_CHECKING:  # the library imports this module where no picture comes
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["ImageError", "ImageLayout", "ImageProcessor", "image_processor", "prepare"]
 
@@ -39,7 +41,7 @@ class ImageProcessor(Protocol):
         """
         ...
 
-    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> NDArray[np.uint8]:
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [tiles, height, width, 3] of an RGB picture with this layout."""
         ...
 

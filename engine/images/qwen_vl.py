@@ -2,13 +2,16 @@
 
 import json
 import math
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from engine.images.layout import ImageError, ImageLayout, check_sides
 from engine.images.settings import ProcessorSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # What transformers' class has where the file is silent.
 _PATCH, _MERGE, _LEAST, _MOST = 14, 2, 56 * 56, 28 * 28 * 1280
@@ -66,7 +69,9 @@ class QwenImages:
             rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
         return rows, columns
 
-    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> NDArray[np.uint8]:
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [1, height, width, 3] of an RGB picture."""
+        import numpy as np
+
         _, height, width = layout.shape
         return np.asarray(picture.resize((width, height), self.filter), np.uint8)[None]
