@@ -110,7 +110,7 @@ def _line(
     if hopper and not experts and measured in speeds:
         ratios = speeds[measured].items()
         ratios_text = ", ".join(f"{_WORDS[workload]} {ratio:.2f}" for workload, ratio in ratios)
-        text += f"; measured on an H200, times 16 bits: {ratios_text}"
+        text += f"; measured on an H100 or H200, times 16 bits: {ratios_text}"
     return text
 
 
@@ -153,7 +153,7 @@ def _rounding(
 
 @cache
 def measured_speeds() -> dict[str, dict[str, float]]:
-    """Return the speed of llama-8b on one H200 against 16-bit weights: format -> workload -> ratio.
+    """Return the speed of llama-8b on a Hopper against 16-bit weights: format -> workload -> ratio.
 
     The workloads are "single" (one stream), "uniform" (256 requests) and "prefill" (prompts). The
     numbers are those of bench/results/versus-quantised-*.json.
