@@ -178,8 +178,9 @@ def test_the_plan_counts_images(tmp_path: Path) -> None:
     assert line.split() == ["images", "(1048576", "embeddings)", f"{size:.2f}", "GiB"]
 
 
-def test_what_ranks_and_modes_refuse(tmp_path: Path) -> None:
+def test_what_ranks_and_modes_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage without the layers after which embeddings are added; images that are off."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     seeing = made("Qwen3-VL", tmp_path)
     with pytest.raises(ConfigError, match="pipeline_parallel: the first of 2 stages has 1 layers"):
         start(settings(tmp_path, pipeline_parallel=2))

@@ -121,12 +121,13 @@ def test_arrays_are_prompts() -> None:
     ids = [5, 6]
     arrays: list[Any] = [numpy.array(ids), torch.tensor(ids), OnlyDLPack(ids), [numpy.int64(5), 6]]
     ready = Ready(64, 100, 16, 8, [], {}, "", 64)
-    prompts_of_ids = Prompts(None, ready)
+    prompts_of_ids = Prompts(None, ready, "")
     for prompt in arrays:
         (taken,) = _as_list(prompt)
-        assert prompts_of_ids.encode(taken) == ids
+        assert prompts_of_ids.encode(taken).ids == ids
     for prompts in (numpy.array([ids, ids]), torch.tensor([ids, ids]), arrays[:3]):
-        assert prompts_of_ids.encode_all(_as_list(prompts))[:2] == [ids, ids]
+        encoded = prompts_of_ids.encode_all(_as_list(prompts))[:2]
+        assert [prompt.ids for prompt in encoded] == [ids, ids]
     for wrong in (numpy.array([0.5]), torch.tensor([[5]]), numpy.array(5), OnlyDLPack([]), 5):
         with pytest.raises(InvalidRequest):
             prompts_of_ids.encode(wrong)  # type: ignore[arg-type]
