@@ -219,9 +219,9 @@ in brackets.
 """
 MODELS_OF_SEVERAL = """## Text models inside others
 
-Of these the text model runs, which `text_config` names; what sees or hears is left out, and its
-tensors are not read. A file that does not say whether the head is the embedding
-(`tie_word_embeddings`) goes by `text_config`.
+Of these the text model runs, which `text_config` names, and the tower of those that see
+[images](images.md). What else sees or hears is left out, and its tensors are not read. A file
+that does not say whether the head is the embedding (`tie_word_embeddings`) goes by `text_config`.
 """
 
 
@@ -241,7 +241,10 @@ def render_models() -> str:
         for record in ARCHITECTURES.values()
         if record.models
     ]
-    around = [f"- {record.models}: `{record.name}`" for record in WRAPPERS.values()]
+    around = [
+        f"- {wrapper.models}: `{wrapper.name}`{', sees images' if wrapper.images else ''}"
+        for wrapper in WRAPPERS.values()
+    ]
     return "\n".join(
         [
             MODELS_HEAD,
