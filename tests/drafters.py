@@ -1,9 +1,12 @@
 """Drafters that are told the answer, and a controller that follows a list: for tests of
 verification. A request's `prediction` is the answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
+import pytest
+
+from engine.scheduling.request import Request
 from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
@@ -100,3 +103,36 @@ def computed(lengths: Sequence[int] = (3,)) -> Speculation:
 
 def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:
     return Speculation(ToldDrafter(kind), ListedLengths(lengths))
+
+
+Watched = list[tuple[list[int], list[int]]]  # texts with the drafts that came after each
+
+
+def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Return the list that the drafts of all requests are added to, with the texts before them."""
+    seen: Watched = []
+    receive = Speculation.receive
+
+    def watched(self: Speculation, request: Request, drafts: list[int]) -> None:
+        seen.append((request.token_ids.copy(), list(drafts)))
+        receive(self, request, drafts)
+
+    monkeypatch.setattr(Speculation, "receive", watched)
+    return seen
+
+
+def count_equal(
+    seen: Watched, drafts_after: Callable[[list[int], int], list[tuple[int, float]]]
+) -> int:
+    """Assert that drafts are the reference's, up to a near-tie in each; return how many were.
+
+    drafts_after: (text, count) -> the reference's drafts, and by how much each logit leads.
+    """
+    compared = 0
+    for text, drafts in seen:
+        for draft, (right, lead) in zip(drafts, drafts_after(text, len(drafts)), strict=True):
+            if lead < 1e-3:
+                break
+            assert draft == right, text
+            compared += 1
+    return compared

@@ -21,9 +21,7 @@ from engine.runner.memory import outline, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from engine.scheduling.request import Request
-from engine.scheduling.speculation import Speculation
-from tests.drafters import ListedLengths
+from tests.drafters import ListedLengths, count_equal, watch_drafts
 from tests.parity.engine_driver import engine, run
 
 SIZE, OWN, HEADS, KV_HEADS, DIM, VOCAB, DRAFTED, EPS = 64, 48, 4, 2, 16, 128, 40, 1e-5
@@ -185,9 +183,9 @@ def weights(size: int, count: int, *, own_embedding: bool) -> dict[str, torch.Te
     return tensors
 
 
-def drafting(made: Made, *lengths: int, **fields: Any) -> tuple[EngineCore, ListedLengths]:
-    speculation = {"method": "eagle3", "model": str(made.folder), "num_speculative_tokens": 7}
-    core = engine(made.target, speculation=speculation, num_threads=1, **fields)
+def drafting(checkpoint: Made, *lengths: int, **fields: Any) -> tuple[EngineCore, ListedLengths]:
+    speculation = {"method": "eagle3", "model": str(checkpoint.folder), "num_speculative_tokens": 7}
+    core = engine(checkpoint.target, speculation=speculation, num_threads=1, **fields)
     assert core.scheduler.speculation is not None
     controller = ListedLengths(lengths)
     core.scheduler.speculation._lengths = controller
@@ -208,31 +206,17 @@ def test_drafts_are_those_of_the_network(
 ) -> None:
     """Bugs: a switch is read and not applied; outputs of layers are taken for inputs; a number of
     the reduced vocabulary is taken for the model's; rows are paired with the wrong token."""
-    made = Made(tmp_path, **switches)
-    core, controller = drafting(made, 3, max_num_batched_tokens=17, prefix_caching=False)
-    seen: list[tuple[list[int], list[int]]] = []
-    receive = Speculation.receive
-
-    def watched(self: Speculation, request: Request, drafts: list[int]) -> None:
-        seen.append((request.token_ids.copy(), list(drafts)))
-        receive(self, request, drafts)
-
-    monkeypatch.setattr(Speculation, "receive", watched)
+    checkpoint = Made(tmp_path, **switches)
+    core, controller = drafting(checkpoint, 3, max_num_batched_tokens=17, prefix_caching=False)
+    seen = watch_drafts(monkeypatch)
     run(core, PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    compared = 0
-    for text, drafts in seen:
-        for draft, (right, lead) in zip(drafts, made.drafts(text, len(drafts)), strict=True):
-            if lead < 1e-3:
-                break
-            assert draft == right, text
-            compared += 1
-    assert compared > 60 and controller.drafted > 30
+    assert count_equal(seen, checkpoint.drafts) > 60 and controller.drafted > 30
 
 
 def test_text_and_memory(tmp_path: Path) -> None:
     """Bugs: the text with drafts of a reduced vocabulary is another; the plan counts other bytes
     than the drafter takes."""
-    made = Made(tmp_path, own=OWN)
+    checkpoint = Made(tmp_path, own=OWN)
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True, **fields)
         for fields in (
@@ -242,16 +226,16 @@ def test_text_and_memory(tmp_path: Path) -> None:
             {"temperature": 1.0, "logprobs": 2, "prompt_logprobs": 0},
         )
     ]
-    core, controller = drafting(made, 3, 7, 0, 1, num_blocks=60)
+    core, controller = drafting(checkpoint, 3, 7, 0, 1, num_blocks=60)
     drafted = run(core, PROMPTS, params)
     assert controller.drafted > 20
     core.scheduler.speculation = None
     core.reset_prefix_cache()
     plain = run(core, PROMPTS, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    speculation = {"method": "eagle3", "model": str(made.folder)}
+    speculation = {"method": "eagle3", "model": str(checkpoint.folder)}
     config = EngineConfig(
-        model=str(made.target),
+        model=str(checkpoint.target),
         device="cpu",
         dtype="float32",
         num_blocks=60,
@@ -268,14 +252,14 @@ def test_text_and_memory(tmp_path: Path) -> None:
 
 def test_refusals_name_file_and_key(tmp_path: Path) -> None:
     """Bugs: another model's drafter runs and is never right; a missing tensor is random."""
-    made = Made(tmp_path)
-    path = made.folder / "config.json"
+    checkpoint = Made(tmp_path)
+    path = checkpoint.folder / "config.json"
 
     def refusal(**changes: Any) -> str:
-        path.write_text(json.dumps(made.config | changes))
+        path.write_text(json.dumps(checkpoint.config | changes))
         with pytest.raises(ConfigError) as caught:
-            drafting(made, 3)
-        path.write_text(json.dumps(made.config))
+            drafting(checkpoint, 3)
+        path.write_text(json.dumps(checkpoint.config))
         return caught.value.message
 
     assert "vocab_size: 99 is not the model's 128" in refusal(vocab_size=99)
@@ -286,25 +270,25 @@ def test_refusals_name_file_and_key(tmp_path: Path) -> None:
     assert "is no EAGLE-3 drafter" in refusal(architectures=["LlamaForCausalLM"])
     assert "parallel_drafting: True is not supported" in refusal(parallel_drafting=True)
     assert "the drafter has no embed_tokens" in refusal(hidden_size=48)
-    tensors = {name: tensor for name, tensor in made.tensors.items() if name != "fc.weight"}
-    save_file(tensors, made.folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name != "fc.weight"}
+    save_file(tensors, checkpoint.folder / "model.safetensors", metadata={"format": "pt"})
     assert "tensor fc.weight is missing" in refusal()
-    made.folder.rename(tmp_path / "elsewhere")
+    checkpoint.folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="there is no such folder"):
-        drafting(made, 3)
+        drafting(checkpoint, 3)
 
 
 def test_a_server_plans_and_finds_the_drafter(tmp_path: Path, monkeypatch: Any) -> None:
     """Bugs: `manta plan` leaves the drafter out, or needs its weights; a relative folder is looked
     for in the replica's; a name that is none reaches the hub."""
-    made = Made(tmp_path)
-    (made.folder / "model.safetensors").unlink()
+    checkpoint = Made(tmp_path)
+    (checkpoint.folder / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)
     value: dict[str, Any] = {"method": "eagle3", "model": "drafter"}
-    options = with_drafter({"model": str(made.target), "speculation": value}, weights=False)
-    assert options["speculation"]["model"] == str(made.folder)
+    options = with_drafter({"model": str(checkpoint.target), "speculation": value}, weights=False)
+    assert options["speculation"]["model"] == str(checkpoint.folder)
     device = Hardware("CPU", "cpu", 8 * GIB)
-    model = ModelConfig.from_folder(made.target)
+    model = ModelConfig.from_folder(checkpoint.target)
     planned = plan(model, EngineConfig(**options, dtype="float32"), device)
     assert dict(planned.memory.rows)["drafter"] > 0
     with pytest.raises(ConfigError, match="or a hub name like org/name"):
@@ -316,17 +300,10 @@ def test_a_server_plans_and_finds_the_drafter(tmp_path: Path, monkeypatch: Any) 
 @pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}], ids=str)
 def test_on_a_gpu(tmp_path: Path, cut: dict[str, Any], monkeypatch: Any) -> None:
     """Bug: a graph keeps other layers' inputs, or those of sampled tokens alone."""
-    made = Made(tmp_path, norm_before_residual=True)
-    core, controller = drafting(made, 3, device="cuda", prefix_caching=False, **cut)
-    seen: list[tuple[list[int], list[int]]] = []
-    receive = Speculation.receive
-
-    def watched(self: Speculation, request: Request, drafts: list[int]) -> None:
-        seen.append((request.token_ids.copy(), list(drafts)))
-        receive(self, request, drafts)
-
-    monkeypatch.setattr(Speculation, "receive", watched)
+    checkpoint = Made(tmp_path, norm_before_residual=True)
+    core, controller = drafting(checkpoint, 3, device="cuda", prefix_caching=False, **cut)
+    seen = watch_drafts(monkeypatch)
     run(core, PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    firsts = [(drafts[0], *made.drafts(text, 1)[0]) for text, drafts in seen]
+    firsts = [(drafts[0], *checkpoint.drafts(text, 1)[0]) for text, drafts in seen]
     sure = [draft == right for draft, right, lead in firsts if lead > 0.05]
     assert sum(sure) > 0.95 * len(sure) > 10 and controller.drafted > 30
