@@ -97,7 +97,10 @@ ROW_END = 4
 
 
 def embedding(picture: int, index: int) -> int:
-    """What stands for an image's embedding in the keys; picture: the CRC of its pixels."""
+    """Return the number for an image's embedding in the keys.
+
+    picture: the CRC of its pixels.
+    """
     return VOCAB + 100 + 1000 * picture + index
 
 

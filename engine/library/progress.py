@@ -105,12 +105,12 @@ def _add_version(versions: list[tuple[str, int]], version: str, count: int) -> N
 
 def _without_first(versions: list[tuple[str, int]], skipped: int) -> list[tuple[str, int]]:
     """Return the versions without those of the first `skipped` tokens."""
-    rest = []
+    spans = []
     for version, count in versions:
         if count > skipped:
-            rest.append((version, count - skipped))
+            spans.append((version, count - skipped))
         skipped = max(0, skipped - count)
-    return rest
+    return spans
 
 
 class RequestProgress:

@@ -165,7 +165,7 @@ class Seeing:
 
 
 def vision(**fields: Any) -> VisionConfig:
-    """What a step needs of a tower, whose rows come from `Rows`."""
+    """A configuration with the fields that a step reads; the rows come from `Rows`."""
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "patch_size")
     return VisionConfig(
         family="",

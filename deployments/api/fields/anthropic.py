@@ -65,7 +65,7 @@ Texts = Annotated[str | list[TextOnlyBlock], _NO_BLOCKS]
 
 
 class ThinkingBlock(Struct, gc=False):
-    """What the model thought."""
+    """A block of the model's thinking."""
 
     thinking: Text
 
@@ -154,7 +154,10 @@ _CHOICES = "auto, any, tool or none"
 
 
 class ChoiceField(Struct, gc=False):
-    """Which tools may be called. name: of the one tool of type `tool`."""
+    """The choice of tools that may be called.
+
+    name: the one tool of type `tool`.
+    """
 
     type: Annotated[Literal["auto", "any", "tool", "none"], expects(_CHOICES, "invalid_value")]
     name: Annotated[Any, of_schema(TEXT)] = None

@@ -311,8 +311,8 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
     parts = {key: part for key, part in schema.items() if key != "discriminator"}
     if forms := schema.get("anyOf"):
         structs = [components.get(form.get("$ref", ""), {}) for form in forms]
-        taken = [not _refused(struct.get("properties", {})) for struct in structs]
-        parts["anyOf"] = list(itertools.compress(forms, taken))
+        offered = [not _refused(struct.get("properties", {})) for struct in structs]
+        parts["anyOf"] = list(itertools.compress(forms, offered))
     return {key: _inlined(part, components) for key, part in parts.items()}
 
 

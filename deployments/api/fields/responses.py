@@ -52,7 +52,7 @@ class MessageItem(Struct, gc=False):
 
 
 class ReasoningItem(Struct, gc=False):
-    """What the model thought: texts in lists of parts."""
+    """An item of the model's reasoning: texts in lists of parts."""
 
     content: Any = None
     summary: Any = None

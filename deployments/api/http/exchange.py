@@ -322,8 +322,8 @@ async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:
     try:
         body = unpack.decompress(data, INLINE_CHARS)
         if not unpack.eof:
-            left = limit + 1 - len(body)
-            body += await in_thread(lambda: unpack.decompress(unpack.unconsumed_tail, left), left)
+            room = limit + 1 - len(body)
+            body += await in_thread(lambda: unpack.decompress(unpack.unconsumed_tail, room), room)
     except zlib.error:
         raise _broken(encoding) from None
     if len(body) > limit:

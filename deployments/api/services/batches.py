@@ -88,8 +88,8 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
                 f"{most} batches of this key have not ended (batch.key_batches)",
                 retry_after=60,
             )
-        kept = body.output_expires_after
-        keep = None if kept is None else float(kept.seconds)
+        expiry = body.output_expires_after
+        keep = None if expiry is None else float(expiry.seconds)
         entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
         await _answer_one(exchange, entry)
         return

@@ -164,7 +164,7 @@ async def endpoint(model: Model, replicas: int) -> AsyncIterator[Endpoint]:
 
 
 async def test_answers_are_those_of_transformers(model: Model) -> None:
-    """From the file to the last token: a picture that was swapped, turned or resized otherwise."""
+    """Bug: on its way to the tokens a picture is swapped, turned or resized otherwise."""
     async with endpoint(model, 1) as served:
         reply = await served.client.post("/v1/chat/completions", BODY)
         assert reply.status == 200, reply.body

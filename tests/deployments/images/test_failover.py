@@ -68,7 +68,7 @@ async def test_prefixes_name_their_images() -> None:
 
 
 async def test_ended_requests_hold_no_pixels() -> None:
-    """What is kept of a request that has ended would keep its pixels, too."""
+    """Bug: the record of a request that has ended keeps its pixels, too."""
     memory = ImageMemory(10**6)
     async with Fleet(1) as fleet:
         request = asked(HeldImages([image(1)], memory.take(192)))

@@ -126,7 +126,7 @@ async def test_a_frame_holds_a_requests_pixels(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_broken_picture_is_named() -> None:
-    """Of several images the client has to know which."""
+    """Bug: an error of one among several images does not name it."""
     intake = ImageIntake()
     broken = PlacedPicture(
         ImageSource("messages[3]"), PictureFile.read(bomb(200)[:-40]), PROCESSOR.layout(9, 9), 0

@@ -395,8 +395,8 @@ def fuzzed(seeds: range) -> None:
         assert reply.status in (200, 400), (seed, reply.body)
         if reply.status == 400:
             error = reply.json()["error"]
-            said = error["message"].removeprefix(error["param"])
-            assert not LIBRARY.search(said), (seed, said)
+            reason = error["message"].removeprefix(error["param"])
+            assert not LIBRARY.search(reason), (seed, reason)
 
 
 def test_fuzzed_files(server: Server) -> None:
@@ -408,5 +408,5 @@ def test_fuzzed_files(server: Server) -> None:
 
 @pytest.mark.slow
 def test_many_fuzzed_files() -> None:
-    """As above, for rare branches."""
+    """The mutations of the test above, in numbers that reach rare branches."""
     fuzzed(range(200, 5000))

@@ -172,12 +172,12 @@ def test_mutated_files() -> None:
 
 @pytest.mark.slow
 def test_many_mutated_files() -> None:
-    """As above, for rare branches of the decoders."""
+    """The mutations of the test above, in numbers that reach rare branches of the decoders."""
     check_mutations(range(1000, 40_000))
 
 
 def test_a_bomb_decodes_within_its_pixels() -> None:
-    """What the header allows is decoded; only a limit on pixels keeps memory bounded."""
+    """A limit on pixels alone keeps memory bounded: what the header allows is decoded."""
     data = bomb(2000)
     assert len(data) < 30_000 and decoded(data).shape == (2000, 2000, 3)
     with pytest.raises(InvalidRequest, match="2000 x 2000, more than 1000000 pixels"):

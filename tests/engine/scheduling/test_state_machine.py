@@ -127,7 +127,7 @@ TestEngineMachine = EngineMachine.TestCase
 
 
 class ImageMachine(EngineMachine):
-    """The same with images, in an engine whose runner keeps few of their embeddings."""
+    """The state machine with images, in an engine whose runner keeps few of their embeddings."""
 
     @initialize(
         async_scheduling=st.booleans(),
