@@ -18,6 +18,7 @@ from kernels.attention.decode_plan import plan
 from kernels.attention.inputs import AbsorbedInputs, AttentionInputs, LatentInputs
 from kernels.attention.latent.decode import plan_latent
 from kernels.attention.latent.write import latent_write
+from kernels.attention.whole_texts import attend_texts, rotate_texts
 from kernels.candidates import first_fit
 from kernels.experts import topk
 from kernels.experts.candidates import EXPERTS, PACKED_EXPERTS
@@ -216,6 +217,23 @@ class Cuda(Kernels):
         if num_tokens > meta.num_decodes:
             first_fit(self.CHUNK_ATTENTION, inputs, meta).run(inputs, meta, out)
         return out
+
+    def whole_texts(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        num_heads: int,
+        scale: float,
+        window: int,
+        meta: AttentionMeta,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Run `attend_texts`, or plain torch for heads below 16 elements."""
+        if qkv.shape[1] < 3 * 16 * num_heads:
+            return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        if cos_sin is not None:
+            rotate_texts(qkv, *meta.rotation(cos_sin), num_heads)
+        return attend_texts(qkv, meta.query_start, num_heads, scale, window)
 
     def latent_write(
         self,

@@ -344,7 +344,7 @@ class Kernels:
         """
         q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
         if cos_sin is not None:
-            cos, sin = _rotation(cos_sin, meta.positions)
+            cos, sin = _rotation(*meta.rotation(cos_sin))
             for tensor in (q, k):
                 tensor.copy_(_rotate(tensor.float(), cos, sin))
         if meta.query_start_host is None:

@@ -83,9 +83,11 @@ def whole_texts(
     plan: WholeTexts = meta.plan
     assert len(qkv) == len(plan.positions), "tokens of no text"
     keys, values = plan.keys(num_heads, dim, key_dtype)
-    table = torch.empty(0, 0) if cos_sin is None else cos_sin
+    table, rows = torch.empty(0, 0), plan.positions
+    if cos_sin is not None:
+        table, rows = meta.rotation(cos_sin)
     inputs = RopeInputs(qkv, table, None, None, 0.0, keys, values, num_heads)
-    q = rotation.rope_kv_write(inputs, inputs.cos_sin, plan.positions, plan.slots)
+    q = rotation.rope_kv_write(inputs, table, rows, plan.slots)
     out = qkv.new_empty(len(qkv), num_heads * dim)
     attend(q, keys, values, scale, plan.entries(window), out, _PLAIN)
     return out

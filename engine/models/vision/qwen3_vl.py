@@ -25,11 +25,9 @@ class _Block:
         self.up = tower.linear(f"{name}.mlp.linear_fc1", inner, width)
         self.down = tower.closing(f"{name}.mlp.linear_fc2", width, inner)
 
-    def forward(
-        self, residual: Tensor, segments: AttentionMeta, rotation: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, residual: Tensor, segments: AttentionMeta) -> Tensor:
         qkv = self.qkv.forward(residual, norm=self.attention_norm)
-        attended = self.tower.attend(qkv, segments, rotation)
+        attended = self.tower.attend(qkv, segments)
         residual = self.out.forward(attended, residual=residual)
         inner = self.up.forward(residual, norm=self.mlp_norm)
         inner = self.tower.kernels.activation(inner, self.act)
@@ -99,10 +97,10 @@ class Qwen3Tower(Tower):
         x = linear(torch.cat(patches), self._weight(), self.patch_bias) + torch.cat(learned)
         residual = x.to(self.activation_dtype)
         rotation = turns(torch.cat(rows), torch.cat(columns), self.vision.head_dim)
-        segments = segments_of(lengths, device)
+        segments = segments_of(lengths, device, rotation)
         levels = []
         for number, block in enumerate(self.blocks):
-            residual = block.forward(residual, segments, rotation)
+            residual = block.forward(residual, segments)
             if number in self.levels:
                 levels.append(self.levels[number].forward(residual))
         return torch.cat((self.merger.forward(residual), *levels), 1).to(self.dtype)

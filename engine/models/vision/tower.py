@@ -14,7 +14,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearSpec, Part
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter, Source
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, RotaryPlaces
 
 
 class Tower(ABC):
@@ -116,42 +116,36 @@ class Tower(ABC):
             self._deviation = self._deviation.to(pixels.device)
         return (pixels.float() * (1 / 255) - self._mean) / self._deviation
 
-    def attend(
-        self,
-        qkv: Tensor,
-        segments: AttentionMeta,
-        rotation: tuple[Tensor, Tensor] | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attend in both directions inside of each segment.
+    def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
+        """Attend in both directions inside of each segment, and rotate as the segments say.
 
         qkv: [n, 3 * num_heads * head_dim], which is written over.
         segments: made by `segments_of`.
-        rotation: cos, sin [n, head_dim / 2] of the first half of each head, which is paired with
-            the second.
         Returns [n, num_heads * head_dim].
         """
-        heads, dim = self.config.num_heads, self.config.head_dim
-        if rotation is not None:
-            rotate(qkv.unflatten(1, (3, heads, -1))[:, :2], *rotation)
-        scale = dim**-0.5 if scale is None else scale
-        return self.kernels.whole_texts(qkv, None, heads, scale, 0, segments, self.dtype)
+        table = None if segments.rotary is None else segments.rotary.table
+        scale = self.config.head_dim**-0.5 if scale is None else scale
+        return self.kernels.whole_texts(
+            qkv, table, self.config.num_heads, scale, 0, segments, self.dtype
+        )
 
 
-def rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads [n, ..., head_dim] in place, in float32; cos and sin are [n, head_dim / 2]."""
-    shape = (len(cos), *[1] * (pairs.dim() - 2), cos.shape[1])
-    cos, sin = cos.view(shape), sin.view(shape)
-    first, second = pairs.float().chunk(2, -1)
-    pairs.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+def segments_of(
+    lengths: Sequence[int], device: torch.device, rotation: Tensor | None = None
+) -> AttentionMeta:
+    """Return the layout of consecutive segments of these lengths, for `Tower.attend`.
 
-
-def segments_of(lengths: Sequence[int], device: torch.device) -> AttentionMeta:
-    """Return the layout of consecutive segments of these lengths, for `Tower.attend`."""
+    rotation: float32 [n, head_dim], cosines, then sines of each token, by which the first half of a
+        head is rotated with the second; None: not at all.
+    """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
+    rotary = None
+    if rotation is not None:
+        rows = torch.arange(starts[-1], dtype=torch.int32, device=device)
+        rotary = RotaryPlaces(rows, rotation)
     return AttentionMeta(
         positions=nothing,
         slots=nothing,
@@ -161,6 +155,7 @@ def segments_of(lengths: Sequence[int], device: torch.device) -> AttentionMeta:
         num_decodes=0,
         max_kv_len=max(lengths),
         query_start_host=starts,
+        rotary=rotary,
     )
 
 
@@ -182,12 +177,12 @@ def places(rows: int, columns: int, merge: int, device: torch.device) -> tuple[T
     return order // columns, order % columns
 
 
-def turns(rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4) -> tuple[Tensor, Tensor]:
-    """Return cos, sin [n, dim / 2] of two axes.
+def turns(rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4) -> Tensor:
+    """Return the cosines, then the sines of two axes, [n, dim].
 
     The first half of the frequencies is turned by the row, the second by the column.
     """
     steps = torch.arange(0, dim // 2, 2, dtype=torch.float32, device=rows.device)
     frequencies = theta ** -(steps / (dim // 2))
     angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * frequencies), -1)
-    return angles.cos(), angles.sin()
+    return torch.cat((angles.cos(), angles.sin()), -1)

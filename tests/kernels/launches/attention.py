@@ -25,6 +25,7 @@ from kernels.attention.prefill import attention_prefill
 from kernels.attention.quantized_decode import quantized_decode
 from kernels.attention.quantized_prefill import quantized_prefill
 from kernels.attention.specialized_prefill import specialized_prefill
+from kernels.attention.whole_texts import attend_texts, rotate_texts
 from kernels.kv.format import FORMATS
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
@@ -34,7 +35,11 @@ from tests.kernels.launches.sizes import BLOCK_SIZE, EPS, MODELS, NUM_BLOCKS, bf
 
 
 def attention(model: str) -> None:
-    """Rotation and cache write, then both kinds of attention."""
+    """Rotation and cache write, then both kinds of attention, and that of towers."""
+    for size in (72, 128):
+        texts, cos_sin = bf16(300, 3 * 16 * size), torch.empty(300, size)
+        rotate_texts(texts, cos_sin, int32(300), 16)
+        attend_texts(texts, int32(3), 16, size**-0.5)
     d = MODELS[model]
     heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
     k_cache, v_cache = (bf16(NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim) for _ in range(2))
