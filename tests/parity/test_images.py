@@ -110,6 +110,13 @@ def test_greedy_text_equals_transformers(seeing: Seeing) -> None:
         assert [output.cached > 0 for output in again] == [True, True, False, True, True]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [{}, {"deterministic": True}], ids=str)
+def test_on_a_gpu(seeing: Seeing, cut: dict[str, Any]) -> None:
+    """Bugs: a kernel of the tower mixes pictures up; a graph reads a step's rotary table."""
+    seeing.run(engine(seeing.folder, device="cuda", max_num_batched_tokens=64, **cut), 16)
+
+
 @pytest.mark.slow
 def test_little_room(seeing: Seeing) -> None:
     """Chunks of a few tokens, preemptions, and room for the largest picture alone: embeddings are
