@@ -47,23 +47,38 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of a complete answer. logprobs: as in the HTTP API; None if not requested."""
+    """A choice of a complete answer. What was not requested is None.
+
+    logprobs: as in the HTTP API.
+    token_ids: the output as ids (`return_token_ids=True`).
+    token_logprobs: the log-probability of each of token_ids (`logprobs` too).
+    """
 
     index: int
     text: str
     finish_reason: str
     logprobs: Any = None
+    token_ids: tuple[int, ...] | None = None
+    token_logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A complete answer. raw: the HTTP API's response object."""
+    """A complete answer.
+
+    raw: the HTTP API's response object.
+    prompt_token_ids: the prompt as ids (`return_token_ids=True`); None if not requested.
+    prompt_logprobs: the log-probability of each prompt token, None of the first
+        (`prompt_logprobs=0` too).
+    """
 
     id: str
     model: str
     choices: tuple[Choice, ...]
     usage: Usage
     raw: dict[str, Any]
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -77,12 +92,15 @@ class Chunk:
 
     finish_reason: None until the choice's last piece
     raw: the HTTP API's chunk object, which may hold pieces of several choices
+    token_ids, token_logprobs: of this piece, as in `Choice`
     """
 
     index: int
     text: str
     finish_reason: str | None
     raw: dict[str, Any]
+    token_ids: tuple[int, ...] | None = None
+    token_logprobs: tuple[float, ...] | None = None
 
 
 class _Connected:
@@ -312,6 +330,8 @@ def _completion(answer: dict[str, Any]) -> Completion:
     _check(answer)
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or {}
+    # A completion tells of its prompt in each choice, as it may have several prompts.
+    prompt = answer if "prompt_token_ids" in answer else answer["choices"][0]
     return Completion(
         id=answer["id"],
         model=answer["model"],
@@ -321,6 +341,8 @@ def _completion(answer: dict[str, Any]) -> Completion:
                 text=choice["message"]["content"] if "message" in choice else choice["text"],
                 finish_reason=choice["finish_reason"],
                 logprobs=choice.get("logprobs"),
+                token_ids=_tuple(choice, "token_ids"),
+                token_logprobs=_tuple(choice, "token_logprobs"),
             )
             for choice in answer["choices"]
         ),
@@ -330,14 +352,28 @@ def _completion(answer: dict[str, Any]) -> Completion:
             details.get("cached_tokens", 0),
         ),
         raw=answer,
+        prompt_token_ids=_tuple(prompt, "prompt_token_ids"),
+        prompt_logprobs=_tuple(prompt, "prompt_token_logprobs"),
     )
+
+
+def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:
+    """Return the list of this name as a tuple; None if there is none."""
+    return None if (values := of.get(name)) is None else tuple(values)
 
 
 def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
     _check(item)
     for choice in item["choices"]:
         text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-        yield Chunk(choice["index"], text or "", choice.get("finish_reason"), item)
+        yield Chunk(
+            choice["index"],
+            text or "",
+            choice.get("finish_reason"),
+            item,
+            _tuple(choice, "token_ids"),
+            _tuple(choice, "token_logprobs"),
+        )
 
 
 def _check(answer: dict[str, Any]) -> None:

@@ -128,14 +128,15 @@ class Batch:
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural-log probabilities at one position, from the raw model distribution."""
+    """Natural-log probabilities at one position, as `SamplingParams.logprobs_mode` has them."""
 
     token_id: int
     logprob: float
     rank: int  # 1 = most likely
     top_ids: list[int]  # the k most likely, best first
     top_logprobs: list[float]
-    total: float  # log of the sum of exp(logits); adding it to a log-probability gives the logit
+    # log of the sum of exp(logits); adding it to a log-probability gives the logit
+    total: float
 
 
 @dataclass(slots=True)

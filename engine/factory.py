@@ -500,7 +500,9 @@ def _build_runner(
         vocab_size = resolved.model.vocab_size
         never = missing_ids(resolved.folder, vocab_size)
         part = place.group.share(vocab_size)
-        sampler = Sampler(max_num_seqs + 1, vocab_size, device, never, part)
+        sampler = Sampler(
+            max_num_seqs + 1, vocab_size, device, never, part, resolved.config.logprobs_mode
+        )
 
     def runner_with(
         num_blocks: int,

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 import msgspec
 
@@ -12,6 +12,8 @@ from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, without_none, words
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]  # vLLM's names
 
 MAX_N = 128  # OpenAI's limit
 MAX_LOGPROBS = 32
@@ -55,7 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     of end tokens below min_tokens or the mask of a grammar and of lists of tokens, then
     temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a function of
     (seed, choice, position, token id) alone.
-    Reported logprobs are of the raw model distribution, before any of these.
+    Reported logprobs are of the raw model distribution, before any of these, or of the distribution
+    that the token was drawn from: `logprobs_mode`.
 
     n: independent choices, 1..128.
     max_tokens: output tokens at most; None = up to the context length.
@@ -74,7 +77,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: the only tokens that may come; none = all. End tokens count.
     bad_words_ids: sequences of token ids that never come whole.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 32).
-    prompt_logprobs: the same for each prompt token but the first.
+    logprobs_mode: "processed_logprobs" = after all of the above but the noise, where a token that
+        cannot come has -inf; greedy = temperature 1 without filters. "raw_logprobs" = before all of
+        it. None = `EngineConfig.logprobs_mode`.
+    prompt_logprobs: None = none; k = the raw ones of each prompt token but the first, and the k
+        most likely.
     structured: what the output may be. It ends where the grammar is complete, or at an end token
         where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and
         ignore_eos hold as long as the grammar allows anything else. With finish "length" it is only
@@ -105,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: Sequence[int] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Grammar | None = None

@@ -5,11 +5,12 @@ They are for structs that people fill in by hand, as msgspec checks types only w
 
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 _ONE = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _MANY = {int: "integers", float: "numbers", str: "strings"}
 _LISTS = (tuple, Sequence)
+_UNIONS = (Union, UnionType)  # the first is that of a Literal and None
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -24,7 +25,7 @@ def fits(value: Any, kind: Any) -> bool:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None:
         return isinstance(value, kind)
-    if origin is UnionType:
+    if origin in _UNIONS:
         return any(fits(value, option) for option in inner)
     if origin is Literal:
         return isinstance(value, str) and value in inner
@@ -38,7 +39,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 def without_none(kind: Any) -> Any:
     """Return the type without None, where the annotation is one type or None."""
-    if get_origin(kind) is UnionType:
+    if get_origin(kind) in _UNIONS:
         members = [member for member in get_args(kind) if member is not NoneType]
         if len(members) == 1:
             return members[0]
@@ -50,7 +51,7 @@ def words(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None:
         return _ONE.get(kind) or f"a {kind.__name__}"
-    if origin is UnionType:
+    if origin in _UNIONS:
         return " or ".join(words(option) for option in inner if option is not NoneType)
     if origin is Literal:
         *others, last = map(repr, inner)

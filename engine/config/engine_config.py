@@ -9,6 +9,7 @@ import msgspec
 
 from engine.config.quant_formats import Quantization
 from engine.errors import ConfigError
+from engine.sampling_params import LogprobsMode
 from engine.speculation.settings import read_speculation
 from engine.typecheck import fits, words
 
@@ -107,6 +108,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower:
         docs/deterministic.md.
+    logprobs_mode: log-probabilities of requests that name no mode: raw, or processed, which are of
+        the distribution that tokens are drawn from: docs/rl.md#log-probabilities.
     num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
         among the ranks, 2 on CUDA.
     numa: "bind" gives each rank a node of the machine, or its share of one: threads on the node's
@@ -181,6 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_bytes: int = 0
     lora_disk_folder: str = ""
     deterministic: bool = False
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     num_threads: int = 0
     numa: Literal["none", "bind"] = "none"
     tensor_parallel: int = 1

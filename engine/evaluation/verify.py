@@ -306,7 +306,13 @@ def _texts(
     computed."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=2,
+        logprobs_mode="raw_logprobs",
+    )
     few = ids[:FEW]
 
     def report_progress(what: str, count: int) -> Callable[[int], None]:

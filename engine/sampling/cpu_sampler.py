@@ -235,22 +235,25 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
     return np.concatenate([*chosen, ids[: last + 1]])
 
 
-def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32, float]:
-    """Compute a token's log-probabilities from raw logits x [vocab].
+def logprobs(x: F32, token: int, k: int, scale: float = 1.0) -> tuple[float, int, I64, F32, float]:
+    """Compute a token's log-probabilities from logits x [vocab] times scale.
 
     Returns the token's log-probability, its rank from 1, ids and log-probabilities of the top k,
-    and log of the sum of exp(x). If the logits are not finite, all are NaN, and ids are the first
-    k.
+    and log of the sum of exp(x * scale). If the logits are not finite, all are NaN, and ids are the
+    first k.
     """
     best = x.max()
     if not np.isfinite(best):
         return math.nan, 1, np.arange(k), np.full(k, np.nan, np.float32), math.nan
-    total = best + np.log(np.exp(x - best).sum(dtype=np.float64))
+    gap = x - best
+    if scale != 1:
+        gap *= np.float32(scale)
+    total = float(best) * scale + np.log(np.exp(gap).sum(dtype=np.float64))
     ids = top(x, k) if k else np.zeros(0, np.int64)
     return (
-        float(x[token] - total),
+        float(float(x[token]) * scale - total),
         1 + int(np.count_nonzero(x > x[token])),
         ids,
-        (x[ids] - total).astype(np.float32),
+        (x[ids].astype(np.float64) * scale - total).astype(np.float32),
         float(total),
     )

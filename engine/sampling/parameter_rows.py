@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import NewRow
+from engine.sampling_params import LogprobsMode
 from kernels.sampling import layout as word
 
 # Bits of the operations that a row needs in addition to the argmax.
@@ -24,11 +25,21 @@ class ParameterRows:
 
     words: [num_rows, word.NUM_WORDS] int32 on the host; floats is the same memory as float32.
     device_words: the copy, as of the last `flush`; None on the CPU.
+    processed: of each row, whether its log-probabilities are of the distribution that is sampled
+        from.
     needs: bits of each row. Rows start as greedy, without other operations.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
+        """Set up rows; requests that name no mode of log-probabilities have logprobs_mode."""
         self._vocab_size = vocab_size
+        self._logprobs_mode = logprobs_mode
         self._device = device
         self.words: NDArray[np.int32] = np.zeros((num_rows, word.NUM_WORDS), np.int32)
         self.floats: NDArray[np.float32] = self.words.view(np.float32)
@@ -38,6 +49,7 @@ class ParameterRows:
         self.floats[:, word.LOG_MIN_P] = -math.inf
         self.needs = [0] * num_rows
         self.logprobs = [-1] * num_rows
+        self.processed = [False] * num_rows
         self._changed: set[int] = set()
         self.device_words: Tensor | None = None
         if device.type == "cuda":
@@ -60,6 +72,9 @@ class ParameterRows:
         words[word.NUM_PROMPT] = new.num_prompt_tokens
         words[word.MIN_TOKENS] = params.min_tokens
         words[word.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
+        mode = params.logprobs_mode or self._logprobs_mode
+        self.processed[row] = params.logprobs is not None and mode == "processed_logprobs"
+        words[word.PROCESSED] = self.processed[row]
 
         # Tokens outside the vocabulary need no bias and no ban.
         vocab = self._vocab_size
@@ -88,6 +103,10 @@ class ParameterRows:
         )
         self.logprobs[row] = int(words[word.LOGPROBS])
         self._changed.add(row)
+
+    def scale(self, row: int) -> float:
+        """Return the factor by which processed logits of a row are scaled; 1 where it is greedy."""
+        return float(self.floats[row, word.INV_TEMPERATURE]) or 1.0
 
     def flush(self) -> None:
         """Send changed rows to the device: one asynchronous copy, or nothing."""

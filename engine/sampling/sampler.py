@@ -21,7 +21,7 @@ from engine.sampling.parameter_rows import (
     SAMPLED,
     ParameterRows,
 )
-from engine.sampling_params import MAX_LOGPROBS
+from engine.sampling_params import MAX_LOGPROBS, LogprobsMode
 
 _MINUS_INF = -0x800000  # the bits of float32 -inf, as int32
 
@@ -31,6 +31,7 @@ class SamplePlan:
     """The sampler's operations for a batch, decided on the host. Equal plans launch equal kernels.
 
     logprobs: the most alternatives that any row reports; -1 = no row reports any.
+    processed: whether some row reports log-probabilities of the distribution that it samples from.
     """
 
     sampled: bool = False  # some row has a temperature
@@ -39,6 +40,7 @@ class SamplePlan:
     penalised: bool = False
     banned: bool = False  # min_tokens may forbid end tokens
     logprobs: int = -1
+    processed: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -58,7 +60,13 @@ class SamplePlan:
 
 # All operations, and as many log-probabilities as a request may ask for.
 MOST = SamplePlan(
-    sampled=True, filtered=True, biased=True, penalised=True, banned=True, logprobs=MAX_LOGPROBS
+    sampled=True,
+    filtered=True,
+    biased=True,
+    penalised=True,
+    banned=True,
+    logprobs=MAX_LOGPROBS,
+    processed=True,
 )
 
 
@@ -118,7 +126,7 @@ class Sampled:
 
     tokens: Tensor  # [S] int64
     bad: Tensor  # [S] bool: NaN, +inf or all -inf, so that the row has no valid token
-    logprob: Tensor | None = None  # [S] float32, of the raw distribution
+    logprob: Tensor | None = None  # [S] float32, as `SamplingParams.logprobs_mode` has it
     rank: Tensor | None = None  # [S] int64, 1 = most likely
     top_ids: Tensor | None = None  # [S, k] int64
     top_logprobs: Tensor | None = None  # [S, k] float32
@@ -129,9 +137,10 @@ class Sampler:
     """The sampling parameters of every row, and the sampling of tokens. No method waits for the
     device.
 
-    never: ids that are never chosen, ascending, as no text has them. Log-probabilities still cover
-        all ids.
+    never: ids that are never chosen, ascending, as no text has them. Raw log-probabilities still
+        cover all ids.
     part: half-open range of ids whose logits this rank has, for `best`; None = all.
+    logprobs_mode: the mode of requests that name none.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class Sampler:
         device: torch.device,
         never: Sequence[int] = (),
         part: tuple[int, int] | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         # Such ids at the end of the vocabulary cost nothing: sampling reads only the ids before.
         gone = set(never)
@@ -152,7 +162,7 @@ class Sampler:
         self._part = first, end = part or (0, vocab_size)
         holes = [token - first for token in holes if first <= token < end]
         self._holes_of_part = torch.tensor(holes, device=device) if holes else None
-        self._rows = ParameterRows(max_rows, vocab_size, device)
+        self._rows = ParameterRows(max_rows, vocab_size, device, logprobs_mode)
         self._scratch: Tensor | None = None
         if device.type == "cuda":
             # For penalties, 64 entries at a time; allocated here because memory is planned only
@@ -181,6 +191,7 @@ class Sampler:
             penalised=bool(needs & PENALISED),
             banned=bool(needs & BANNED),
             logprobs=logprobs,
+            processed=any(self._rows.processed[row] for row in rows),
         )
 
     def best(self, logits: Tensor, rows: Tensor) -> Tensor:
@@ -267,9 +278,11 @@ class Sampler:
         assert words is not None and self._scratch is not None
         raw = logits
         logits = logits[:, : self._width]
-        # Filters must see masked logits. Otherwise the sampling kernel itself applies the masks.
+        # Filters and log-probabilities must see masked logits. Otherwise the sampling kernel itself
+        # applies the masks.
         masks = None if masked is None else (masked.mask_of, masked.masks)
-        changes = plan.edits or (plan.filtered and masks is not None) or self._holes is not None
+        early = masks is not None and (plan.filtered or plan.processed)
+        changes = plan.edits or early or self._holes is not None
         if changes and plan.logprobs >= 0:
             logits = logits.clone()
         if self._holes is not None:
@@ -280,18 +293,29 @@ class Sampler:
             penalise(logits, rows, positions, words, tokens, self._scratch)
         if plan.banned:
             ban(logits, rows, positions, words)
-        if plan.filtered and masks is not None:
+        if masks is not None and early:
             apply_masks(logits, *masks)
             masks = None
-        filters = filter_thresholds(logits, rows, words) if plan.filtered else None
+        filters = None
+        if plan.filtered or plan.processed:
+            filters = filter_thresholds(logits, rows, words)
         # With masks a greedy batch uses the sampling kernel, which is compiled already.
         sampled = plan.sampled or masks is not None
         chosen, bad = choose(
-            logits, rows, positions, words, sampled=sampled, filters=filters, masks=masks
+            logits,
+            rows,
+            positions,
+            words,
+            sampled=sampled,
+            filters=filters if plan.filtered else None,
+            masks=masks,
         )
         result = Sampled(chosen, bad)
         if plan.logprobs >= 0:
             parts = logprobs(raw, chosen, plan.logprobs, rows, words)
+            if plan.processed:
+                assert filters is not None
+                logprobs(logits, chosen, plan.logprobs, rows, words, filters=filters, out=parts)
             result.logprob, result.rank, result.top_ids, *rest = parts
             result.top_logprobs, result.total = rest
         return result
@@ -322,7 +346,11 @@ class Sampler:
         sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
         if plan.logprobs >= 0:
             wanted = [self._rows.logprobs[row] for row in row_list]
-            parts = _host_logprobs(raw, chosen.tolist(), wanted, plan.logprobs)
+            scored = [
+                (edited[s], self._rows.scale(row)) if self._rows.processed[row] else (raw[s], 1.0)
+                for s, row in enumerate(row_list)
+            ]
+            parts = _host_logprobs(scored, chosen.tolist(), wanted, plan.logprobs)
             sampled.logprob, sampled.rank, sampled.top_ids, *rest = parts
             sampled.top_logprobs, sampled.total = rest
         return sampled
@@ -342,24 +370,30 @@ class Sampler:
             from kernels.sampling.logprobs import logprobs
 
             return logprobs(logits, targets, k)
-        return _host_logprobs(logits.float().numpy(), targets.tolist(), [k] * len(targets), k)
+        scored = [(raw, 1.0) for raw in logits.float().numpy()]
+        return _host_logprobs(scored, targets.tolist(), [k] * len(targets), k)
 
 
 def _host_logprobs(
-    raw: cpu_sampler.F32, tokens: list[int], wanted: list[int], k: int
+    scored: Sequence[tuple[cpu_sampler.F32, float]], tokens: list[int], wanted: list[int], k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute log-probabilities of tokens; see `Sampler.prompt_logprobs`.
+
+    scored: for each token its logits [vocab], and the factor that they are scaled with.
+    wanted: the alternatives that each wants; -1 = no log-probabilities.
+    """
     count = len(tokens)
-    k = min(k, raw.shape[1])
+    k = min(k, *(len(logits) for logits, _ in scored)) if scored else k
     logprob = np.zeros(count, np.float32)
     rank = np.ones(count, np.int64)
     top_ids = np.zeros((count, k), np.int64)
     top_logprobs = np.zeros((count, k), np.float32)
     total = np.zeros(count, np.float32)
-    for s, want in enumerate(wanted):
+    for s, ((logits, scale), want) in enumerate(zip(scored, wanted, strict=True)):
         if want >= 0:
             n = min(want, k)
             logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n], total[s] = (
-                cpu_sampler.logprobs(raw[s], tokens[s], n)
+                cpu_sampler.logprobs(logits, tokens[s], n, scale)
             )
     return (
         torch.from_numpy(logprob),

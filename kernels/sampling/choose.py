@@ -7,7 +7,7 @@ only on the arguments' shapes, and a row's result depends only on this row:
     edits      bias, penalties and bans, in place                    rows that need it
     filters    top_k, top_p, min_p -> the smallest logit kept        rows that need it
     choose     the choice                                            4,096 tokens per program
-    logprobs   log-probability, rank, top k of raw logits            rows that need it
+    logprobs   log-probability, rank, top k, raw or processed        rows that need it
 
 `words` is the table of `layout` on the device; sampled position s uses the parameters of row
 rows[s]. The noise is that of `philox`, whose NumPy version defines it.
@@ -72,7 +72,8 @@ def _load_quarter(logits, ids, vocab):
 
 
 @triton.jit
-def _kept(x, ids, threshold, cut):
+def kept(x, ids, threshold, cut):
+    """Return logits x, with -inf for tokens that a filter does not keep."""
     return tl.where((x > threshold) | ((x == threshold) & (ids <= cut)), x, float("-inf"))
 
 
@@ -138,10 +139,10 @@ def _best_of_block_kernel(
             if FILTERED:
                 threshold = tl.load(thresholds + s)
                 cut = tl.load(cuts + s)
-                x0 = _kept(x0, i0, threshold, cut)
-                x1 = _kept(x1, i1, threshold, cut)
-                x2 = _kept(x2, i2, threshold, cut)
-                x3 = _kept(x3, i3, threshold, cut)
+                x0 = kept(x0, i0, threshold, cut)
+                x1 = kept(x1, i1, threshold, cut)
+                x2 = kept(x2, i2, threshold, cut)
+                x3 = kept(x3, i3, threshold, cut)
                 largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
             # Most blocks have no token that a filter or mask keeps, and need no noise.
             if tl.max(tl.max(largest, axis=1), axis=0) > float("-inf"):

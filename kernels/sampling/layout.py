@@ -15,7 +15,8 @@ MIN_TOKENS = 12
 NUM_BIAS = 13
 NUM_STOP = 14
 LOGPROBS = 15  # -1: none
-NUM_SCALARS = 16  # later words are used only by rows with a bias or min_tokens
+PROCESSED = 16  # 1: log-probabilities are of the distribution that is sampled from
+NUM_SCALARS = 17  # later words are used only by rows with a bias or min_tokens
 
 MAX_BIAS = 300
 MAX_STOP = 192

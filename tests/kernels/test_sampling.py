@@ -295,6 +295,49 @@ def test_logprobs_skip_rows_that_did_not_ask() -> None:
     assert torch.allclose(logprob[1], torch.log_softmax(logits[1], -1)[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_processed_logprobs(vocab: int, dtype: torch.dtype) -> None:
+    """A filter's cut that is not the choice's, a scale applied twice, blocks without any token."""
+    cases: list[dict[str, object]] = [
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_k": 7},
+        {"top_p": 0.7, "logprobs_mode": "raw_logprobs"},
+        {"temperature": 0.8, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0.0},
+    ]
+    params = [
+        SamplingParams(**{"logprobs": 4, "logprobs_mode": "processed_logprobs", **case})  # type: ignore[arg-type]
+        for case in cases
+    ]
+    rows, words = table(params, vocab)
+    logits = random_logits(5, vocab, dtype, ties=True)
+    at = torch.ones(5, dtype=torch.int64, device=DEVICE)
+    filters = filter_thresholds(logits, rows, words)
+    targets, _ = choose(logits, rows, at, words, sampled=True, filters=filters)
+    parts = logprobs(logits, targets, 4, rows, words)
+    logprob, rank, ids, values, total = logprobs(
+        logits, targets, 4, rows, words, filters=filters, out=parts
+    )
+    for s, item in enumerate(params):
+        x = logits[s].cpu()
+        exact = torch.log_softmax(x.double(), 0)
+        if item.logprobs_mode == "processed_logprobs":
+            threshold, cut = float(filters[0][s]), int(filters[1][s])
+            index = torch.arange(vocab)
+            kept = (x.float() > threshold) | ((x.float() == threshold) & (index <= cut))
+            scaled = x.double() / (item.temperature or 1.0)
+            exact = torch.log_softmax(scaled.masked_fill(~kept, -math.inf), 0)
+            assert abs(float(total[s]) - float(scaled[kept].logsumexp(0))) < 1e-4
+        token = int(targets[s])
+        assert abs(float(logprob[s]) - float(exact[token])) < 2e-5
+        assert int(rank[s]) == int((exact > exact[token]).sum()) + 1
+        order = torch.sort(exact, descending=True, stable=True)
+        assert ids[s].tolist() == order.indices[:4].tolist()
+        expected = order.values[:4]
+        torch.testing.assert_close(values[s].cpu().double(), expected, atol=2e-5, rtol=0)
+
+
 MIX: list[dict[str, object]] = [
     {"temperature": 0.0},
     {},
@@ -303,6 +346,8 @@ MIX: list[dict[str, object]] = [
     {"min_p": 0.05, "logprobs": 5},
     {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": {5: 3.0}},
     {"min_tokens": 50, "logprobs": 0},
+    {"temperature": 0.7, "top_k": 9, "logprobs": 3, "logprobs_mode": "processed_logprobs"},
+    {"repetition_penalty": 1.2, "logprobs": 0, "logprobs_mode": "processed_logprobs"},
 ]
 
 

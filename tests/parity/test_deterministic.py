@@ -27,7 +27,14 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
-SAMPLED = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, logprobs=3)
+SAMPLED = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    max_tokens=12,
+    ignore_eos=True,
+    logprobs=3,
+    logprobs_mode="processed_logprobs",
+)
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])

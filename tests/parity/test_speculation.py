@@ -21,8 +21,19 @@ from tests.parity.test_deterministic import SIZES
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7, "logprobs": 3},
-    {"temperature": 1.3, "top_p": 0.9, "top_k": 50},
-    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {
+        "temperature": 1.3,
+        "top_p": 0.9,
+        "top_k": 50,
+        "logprobs": 2,
+        "logprobs_mode": "processed_logprobs",
+    },
+    {
+        "temperature": 0.0,
+        "repetition_penalty": 1.3,
+        "logprobs": 1,
+        "logprobs_mode": "processed_logprobs",
+    },
     {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "min_p": 0.02},
     {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -100.0}, "logprobs": 0},
     {"temperature": 1.0, "stop_token_ids": list(range(1, 40)), "min_tokens": 5},

@@ -1,6 +1,7 @@
 """The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,11 +65,15 @@ class LiteqwenRequest(DialectRequest):
         if role == "tool":
             builder.check_answered(None, "query.tool_call_id")
         own_names = [name for name in _SAME if getattr(kwargs, name) is not None]
+        sampling = take_sampling(
+            kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
+        )
+        if kwargs.return_logits:  # logits are the model's, whatever the engine's default
+            values = {**sampling.values, "logprobs_mode": "raw_logprobs"}
+            sampling = replace(sampling, values=values)
         return ChatRequest(
             model=self._model(fields),
-            sampling=take_sampling(
-                kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
-            ),
+            sampling=sampling,
             queue=take_queue(fields, body.get("user")),
             stream=self._stream,
             prompt_name="query",

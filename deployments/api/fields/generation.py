@@ -46,6 +46,7 @@ from engine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     RANGES,
+    LogprobsMode,
     SamplingParams,
 )
 
@@ -159,6 +160,7 @@ class StreamOptions(Struct, kw_only=True, gc=False):
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_BYTES)]
 ThinkingBudget = Annotated[int, Meta(ge=-1, le=UINT31)]  # -1: none
 ReasoningEffort = Annotated[Effort, words(Effort, "one of ", ", ", code="invalid_value")]
+Logprobs = Annotated[LogprobsMode, words(LogprobsMode, code="invalid_value")]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -170,6 +172,7 @@ class Generation(Sampling, kw_only=True):
     max_new_tokens: _UInt31 | None = None
     max_completion_tokens: Annotated[int, sampled("max_tokens")] | None = None
     prompt_logprobs: Annotated[int, sampled("prompt_logprobs")] | None = None
+    logprobs_mode: Logprobs | None = None
     stop: Stop = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

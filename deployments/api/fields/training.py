@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from deployments.api.bounds import MAX_SALT_BYTES
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.common import TokenIds
-from deployments.api.fields.generation import Stop, StopTokenIds, sampled
+from deployments.api.fields.generation import Logprobs, Stop, StopTokenIds, sampled
 
 _TokenIds = Annotated[TokenIds, Meta(min_length=1)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
@@ -27,6 +27,7 @@ class _RolloutSampling(Struct, kw_only=True, gc=False):
     stop: Stop = None
     stop_token_ids: StopTokenIds = None
     ignore_eos: bool | None = None
+    logprobs_mode: Logprobs | None = None
 
 
 class TokenSampling(_RolloutSampling, kw_only=True, gc=False):

@@ -26,6 +26,7 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import Training
 from deployments.api.route import NAMES, QUEUES, READS, Operation, Route
+from deployments.api.stream.logprobs import FLOOR, own_logprobs
 from deployments.api.stream.merge import failed
 from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
@@ -261,6 +262,9 @@ def _answer(
                 "logprobs": None
                 if request.params.logprobs is None
                 else {"content": [_shown(scored) for scored in choice.logprobs]},
+                "token_logprobs": None
+                if request.params.logprobs is None
+                else own_logprobs(choice.logprobs),
                 "weight_versions": [
                     {"version": version, "num_tokens": count}
                     for version, count in generation.versions(index)
@@ -282,14 +286,16 @@ def _shown(scored: TokenLogprobs) -> JsonObject:
         "token": f"token_id:{scored.token_id}",
         "logprob": scored.logprob,
         "top_logprobs": [
-            {"token": f"token_id:{token}", "logprob": logprob}
+            {"token": f"token_id:{token}", "logprob": max(logprob, FLOOR)}
             for token, logprob in zip(scored.top_ids, scored.top_logprobs, strict=True)
         ],
     }
 
 
 def _by_id(scored: TokenLogprobs) -> JsonObject:
-    return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}}
+    best = enumerate(zip(scored.top_ids, scored.top_logprobs, strict=True), 1)
+    ranked = {str(token): {"logprob": value, "rank": rank} for rank, (token, value) in best}
+    return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}, **ranked}
 
 
 _OK = ("status",)

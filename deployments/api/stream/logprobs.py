@@ -8,7 +8,7 @@ from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
 _NUMBERED = "token_id:{}"
-_FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
+FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
 
 
 class ScoredToken(Struct, gc=False):
@@ -69,7 +69,7 @@ def chat_logprobs(
 def _scored(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> ScoredToken:
     raw = tokenizer.token_bytes(token)
     name = _NUMBERED.format(token) if by_id else raw.decode("utf-8", "replace")
-    return ScoredToken(name, max(logprob, _FLOOR), list(raw))
+    return ScoredToken(name, max(logprob, FLOOR), list(raw))
 
 
 def completion_logprobs(
@@ -88,7 +88,7 @@ def completion_logprobs(
     """
     return ScoredTexts(
         [_name(tokenizer, token, by_id) for token in token_ids],
-        [None if i is None else max(i.logprob, _FLOOR) for i in items],
+        [None if i is None else max(i.logprob, FLOOR) for i in items],
         [None if i is None else _top(tokenizer, i, by_id) for i in items],
         list(offsets),
     )
@@ -97,8 +97,8 @@ def completion_logprobs(
 def _top(tokenizer: Tokenizer, item: TokenLogprobs, by_id: bool) -> dict[str, float]:
     alternatives: dict[str, float] = {}
     for token, logprob in zip(item.top_ids, item.top_logprobs, strict=True):
-        alternatives.setdefault(_name(tokenizer, token, by_id), max(logprob, _FLOOR))
-    alternatives.setdefault(_name(tokenizer, item.token_id, by_id), max(item.logprob, _FLOOR))
+        alternatives.setdefault(_name(tokenizer, token, by_id), max(logprob, FLOOR))
+    alternatives.setdefault(_name(tokenizer, item.token_id, by_id), max(item.logprob, FLOOR))
     return alternatives
 
 
@@ -125,11 +125,16 @@ def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None])
             ranked.append((item.token_id, item.logprob, item.rank))
         listed.append(
             {
-                str(token): RankedToken(max(logprob, _FLOOR), rank, tokenizer.token_text(token))
+                str(token): RankedToken(max(logprob, FLOOR), rank, tokenizer.token_text(token))
                 for token, logprob, rank in ranked
             }
         )
     return listed
+
+
+def own_logprobs(items: Sequence[TokenLogprobs | None]) -> list[float | None]:
+    """Return the log-probability of each token alone; None for the first of a prompt."""
+    return [None if item is None else max(item.logprob, FLOOR) for item in items]
 
 
 def with_first(items: list[TokenLogprobs | None], length: int) -> list[TokenLogprobs | None]:

@@ -161,6 +161,7 @@ class ChoiceOutput:
         "stop_reason",
         "text",
         "token_ids",
+        "token_logprobs",
     )
 
     def __init__(
@@ -186,6 +187,8 @@ class ChoiceOutput:
         self.predicted = PredictionMatch(expected) if expected else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
+        # of each of token_ids, also of thoughts and calls, which `logprobs` leaves out
+        self.token_logprobs: list[float | None] = []
         self.logprobs: list[TokenLogprobs] = []
         self.offsets: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []

@@ -69,6 +69,24 @@ def test_the_typed_client(cluster):
         two = client.generate([40, 41, 42], max_tokens=5, n=2, logprobs=1)
         assert [choice.index for choice in two.choices] == [0, 1]
         assert len(two.choices[0].logprobs["tokens"]) == 5
+        assert two.choices[0].token_ids is None and two.prompt_token_ids is None
+        wanted = {
+            "max_tokens": 5,
+            "return_token_ids": True,
+            "logprobs_mode": "processed_logprobs",
+            "prompt_logprobs": 0,
+        }
+        for prompt, scores in (
+            ([40, 41, 42], {"logprobs": 0}),
+            ([{"role": "user", "content": "hi"}], {"logprobs": True}),
+        ):
+            rollouts = client.generate(prompt, n=64, **wanted, **scores)
+            assert len(rollouts.choices) == 64
+            for choice in rollouts.choices:
+                assert len(choice.token_ids) == len(choice.token_logprobs) == 5
+                assert all(value < 0 for value in choice.token_logprobs)
+            assert len(rollouts.prompt_logprobs) == len(rollouts.prompt_token_ids)
+            assert rollouts.prompt_logprobs[0] is None and rollouts.prompt_logprobs[1] < 0
         assert client.generate("the words", max_tokens=3).raw["object"] == "text_completion"
         assert client.generate("the words", max_tokens=3, user="me").text  # known, without effect
 

@@ -167,8 +167,17 @@ def test_over_http(tmp_path: Path) -> None:
         client = Client(build_asgi(front, ApiOptions(training=RouterTraining(front))))
         ask = {
             "token_ids": PROMPT,
-            "sampling_params": {"max_tokens": 3, "n": 64, "logprobs": 1, "top_k": -1},
+            "sampling_params": {
+                "max_tokens": 3,
+                "n": 64,
+                "logprobs": 1,
+                "logprobs_mode": "processed_logprobs",
+                "top_k": -1,
+            },
         }
+        wrong = {**ask, "sampling_params": {"logprobs_mode": "processed_logits"}}
+        refused = (await post(client, "/inference/v1/generate", wrong)).json()["error"]
+        assert "raw_logprobs or processed_logprobs" in refused["message"]
         assert (
             await post(client, "/update_weights_from_disk", {"model_path": str(tmp_path)})
         ).json()["weight_version"] == "1"
@@ -183,6 +192,7 @@ def test_over_http(tmp_path: Path) -> None:
             f"token_id:{token}" for token in choice["token_ids"]
         ]
         assert all(entry["logprob"] < 0 for entry in scored)
+        assert choice["token_logprobs"] == [entry["logprob"] for entry in scored]
         theirs = {
             "input_ids": PROMPT,
             "sampling_params": {"max_new_tokens": 3, "temperature": 1.0, "sampling_seed": 5},

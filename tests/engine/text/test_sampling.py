@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.batch import NewRow
+from engine.errors import InvalidRequest
 from engine.sampling import cpu_sampler
 from engine.sampling.parameter_rows import ParameterRows
-from engine.sampling.sampler import Sampled, SamplePlan, Sampler
+from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.sampling import philox
 
@@ -370,6 +371,105 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
             order = sorted(range(700), key=lambda i: (-logits[s, i].item(), i))
             assert got.top_ids[s].tolist() == order[: params.logprobs]
         assert torch.allclose(got.top_logprobs.double(), exact.gather(1, got.top_ids), atol=1e-5)
+
+
+def naive_processed(x: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probabilities of the distribution that edited logits x [vocab] are sampled from."""
+    if params.greedy:
+        return torch.log_softmax(x.double(), 0)
+    kept = naive_kept(x, params)
+    scaled = torch.full_like(x, -math.inf, dtype=torch.float64)
+    scaled[kept] = x[kept].double() / params.temperature
+    return torch.log_softmax(scaled, 0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.05},
+        {"temperature": 1.3, "top_k": 20},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"min_p": 0.02},
+        {"temperature": 1.5, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {3: 4.0, 30: -100.0}},
+        {"temperature": 0.6, "top_p": 0.95, "presence_penalty": 0.5, "min_tokens": 30},
+        {"temperature": 0, "top_k": 3, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_processed_logprobs_are_of_what_was_sampled_from(case: dict[str, float]) -> None:
+    """A trainer divides by these: a temperature, filter or penalty that is left out, or applied
+    twice, is a ratio that is wrong for every token. A raw neighbour has the model's own."""
+    count, vocab = 12, 700
+    generator = torch.Generator().manual_seed(21)
+    logits = torch.randn(count, vocab, generator=generator) * 4
+    history = torch.randint(0, vocab, (count, 64), generator=generator, dtype=torch.int32)
+    sampler = Sampler(count, vocab, CPU)
+    stop_ids = [4, 9]
+    every = []
+    for row in range(count):
+        mode = "raw_logprobs" if row == 5 else "processed_logprobs"
+        params = SamplingParams(logprobs=8, logprobs_mode=mode, **case)  # type: ignore[arg-type]
+        every.append(params)
+        sampler.set_row(new_row(row, params, row, num_prompt_tokens=6, stop_ids=stop_ids))
+    positions = [8 + row for row in range(count)]
+    rows = torch.arange(count)
+    plan = sampler.plan(rows.tolist())
+    assert plan.processed
+    got = sampler.sample(logits.clone(), rows, torch.tensor(positions), history, plan)
+    assert got.logprob is not None and got.rank is not None
+    assert got.top_ids is not None and got.top_logprobs is not None
+    for s, params in enumerate(every):
+        exact = torch.log_softmax(logits[s].double(), 0)
+        if s != 5:
+            past = history[s, : positions[s]].tolist()
+            exact = naive_processed(naive_edit(logits[s], params, past, 6, stop_ids), params)
+        token = int(got.tokens[s])
+        assert abs(float(got.logprob[s]) - float(exact[token])) < 1e-5
+        assert got.rank[s] == int((exact > exact[token]).sum()) + 1
+        best = exact[got.top_ids[s]]
+        assert torch.equal(best, exact.topk(8).values)
+        torch.testing.assert_close(got.top_logprobs[s].double(), best, atol=1e-5, rtol=0)
+
+
+def test_the_engines_mode_is_that_of_requests_that_name_none() -> None:
+    """An engine's default that goes before a request's own wish, or that is forgotten."""
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(3))
+    sampler = Sampler(3, 100, CPU, logprobs_mode="processed_logprobs")
+    modes = (None, "raw_logprobs", "processed_logprobs")
+    for row, mode in enumerate(modes):
+        params = SamplingParams(temperature=0.5, logprobs=0, logprobs_mode=mode)  # type: ignore[arg-type]
+        sampler.set_row(new_row(row, params))
+    rows = torch.arange(3)
+    at, history = torch.ones(3, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int32)
+    got = sampler.sample(logits.clone(), rows, at, history, sampler.plan([0, 1, 2]))
+    assert got.logprob is not None
+    for s, scale in enumerate((2.0, 1.0, 2.0)):
+        exact = torch.log_softmax(logits[s].double() * scale, 0)[got.tokens[s]]
+        assert abs(float(got.logprob[s] - exact)) < 1e-5
+    with pytest.raises(InvalidRequest, match="'raw_logprobs' or 'processed_logprobs'"):
+        SamplingParams(logprobs_mode="processed_logits")  # type: ignore[arg-type]
+
+
+def test_processed_logprobs_know_masks_and_missing_ids() -> None:
+    """A grammar's mask and ids without text shrink the distribution that is sampled from."""
+    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(4))
+    sampler = Sampler(2, 64, CPU, never=[1, 63])
+    for row in range(2):
+        params = SamplingParams(logprobs=0, logprobs_mode="processed_logprobs")
+        sampler.set_row(new_row(row, params, row))
+    masks = np.array([[0b1110, 0]], np.int32)
+    masked = Masked.upload([1], 2, masks, CPU)
+    at, history = torch.ones(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int32)
+    rows = torch.arange(2)
+    got = sampler.sample(logits.clone(), rows, at, history, sampler.plan([0, 1]), masked)
+    assert got.logprob is not None
+    logits[:, [1, 63]] = -math.inf
+    exact = torch.log_softmax(logits[0].double(), 0)[got.tokens[0]]
+    assert abs(float(got.logprob[0] - exact)) < 1e-5
+    exact = torch.log_softmax(logits[1, 2:4].double(), 0)[got.tokens[1] - 2]
+    assert abs(float(got.logprob[1] - exact)) < 1e-5
 
 
 def test_logprobs_only_for_rows_that_ask() -> None:

@@ -28,6 +28,7 @@ def sampling(model: str) -> None:
     best_of_parts(int64(2, *part.shape).int())
     for k in (0, 1, 20):
         logprobs(logits, positions, k, rows, words)
+        logprobs(logits, positions, k, rows, words, filters=filters)
     logprobs(logits, positions, 5)
 
 

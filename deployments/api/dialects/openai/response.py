@@ -31,6 +31,7 @@ from deployments.api.stream.logprobs import (
     ScoredTexts,
     chat_logprobs,
     completion_logprobs,
+    own_logprobs,
     prompt_logprobs,
     with_first,
 )
@@ -109,6 +110,7 @@ class OpenAIResponse:
                 choice.text.append(decoded.text)
                 num_tokens = decoded.num_tokens
                 choice.token_ids += delta.token_ids[:num_tokens]
+                choice.token_logprobs += own_logprobs((delta.logprobs or [])[:num_tokens])
                 if self.wants_logprobs:
                     choice.logprobs += self._scored(choice, delta, num_tokens)
                     choice.offsets += decoded.offsets[:num_tokens]
@@ -126,7 +128,7 @@ class OpenAIResponse:
         if self.chat and call.prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
         if self.chat and self.request.return_token_ids:
-            body["prompt_token_ids"] = call.prompts[0]
+            body |= self._prompt_ids(0)
         return _json(body)
 
     def _logprobs_size(self) -> int:
@@ -159,12 +161,25 @@ class OpenAIResponse:
             if call.prompt_logprobs:
                 shaped["prompt_logprobs"] = self._prompt_logprobs(index)
             if self.request.return_token_ids:
-                shaped["prompt_token_ids"] = call.prompts[prompt]
+                shaped |= self._prompt_ids(index)
         shaped["finish_reason"] = "length" if call.score_only else choice.finish_reason
         shaped["stop_reason"] = None if call.score_only else choice.stop_reason
         if self.request.return_token_ids:
-            shaped["token_ids"] = [] if call.score_only else choice.token_ids
+            ids, scores = choice.token_ids, choice.token_logprobs
+            shaped |= self._ids([], []) if call.score_only else self._ids(ids, scores)
         return shaped
+
+    def _ids(self, ids: list[int], scores: list[float | None]) -> JsonObject:
+        """Return tokens as ids, with the log-probability of each where these are wanted."""
+        return {"token_ids": ids, **({"token_logprobs": scores} if self.wants_logprobs else {})}
+
+    def _prompt_ids(self, index: int) -> JsonObject:
+        """Return a choice's prompt as ids, with the log-probability of each if it is scored."""
+        ids = self.call.prompts[self._prompt_of(index)]
+        if not self.call.prompt_logprobs:
+            return {"prompt_token_ids": ids}
+        items = with_first(self.choices[index].prompt_logprobs, len(ids))
+        return {"prompt_token_ids": ids, "prompt_token_logprobs": own_logprobs(items)}
 
     def _prompt_of(self, index: int) -> int:
         return index // self.call.common.params.n
@@ -429,7 +444,8 @@ class OpenAIResponse:
         if message is not None:
             shaped["delta"] = message
         if self.request.return_token_ids:
-            shaped["token_ids"] = delta.token_ids[:num_tokens]
+            ids, items = delta.token_ids[:num_tokens], (delta.logprobs or [])[:num_tokens]
+            shaped |= self._ids(ids, own_logprobs(items))
         return self._chunk(shaped)
 
     def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:

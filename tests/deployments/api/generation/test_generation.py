@@ -186,6 +186,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "allowed_token_ids": [5, 6, 9],
         "bad_words_ids": [[5, 6], [9]],
         "prompt_logprobs": 2,
+        "logprobs_mode": "processed_logprobs",
         "skip_special_tokens": False,
     }
     run(client.chat(**fields, logprobs=True, top_logprobs=3, cache_salt="s", priority=-2))
@@ -343,7 +344,11 @@ def test_prompt_logprobs_and_token_ids(client: Client, backend: FakeBackend) -> 
         next(iter(reply["prompt_logprobs"][1].values()))
     )
     assert backend.tokenizer("tiny").decode(reply["token_ids"]) == reply["text"]
-    assert reply["prompt_token_ids"] == backend.tokenizer("tiny").encode("hello")
+    ids = backend.tokenizer("tiny").encode("hello")
+    assert reply["prompt_token_ids"] == ids and "token_logprobs" not in reply
+    values = reply["prompt_token_logprobs"]
+    scored = zip(reply["prompt_logprobs"][1:], ids[1:], strict=True)
+    assert values == [None, *(entry[str(token)]["logprob"] for entry, token in scored)]
     chat = run(client.chat(prompt_logprobs=0)).json()
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) > 5
 
@@ -603,6 +608,11 @@ def test_the_end_token_is_listed(client: Client, chat: bool, stream: bool) -> No
         logprobs = [choice["logprobs"] for choice in mine if choice.get("logprobs")]
         listed = [x for choice in logprobs for x in choice["content" if chat else "tokens"]]
         assert ids[-1] == 2 and len(listed) == len(ids)
+        values = [value for choice in mine for value in choice.get("token_logprobs", [])]
+        if chat:
+            assert values == [entry["logprob"] for entry in listed]
+        else:
+            assert values == [value for entry in logprobs for value in entry["token_logprobs"]]
         text = [
             choice.get("text") or choice.get("message", choice.get("delta", {})).get("content")
             for choice in mine
