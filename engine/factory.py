@@ -57,7 +57,7 @@ from engine.runner.memory import (
     plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
-from engine.runner.ranked_runner import RankedRefill, RankedRunner
+from engine.runner.ranked_runner import RankedMemory, RankedRefill, RankedRunner
 from engine.runner.refill import Refill
 from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
@@ -67,6 +67,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.sleeping import Sleeper
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import SchedulerCounters
@@ -175,7 +176,7 @@ def build(
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
-        part.memory,
+        _memory(part, ranks),
         Masked.memory(resolved.device),
         _weights(part, ranks),
         Speculation.of(resolved.speculation),
@@ -204,6 +205,13 @@ def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
     if part.pooling is not None:
         return None
     return part.refill if ranks is None else RankedRefill(part.refill, ranks)
+
+
+def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:
+    """Return the memory that a sleep frees; None if the engine cannot sleep."""
+    if part.memory is None or ranks is None:
+        return part.memory
+    return RankedMemory(part.memory, ranks)
 
 
 def _image_plan(resolved: Resolved) -> ImagePlan | None:
@@ -236,11 +244,11 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 def build_rank(
     config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
-) -> tuple[ModelRunner, Refill, Place, AdapterLoader | None]:
+) -> tuple[ModelRunner, Refill, Place, AdapterLoader | None, SleepMemory | None]:
     """Build the part of the model on a rank other than the first.
 
-    Returns the rank's runner, what replaces its weights, its place among the ranks, and the loader
-    of its adapter slots.
+    Returns the rank's runner, what replaces its weights, its place among the ranks, the loader of
+    its adapter slots, and the memory that it frees for a sleep.
 
     memory, meet: see `engine.parallel.rendezvous.other`.
     """
@@ -248,7 +256,7 @@ def build_rank(
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
     loader = None if part.adapters is None else part.adapters.loader
-    return part.runner, part.refill, part.place, loader
+    return part.runner, part.refill, part.place, loader, part.memory
 
 
 def _build_part(
@@ -348,7 +356,7 @@ def _build_part(
     refill = Refill(
         model,
         lambda: outline(resolved, whole=True),
-        None if memory is None else memory.forget_copies,
+        memory,
     )
     return _Part(
         resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory, refill
@@ -362,7 +370,8 @@ def _sleep_memory(resolved: Resolved, model: object) -> SleepMemory | None:
     memory = sleep_memory(device)
     with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
         # Adapters with virtual tokens write rows of the embedding table.
-        memory.keep(model, available_host_memory(), written=config.max_virtual_tokens > 0)
+        host_bytes = available_host_memory() // config.ranks_per_node
+        memory.keep(model, host_bytes, written=config.max_virtual_tokens > 0)
     return memory
 
 

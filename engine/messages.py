@@ -60,19 +60,28 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
     ids: list[int]
 
 
+WEIGHTS, CACHES = "weights", "kv_cache"
+CANNOT_SLEEP = "cannot_sleep"  # the code of an Answer
+PARTS = (WEIGHTS, CACHES)  # of an engine's memory, by vLLM's names
+
+
 class Control(msgspec.Struct, array_like=True, tag="control"):
     """An order to the engine.
 
     what: "drain" (refuse new requests, finish old ones), "stats" (send a frame now),
-        "reset_prefix_cache", "sleep" (once no request is left), "wake", "pause" (an Answer follows
-        once it has begun), "resume" or "stop".
+        "reset_prefix_cache", "sleep" (once no request runs), "wake", "pause", "resume" or "stop".
+        An Answer follows once a sleep, a wake or a pause has been carried out.
     ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
     argument: the mode of a pause, see `engine.scheduling.updates.Pause`.
+    level: of a sleep: 1 keeps the weights in host memory, 2 drops them.
+    tags: the parts of the memory to free or to take, of PARTS; none = all.
     """
 
     what: str
     ticket: int = 0
     argument: str = ""
+    level: int = 1
+    tags: list[str] = []
 
 
 class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
@@ -94,11 +103,15 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """The answer to an order; a code says that it failed, and nothing has changed."""
+    """The answer to an order; a code says that it failed, and nothing has changed.
+
+    param: the field of the order that is wrong.
+    """
 
     ticket: int
     code: str = ""
     message: str = ""
+    param: str = ""
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
@@ -215,7 +228,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     snapshot_slots: int = 0
     snapshots_taken: int = 0  # since start
     snapshots_evicted: int = 0  # since start, to make room for others
-    asleep: bool = False
+    asleep: bool = False  # a part of the memory is free
     wakes: int = 0  # since start
     wake_seconds: float = 0.0  # seconds that the last wake took until the engine could go on
     paused: bool = False
@@ -235,6 +248,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     image_cache_hits: int = 0
     image_cache_tokens: int = 0  # embeddings that are kept
     image_cache_size: int = 0  # the most of them
+    weights_dropped: bool = False  # by a sleep, so that requests wait for others
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

@@ -132,7 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         on each, and the ranks of a stage together. 1 = all are on one machine. docs/parallel.md.
     sleep_in_host_memory: the engine can sleep: its weights are then in host memory, and nothing of
         weights and caches on the device. It wakes in about the time that the weights take to be
-        copied. Not for several ranks. docs/several-models.md.
+        copied. docs/several-models.md, docs/rl.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of
         random weights, where None is 0.
@@ -295,12 +295,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "attention_data_parallel: is not supported together with pipeline_parallel "
                 f"{self.pipeline_parallel}; leave one of them out",
                 param="attention_data_parallel",
-            )
-        if self.sleep_in_host_memory and self.num_ranks > 1:
-            raise ConfigError(
-                f"sleep_in_host_memory: a model in {self.num_ranks} ranks cannot sleep; leave one "
-                "of them out",
-                param="sleep_in_host_memory",
             )
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """AsyncEngine: one engine process for an asyncio program, with text in and out."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +77,27 @@ class AsyncEngine(RequestManager):
         """Return the engine's state after all earlier calls. Raises EngineDead."""
         return await self._stats()
 
-    async def sleep(self) -> None:
-        """Move the weights to host memory and free the caches, once no request is left.
+    async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
+        """Free memory of the device, once no request runs; return when it is free.
 
-        Returns when the memory is free. The next request, or `wake`, takes the memory again. Raises
-        ConfigError without `sleep_in_host_memory`, EngineDead.
+        Requests that a pause keeps are computed again after the wake.
+
+        level: 0 only pauses, as `pause("keep")`; 1 moves the weights to host memory; 2 drops the
+            weights, so that requests are refused until `update_weights`.
+        tags: the parts to free, "weights" and "kv_cache"; none = both.
+        After level 1 the next request, or `wake`, takes the memory again. Raises ConfigError
+        without `sleep_in_host_memory`, InvalidRequest, EngineDead.
         """
-        await self._sleep()
+        await self._sleep(level, tags)
 
-    async def wake(self) -> None:
-        """End the sleep; return when the engine can run again.
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """End the sleep; return when the memory is there.
 
-        Raises EngineDead, with the code device_taken if the device no longer has the memory.
+        tags: the parts to take, "weights" and "kv_cache"; none = both, and the end of level 0.
+        Raises InvalidRequest, EngineDead, with the code device_taken if the device no longer has
+        the memory.
         """
-        await self._wake()
+        await self._wake(tags)
 
     async def update_weights(
         self, source: Weights, *, version: str = "", recompute: bool = False

@@ -259,20 +259,27 @@ class LLM(RequestManager):
         """End a pause: kept and waiting requests go on. Raises EngineDead."""
         self._loop.call(self._resume())
 
-    def sleep(self) -> None:
-        """Move the weights to host memory and free the caches, once no request is left.
+    def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
+        """Free memory of the device, once no request runs; return when it is free.
 
-        Returns when the memory is free. The next request, or `wake`, takes the memory again. Raises
-        ConfigError without `sleep_in_host_memory`, EngineDead.
+        Requests that a pause keeps are computed again after the wake.
+
+        level: 0 only pauses, as `pause("keep")`; 1 moves the weights to host memory; 2 drops the
+            weights, so that requests are refused until `update_weights`.
+        tags: the parts to free, "weights" and "kv_cache"; none = both.
+        After level 1 the next request, or `wake`, takes the memory again. Raises ConfigError
+        without `sleep_in_host_memory`, InvalidRequest, EngineDead.
         """
-        self._loop.call(self._sleep())
+        self._loop.call(self._sleep(level, tags))
 
-    def wake(self) -> None:
-        """End the sleep; return when the engine can run again.
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """End the sleep; return when the memory is there.
 
-        Raises EngineDead, with the code device_taken if the device no longer has the memory.
+        tags: the parts to take, "weights" and "kv_cache"; none = both, and the end of level 0.
+        Raises InvalidRequest, EngineDead, with the code device_taken if the device no longer has
+        the memory.
         """
-        self._loop.call(self._wake())
+        self._loop.call(self._wake(tags))
 
     def close(self) -> None:
         """End the engine process. Open requests end with EngineDead. Idempotent."""

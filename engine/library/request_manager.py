@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 # A folder of safetensors, or the tensors of a checkpoint by name.
 Weights: TypeAlias = "str | Path | Iterable[tuple[str, Tensor]]"
 
-_POLL_SECONDS = 0.02  # seconds between polls for the engine's sleep
-
 
 class RequestManager:
     """The base class of `LLM` and `AsyncEngine`.
@@ -42,6 +40,7 @@ class RequestManager:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._dozes = False  # a sleep of level 0 has paused the engine
         self._client = EngineClient(self._on_frame, self._on_death)
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[RequestHandle, int]] = {}  # engine id -> (handle, choice)
@@ -112,6 +111,11 @@ class RequestManager:
     ) -> RequestHandle:
         """Start one engine request for each of n choices of a checked prompt, all with one seed."""
         token_ids = encoded.ids
+        if self._client.stats.weights_dropped:
+            raise InvalidRequest(
+                "the weights were dropped by sleep(level=2); update_weights first",
+                code="weights_dropped",
+            )
         params.check_vocabulary(self.ready.vocab_size)
         tokenizer = self.tokenizer if detokenize else None
         if params.stop and tokenizer is None:
@@ -159,6 +163,7 @@ class RequestManager:
     async def _update_weights(self, source: Weights, version: str, recompute: bool) -> None:
         if isinstance(source, (str, Path)):
             await self._client.update_weights(source, version=version, recompute=recompute)
+            await self._stats()
             return
         from engine.weights.staging import checkpoint_bytes, stage  # imports torch
 
@@ -170,23 +175,25 @@ class RequestManager:
             await self._client.update_weights(staged.folder, version=version, recompute=recompute)
         finally:
             staged.discard()
+        await self._stats()
 
     async def _resume(self) -> None:
         self._client.control("resume")
         await self._stats()
 
-    async def _sleep(self) -> None:
-        if not self.config.sleep_in_host_memory:
-            raise ConfigError(
-                "sleep: this engine was not made to sleep; set sleep_in_host_memory",
-                param="sleep_in_host_memory",
-            )
-        self._client.control("sleep")
-        while not (await self._stats()).asleep:
-            await asyncio.sleep(_POLL_SECONDS)
+    async def _sleep(self, level: int, tags: Sequence[str]) -> None:
+        if level:
+            await self._client.sleep(level, tags)
+            await self._stats()
+        else:
+            await self._client.pause("keep")
+            self._dozes = True
 
-    async def _wake(self) -> None:
-        self._client.control("wake")
+    async def _wake(self, tags: Sequence[str]) -> None:
+        await self._client.wake(tags)
+        if self._dozes and not tags:
+            self._dozes = False
+            self._client.control("resume")
         await self._stats()
 
     def _abort(self, ids: list[int]) -> None:

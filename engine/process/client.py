@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.errors import (
     UpdateFailed,
 )
 from engine.messages import (
+    CANNOT_SLEEP,
     Abort,
     AdapterAnswer,
     AdapterInfo,
@@ -172,6 +173,18 @@ class EngineClient:
         """
         await self._order(lambda ticket: Control("pause", ticket, mode))
 
+    async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
+        """Free memory once no request runs; return when it is free. A request takes it again.
+
+        level, tags: see `Control`.
+        Raises InvalidRequest, ConfigError, EngineDead.
+        """
+        await self._order(lambda ticket: Control("sleep", ticket, level=level, tags=list(tags)))
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take these parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
+        await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
+
     async def update_weights(
         self,
         folder: str | Path,
@@ -260,7 +273,9 @@ class EngineClient:
         if not answer.code:
             future.set_result(None)
         elif answer.code == InvalidRequest.code:
-            future.set_exception(InvalidRequest(answer.message, param="mode"))
+            future.set_exception(InvalidRequest(answer.message, param=answer.param))
+        elif answer.code == CANNOT_SLEEP:
+            future.set_exception(ConfigError(answer.message, param=answer.param))
         else:
             future.set_exception(UpdateFailed(answer.message, code=answer.code))
 

@@ -12,7 +12,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from zlib import crc32
 
 import msgspec
@@ -24,6 +24,8 @@ from engine.lora.fake import FakeLoader
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
+    PARTS,
+    WEIGHTS,
     AdapterAnswer,
     AddAdapter,
     Answer,
@@ -35,6 +37,7 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.scheduling.pacing.step_timer import StepTimer
+from engine.scheduling.sleeping import KEEP, EngineSleep
 from engine.scheduling.updates import Pause, WeightUpdates
 
 PREFIX = "fake:"
@@ -105,6 +108,16 @@ class FakeWeights:
         """Do nothing; the version's name shifts the tokens that the fake core makes."""
 
 
+class FakeMemory:
+    """Memory that is only said to be free."""
+
+    def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
+        """Do nothing."""
+
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        """Do nothing."""
+
+
 class FakeCore:
     """A core with the interface of `engine.scheduling.core.EngineCore`, without a model.
 
@@ -140,6 +153,7 @@ class FakeCore:
         self._lethal: dict[int, int] = {}
         self._timer = StepTimer()
         self._pause = Pause()
+        self._sleep = EngineSleep(FakeMemory())
         self._updates = WeightUpdates(FakeWeights())
 
     def ready(self) -> Ready:
@@ -237,13 +251,18 @@ class FakeCore:
                 self._end(request_id, "abort")
 
     def has_work(self) -> bool:
-        runnable = len(self._requests) > len(self._blocked) and not self._pause.frozen
+        runnable = len(self._requests) > len(self._blocked) and not self._held
         waiting = self._ended or self._store.has_news() or self._updates.ready
         return bool(runnable or waiting)
 
+    @property
+    def _held(self) -> bool:
+        return self._pause.frozen or self._sleep.dropped
+
     def step(self) -> list[Delta]:
         options, stats = self._options, self._stats
-        self.wake()
+        if self._sleep.asleep and self._requests and not self._held:
+            self.wake()
         stats.step += 1
         began = time.perf_counter()
         if stats.step == options.fail_step:
@@ -259,15 +278,18 @@ class FakeCore:
         if options.step_seconds:
             time.sleep(options.step_seconds)
         if self._updates.ready:
-            self._updates.replace()
+            self.wake([WEIGHTS])
+            if self._updates.replace():
+                self._sleep.replaced()
         deltas, self._ended = self._ended, []
         if self._store.poll():
             self._blocked.clear()
-        running = [] if self._pause.frozen else list(self._requests.values())[: self._limit]
+        running = [] if self._held else list(self._requests.values())[: self._limit]
         for request in running:
             if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
+        self._fall_asleep()
         self._timer.stepped(began, result=True, more=self.has_work())
         stats.step_seconds, stats.busy_seconds = self._timer.step, self._timer.total
         return deltas
@@ -338,16 +360,27 @@ class FakeCore:
     def drain(self) -> None:
         self._stats.draining = True
 
-    def sleep(self) -> None:
-        self._stats.asleep = not self._requests
+    def sleep(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        self._sleep.ask(level, parts, ticket)
+        self._fall_asleep()
 
-    def wake(self) -> None:
-        if self._stats.asleep:
+    def _fall_asleep(self) -> None:
+        if self._sleep.wanted and (self._held or not self._requests):
+            self._sleep.begin()
+        self._note_sleep()
+
+    def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        if self._sleep.asleep:
             if self._options.fail_wake:
                 raise EngineDead("the fake engine was told not to wake", code="device_taken")
             time.sleep(self._options.wake_seconds)
-            self._stats.asleep = False
-            self._stats.wakes += 1
+        self._sleep.end(parts, ticket)
+        self._note_sleep()
+
+    def _note_sleep(self) -> None:
+        self._stats.asleep, self._stats.weights_dropped = self._sleep.asleep, self._sleep.dropped
+        self._stats.wakes = self._sleep.wakes
+        if self._sleep.wakes:
             self._stats.wake_seconds = self._options.wake_seconds
 
     def reset_prefix_cache(self) -> None:
@@ -374,6 +407,7 @@ class FakeCore:
         return [
             *self._store.take_answers(),
             *self._updates.take_answers(),
+            *self._sleep.take_answers(),
             *self._pause.take_answers(in_flight=False, requests=bool(self._requests)),
         ]
 
@@ -382,7 +416,7 @@ class FakeCore:
         self._updates.on_checked(wake)
 
     def check_integrity(self) -> None:
-        held = self._pause.frozen or self._requests.keys() == self._blocked
+        held = self._held or self._requests.keys() == self._blocked
         assert held and not self._ended
 
 

@@ -29,6 +29,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.rendezvous import Place
+    from engine.runner.caches.sleep_memory import SleepMemory
     from engine.runner.model_runner import ModelRunner
     from engine.runner.refill import Refill
     from engine.runner.staged_result import StagedResult
@@ -46,9 +47,11 @@ class RankLoop:
         refill: "Refill",
         place: "Place",
         calls: "Connection[Any, Any]",
+        memory: "SleepMemory | None" = None,
     ) -> None:
         self._runner = runner
         self._refill = refill
+        self._memory = memory
         self._place = place
         self._calls = calls
         # None: the step has failed
@@ -128,6 +131,20 @@ class RankLoop:
         self._refill.load(folder)
         self._calls.send(True)
 
+    def sleep(self, parts: list[str], drop: bool) -> None:
+        """Free these parts of this rank's memory, and reply."""
+        assert self._memory is not None
+        while self._launched:
+            self._wait_for_oldest()
+        self._memory.sleep(parts, drop=drop)
+        self._calls.send(True)
+
+    def wake(self, parts: list[str]) -> None:
+        """Take the memory again, and reply. Raises MantaError, which ends the process."""
+        assert self._memory is not None
+        self._memory.wake(parts)
+        self._calls.send(True)
+
     def shrink(self, num_blocks: int) -> None:
         self._launched.clear()
         self._runner.shrink(num_blocks)
@@ -178,7 +195,7 @@ def run(start: RankStart) -> None:
 
     from engine.factory import build_rank
 
-    runner, refill, place, loader = build_rank(start.config, start.rank, start.memory, meet)
+    runner, refill, place, loader, memory = build_rank(start.config, start.rank, start.memory, meet)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
         arguments = (loader, adapters)
@@ -187,7 +204,7 @@ def run(start: RankStart) -> None:
         ).start()
     gc.collect()
     gc.freeze()
-    RankLoop(runner, refill, place, calls).run()
+    RankLoop(runner, refill, place, calls, memory).run()
 
 
 def main() -> int:

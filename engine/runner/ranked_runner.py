@@ -1,9 +1,13 @@
-"""RankedRunner and RankedRefill: rank 0's, which make the other ranks do the same."""
+"""RankedRunner, RankedRefill, RankedMemory: rank 0's, which make the other ranks do the same."""
+
+from collections.abc import Collection
 
 from engine.batch import Batch
 from engine.errors import EngineDead, MantaError
+from engine.messages import PARTS
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Place
+from engine.runner.caches.sleep_memory import SleepMemory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.refill import Refill
 from engine.runner.staged_result import StagedResult
@@ -30,6 +34,24 @@ class RankedRefill:
             raise EngineDead(
                 f"the weights of one rank were not replaced: {error.message}", code="weights_mixed"
             ) from error
+        self._ranks.replies()
+
+
+class RankedMemory:
+    """The memory that all ranks free for a sleep (`engine.scheduling.sleeping.Sleeper`)."""
+
+    def __init__(self, memory: SleepMemory, ranks: Ranks) -> None:
+        self._memory = memory
+        self._ranks = ranks
+
+    def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
+        self._ranks.call("sleep", sorted(parts), drop)
+        self._memory.sleep(parts, drop=drop)
+        self._ranks.replies()
+
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        self._ranks.call("wake", sorted(parts))  # a rank that finds no room ends
+        self._memory.wake(parts)
         self._ranks.replies()
 
 

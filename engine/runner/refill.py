@@ -6,7 +6,7 @@ and divided forms need no code here. The addresses in CUDA graphs and recorded p
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
@@ -38,23 +38,30 @@ class Refillable(Loadable, Protocol):
     def parts(self, most_bytes: int) -> Iterator[tuple[Any, Any]]: ...
 
 
+class ChangingMemory(Protocol):
+    """The memory of the weights, which is told what an update changes."""
+
+    def changing(self) -> None: ...
+    def changed(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+
+
 class Refill:
     """The replacement of one model's weights. `check` may run on any thread, beside steps.
 
     model: this rank's part of the model, filled.
     outline: makes the whole model on torch's meta device.
-    on_change: called before the first tensor changes.
+    memory: is told what changes; None = nobody is.
     """
 
     def __init__(
         self,
         model: Refillable,
         outline: Callable[[], Loadable],
-        on_change: Callable[[], None] | None = None,
+        memory: "ChangingMemory | None" = None,
     ) -> None:
         self._model = model
         self._outline = outline
-        self._on_change = on_change
+        self._memory = memory
         self._whole: Loadable | None = None
 
     def check(self, folder: str) -> None:
@@ -74,21 +81,24 @@ class Refill:
         Raises MantaError with the old weights in place, or EngineDead if some have changed.
         """
         stored = self._stored(Path(folder))
-        if self._on_change is not None:
-            self._on_change()
+        if self._memory is not None:
+            self._memory.changing()
         changed = False
+        written: list[tuple[int, int]] = []
         try:
             for part, original in self._model.parts(self._part_bytes()):
                 fill_part(part, stored, Path(folder))
                 changed = True
                 if part.layers:
-                    copy_tensors(original.layers, part.layers)
+                    written += copy_tensors(original.layers, part.layers)
                 else:
-                    copy_tensors(original, part)
+                    written += copy_tensors(original, part)
                 del part, original
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
                 torch.cuda.empty_cache()
+            if self._memory is not None:
+                self._memory.changed(written)
         except Exception as error:
             message = error.message if isinstance(error, MantaError) else repr(error)
             if isinstance(error, torch.OutOfMemoryError):
@@ -152,12 +162,15 @@ def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
             raise not_finite(stored, converted.dtype)
 
 
-def copy_tensors(old: object, new: object) -> None:
+def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:
     """Copy each tensor that `new` holds over the tensor that `old` has in the same place.
 
+    Returns the written ranges, as (address, number of bytes).
     Raises AssertionError where the two do not have equal shapes and dtypes.
     """
-    _Copy().pair("", old, new)
+    copy = _Copy()
+    copy.pair("", old, new)
+    return copy.written
 
 
 class _Copy:
@@ -166,6 +179,7 @@ class _Copy:
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._copied: set[tuple[int, int, torch.Size]] = set()
+        self.written: list[tuple[int, int]] = []
 
     def pair(self, where: str, old: object, new: object) -> None:
         if new is old or new is None:
@@ -196,6 +210,8 @@ class _Copy:
         if place not in self._copied:
             self._copied.add(place)
             old.copy_(new)
+            if old.is_contiguous():
+                self.written.append((old.data_ptr(), old.nbytes))
 
 
 def _owns(value: object) -> bool:

@@ -36,6 +36,7 @@ from engine.config.kv_groups import blocks_for
 from engine.errors import InvalidRequest, MantaError, Overloaded
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
+    WEIGHTS,
     AdapterAnswer,
     AddAdapter,
     Answer,
@@ -51,7 +52,7 @@ from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sleeping import EngineSleep, Sleeper
+from engine.scheduling.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
 from engine.scheduling.step_failure import MemoryShortages, StepBlame
@@ -256,11 +257,16 @@ class EngineCore:
             self._pending
             or self._outbox
             or self._updates.ready
-            or (self.scheduler.can_run() and not self._pause.frozen)
+            or (self.scheduler.can_run() and not self._held)
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self._may_fall_asleep()
         )
+
+    @property
+    def _held(self) -> bool:
+        """Whether no request may run, because of a pause or because the weights are lost."""
+        return self._pause.frozen or self._sleep.dropped
 
     def step(self) -> list[Delta]:
         """Run one round of the loop and return its deltas.
@@ -271,11 +277,9 @@ class EngineCore:
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
         if self._updates.ready and not pending:
             self._replace_weights()
-        held = self._updates.ready or self._pause.frozen
+        held = self._updates.ready or self._held
         if self._sleep.wanted and self._may_fall_asleep():
-            scheduler.memory.reset_prefix_cache()
-            scheduler.drop_images()
-            self._sleep.begin()
+            self._fall_asleep()
         elif self._sleep.asleep and scheduler.can_run() and not held:
             self.wake()
         began = time.perf_counter()
@@ -492,20 +496,32 @@ class EngineCore:
         """Drop all cached prefixes; running requests keep their blocks."""
         self.scheduler.memory.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Ask the engine to free weights and caches once no request is left; a request wakes it."""
-        self._sleep.ask()
+    def sleep(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        """Ask the engine to free memory once no request runs; a request wakes it.
+
+        Requests that a pause keeps are computed again after the wake. See `EngineSleep.ask` and
+        `answers`.
+        """
+        self._sleep.ask(level, parts, ticket)
 
     def _may_fall_asleep(self) -> bool:
-        idle = not (self.scheduler.requests or self._preparing or self._pending)
+        requests = self.scheduler.requests or self._preparing
+        idle = not self._pending and (self._held or not requests)
         return self._sleep.wanted and idle
 
-    def wake(self) -> None:
-        """Take the memory again, or cancel a pending sleep.
+    def _fall_asleep(self) -> None:
+        if self.scheduler.running:
+            self.scheduler.requeue(trusted=True)
+        self.scheduler.memory.reset_prefix_cache()
+        self.scheduler.drop_images()
+        self._sleep.begin()
+
+    def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        """Take these parts of the memory again (none = all), or cancel a pending sleep.
 
         Raises MantaError if the device has no room.
         """
-        self._sleep.end()
+        self._sleep.end(parts, ticket)
 
     def pause(self, mode: str, ticket: int) -> None:
         """Hold new requests back until `resume`; see `Pause.begin` and `answers`."""
@@ -526,11 +542,11 @@ class EngineCore:
 
         Raises EngineDead if the weights are mixed.
         """
-        if self._sleep.asleep:
-            self.wake()
+        self._sleep.end([WEIGHTS])
         recompute = self._updates.recomputes
         if not self._updates.replace():
             return
+        self._sleep.replaced()
         key = f"{self._model_key}@{self._updates.count}"
         self.scheduler.change_weights(key, recompute=recompute)
         self.config = replace(self.config, model_key=key)
@@ -545,12 +561,14 @@ class EngineCore:
         self._adapters.remove(message)
 
     def answers(self) -> list[AdapterAnswer | Answer]:
-        """Return the answers to adapter messages, pauses and updates since the last call."""
+        """Return the answers to adapter messages, pauses, sleeps and updates since the last
+        call."""
         self.scheduler.take_loaded()
         requests = bool(self.scheduler.requests or self._preparing)
         return [
             *self._adapters.take_answers(),
             *self._updates.take_answers(),
+            *self._sleep.take_answers(),
             *self._pause.take_answers(in_flight=bool(self._pending), requests=requests),
         ]
 
@@ -587,6 +605,7 @@ class EngineCore:
             adapters=self._adapters.resident,
             adapter_loads=self._adapters.loads,
             asleep=self._sleep.asleep,
+            weights_dropped=self._sleep.dropped,
             wakes=self._sleep.wakes,
             wake_seconds=self._sleep.wake_seconds,
             paused=self._pause.on,

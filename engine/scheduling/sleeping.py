@@ -2,17 +2,29 @@
 
 import logging
 import time
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from engine.errors import InvalidRequest
+from engine.messages import CANNOT_SLEEP, PARTS, WEIGHTS, Answer
+
 logger = logging.getLogger("manta.engine")
+
+KEEP, DROP = 1, 2  # levels of a sleep: weights go to host memory, or are lost
 
 
 class Sleeper(Protocol):
     """The memory that an engine frees while it sleeps; no step may be in flight."""
 
-    def sleep(self) -> None: ...
-    def wake(self) -> None:
-        """Take the memory again. Raises MantaError if there is no room."""
+    def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
+        """Free these parts, which are held.
+
+        drop: whether the weights are lost, because others will replace them.
+        """
+        ...
+
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts again, which are free. Raises MantaError if there is no room."""
         ...
 
 
@@ -20,39 +32,107 @@ class EngineSleep:
     """The sleep of an engine: when its memory is freed and taken again.
 
     memory: the memory to free; None = the engine cannot sleep.
-    wanted: whether the engine should sleep once it has no request.
+    parts: the parts that are free now.
+    dropped: whether the weights are lost, so that no step can run until others replace them.
     """
 
     def __init__(self, memory: Sleeper | None) -> None:
         self._memory = memory
-        self.wanted = self.asleep = False
+        self._wanted: frozenset[str] = frozenset()  # parts to free once no request is left
+        self._drop = False
+        self._asked: list[int] = []  # tickets to be answered once the engine sleeps
+        self._answers: list[Answer] = []
+        self.parts: frozenset[str] = frozenset()
+        self.dropped = False
         self.wakes, self.wake_seconds = 0, 0.0  # number of wakes; seconds that the last wake took
 
-    def ask(self) -> None:
+    @property
+    def asleep(self) -> bool:
+        """Whether a part of the memory is free."""
+        return bool(self.parts)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the engine should sleep once it has no request."""
+        return bool(self._wanted)
+
+    def ask(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        """Ask for a sleep; see `take_answers`.
+
+        level: KEEP or DROP.
+        parts: the parts to free; none = all.
+        """
         if self._memory is None:
             logger.warning("this engine cannot sleep: sleep_in_host_memory is off")
-        self.wanted = self._memory is not None and not self.asleep
+            message = "sleep: this engine was not made to sleep; set sleep_in_host_memory"
+            self._answers.append(Answer(ticket, CANNOT_SLEEP, message, "sleep_in_host_memory"))
+            return
+        if level not in (KEEP, DROP):
+            message = f"sleep: level is {KEEP} or {DROP}, not {level}"
+            self._answers.append(Answer(ticket, InvalidRequest.code, message, "level"))
+            return
+        if not self._knows(parts, ticket):
+            return
+        self._wanted = frozenset(parts or PARTS) - self.parts
+        self._drop = level == DROP and WEIGHTS in self._wanted
+        if self._wanted:
+            self._asked.append(ticket)
+        else:
+            self._answers.append(Answer(ticket))
+
+    def _knows(self, parts: Sequence[str], ticket: int) -> bool:
+        unknown = [part for part in parts if part not in PARTS]
+        if unknown:
+            message = f"tags: known are {', '.join(PARTS)}, not {unknown[0]!r}"
+            self._answers.append(Answer(ticket, InvalidRequest.code, message, "tags"))
+        return not unknown
 
     def begin(self) -> None:
         """Free the memory."""
         assert self._memory is not None
         began = time.perf_counter()
-        self._memory.sleep()
-        self.wanted, self.asleep = False, True
-        logger.info("asleep after %.2f s", time.perf_counter() - began)
+        self._memory.sleep(self._wanted, drop=self._drop)
+        self.parts |= self._wanted
+        self.dropped |= self._drop
+        self._end_wish()
+        logger.info("asleep after %.2f s: %s", time.perf_counter() - began, _listed(self.parts))
 
-    def end(self) -> None:
-        """Take the memory again, or cancel a pending sleep.
+    def end(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
+        """Take these parts again (none = all), and cancel a pending sleep.
 
         Raises MantaError if there is no room.
         """
-        self.wanted = False
-        if not self.asleep:
+        if not self._knows(parts, ticket):
             return
-        assert self._memory is not None
-        began = time.perf_counter()
-        self._memory.wake()
-        self.asleep = False
-        self.wakes += 1
-        self.wake_seconds = time.perf_counter() - began
-        logger.info("awake after %.2f s", self.wake_seconds)
+        self._end_wish()
+        waking = self.parts & frozenset(parts or PARTS)
+        if waking:
+            assert self._memory is not None
+            began = time.perf_counter()
+            self._memory.wake(waking)
+            self.parts -= waking
+            self.wakes += 1
+            self.wake_seconds = time.perf_counter() - began
+            logger.info("awake after %.2f s: %s", self.wake_seconds, _listed(waking))
+            if self.dropped and not self.parts:
+                logger.warning("the weights were dropped: requests wait for new weights")
+        self._answers.append(Answer(ticket))
+
+    def _end_wish(self) -> None:
+        self._wanted, self._drop = frozenset(), False
+        self._answers += [Answer(ticket) for ticket in self._asked]
+        self._asked = []
+
+    def replaced(self) -> None:
+        """Note that all weights were replaced."""
+        self.dropped = False
+
+    def take_answers(self) -> list[Answer]:
+        """Return the answers to orders that are carried out or refused, but to those without a
+        ticket."""
+        answers, self._answers = self._answers, []
+        return [answer for answer in answers if answer.ticket]
+
+
+def _listed(parts: Collection[str]) -> str:
+    return ", ".join(part for part in PARTS if part in parts)

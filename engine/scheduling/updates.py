@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.errors import EngineDead, MantaError, UpdateFailed
+from engine.errors import EngineDead, InvalidRequest, MantaError, UpdateFailed
 from engine.messages import Answer, EngineRequest, UpdateWeights
 
 logger = logging.getLogger("manta.engine")
@@ -150,9 +150,8 @@ class Pause:
         """
         if mode not in MODES:
             known = ", ".join(MODES)
-            self._answers.append(
-                Answer(ticket, "invalid_value", f"pause: mode is one of {known}, not {mode!r}")
-            )
+            message = f"pause: mode is one of {known}, not {mode!r}"
+            self._answers.append(Answer(ticket, InvalidRequest.code, message, "mode"))
             return False
         self.on, self.frozen = True, mode != "wait"
         self._asked.append(ticket)

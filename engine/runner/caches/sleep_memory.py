@@ -1,4 +1,5 @@
-"""Memory of an engine that can sleep: asleep, it keeps weights in host memory, and no caches.
+"""Memory of an engine that can sleep: asleep, it keeps weights in host memory or drops them, and
+has no caches.
 
 All addresses stay the same. So nothing is rebuilt after a wake: captured graphs and programs are
 valid once the memory is back. Asleep, a GPU still holds its context, the data of rows and adapter
@@ -9,7 +10,9 @@ import gc
 import math
 import mmap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError, EngineDead
+from engine.messages import CACHES, PARTS, WEIGHTS
+from engine.parallel.group import TensorParallelGroup
 from engine.runner.caches.cache_memory import CacheMemory
 from kernels.device_memory import Region
 from kernels.dispatch import Kernels
@@ -57,16 +62,23 @@ class SleepMemory(CacheMemory):
         Raises ConfigError if the host has no room for the tensors.
         """
 
-    def forget_copies(self) -> None:
+    def changing(self) -> None:
         """Note that weights will change, so that copies of them are of no use."""
 
-    def sleep(self) -> None:
-        """Free the memory; contents of caches are lost. Legal when no step is in flight."""
-        for pages in self._maps.values():
-            pages.madvise(mmap.MADV_DONTNEED)
+    def changed(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Note which bytes an update of the weights wrote, as (address, number of bytes)."""
 
-    def wake(self) -> None:
-        """Take the memory again, with zeros in the caches.
+    def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
+        """Free these parts; contents of caches are lost. Legal when no step is in flight.
+
+        drop: whether weights that each update writes may be lost too.
+        """
+        if CACHES in parts:
+            for pages in self._maps.values():
+                pages.madvise(mmap.MADV_DONTNEED)
+
+    def wake(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts again, with zeros in the caches.
 
         Raises EngineDead if there is no room.
         """
@@ -84,11 +96,25 @@ class Pages(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """The bytes of a tensor of weights: their place in a region."""
+
+    region: Pages
+    offset: int
+    size: int
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.region.bytes[self.offset : self.offset + self.size]
+
+
 class CudaSleepMemory(SleepMemory):
     """The memory of an engine that can sleep, on CUDA.
 
     Pages go back to the driver. The copy of weights in pinned host memory is made at the first
-    sleep and kept, so that further sleeps copy nothing.
+    sleep and kept, so that further sleeps copy nothing. A sleep that drops the weights copies only
+    what no update has written, such as rotary tables. Before the first update it copies everything.
     """
 
     def __init__(
@@ -97,6 +123,10 @@ class CudaSleepMemory(SleepMemory):
         self._device = device
         self._make = make
         self._weights: list[Pages] = []
+        self._storages: list[_Storage] = []
+        self._updated: set[int] = set()  # addresses of storages that each update writes
+        self._others: list[tuple[_Storage, Tensor]] = []  # copies, after a sleep that drops
+        self._dropped = False
         self._caches: dict[int, Pages] = {}  # by address
         self._copies: list[Tensor] = []  # copies of _weights in host memory
         self._written = False
@@ -157,8 +187,9 @@ class CudaSleepMemory(SleepMemory):
         while slab:
             tensors = slab.pop()
             old = tensors[0].untyped_storage()
-            place = region.bytes[at : at + old.nbytes()]
-            place.copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(old))
+            storage = _Storage(region, at, old.nbytes())
+            self._storages.append(storage)
+            storage.bytes.copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(old))
             for tensor in tensors:
                 offset = at // tensor.element_size() + tensor.storage_offset()
                 shape, stride = tensor.shape, tensor.stride()
@@ -169,31 +200,59 @@ class CudaSleepMemory(SleepMemory):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def forget_copies(self) -> None:
+    def changing(self) -> None:
         self._stale = True
 
+    def changed(self, ranges: Iterable[tuple[int, int]]) -> None:
+        written = sorted(ranges)
+        for storage in self._storages:
+            begin = storage.region.bytes.data_ptr() + storage.offset
+            reached, at = begin, bisect_left(written, (begin, 0))
+            while at < len(written) and written[at][0] <= reached:
+                reached = max(reached, sum(written[at]))
+                at += 1
+            if reached >= begin + storage.size:
+                self._updated.add(begin)
+
     @torch.inference_mode()
-    def sleep(self) -> None:
+    def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
         self._finish_work()
-        if self._stale or self._written:
+        freed: list[Pages] = []
+        if WEIGHTS in parts:
+            self._copy_out(drop=drop)
+            freed += self._weights
+        if CACHES in parts:
+            freed += self._caches.values()
+        for region in freed:
+            region.give_pages()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _copy_out(self, *, drop: bool) -> None:
+        """Copy the weights to host memory; with `drop` only those that no update writes."""
+        self._dropped = drop and bool(self._updated)
+        if self._dropped:
+            for copy in self._copies:
+                self._unpin(copy)
+            self._copies, self._stale = [], True
+            self._others = [
+                (storage, storage.bytes.to("cpu", copy=True))
+                for storage in self._storages
+                if storage.region.bytes.data_ptr() + storage.offset not in self._updated
+            ]
+        elif self._stale or self._written:
             self._stale = False
             self._copies = self._copies or [self._pinned(pages.size) for pages in self._weights]
             for region, copy in zip(self._weights, self._copies, strict=True):
                 copy.copy_(region.bytes, non_blocking=True)
             self._finish_work()
-        for region in (*self._weights, *self._caches.values()):
-            region.give_pages()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def wake(self) -> None:
+    def wake(self, parts: Collection[str] = PARTS) -> None:
         try:
-            # Copies run while further pages are taken.
-            for region, copy in zip(self._weights, self._copies, strict=True):
-                region.take_pages()
-                region.bytes.copy_(copy, non_blocking=True)
-            for region in self._caches.values():
+            if WEIGHTS in parts:
+                self._copy_in()
+            for region in self._caches.values() if CACHES in parts else ():
                 region.take_pages()
                 region.bytes.zero_()
         except torch.OutOfMemoryError:
@@ -207,6 +266,17 @@ class CudaSleepMemory(SleepMemory):
                 code="device_taken",
             ) from None
         self._finish_work()
+
+    def _copy_in(self) -> None:
+        """Take the weights' pages again. Copies run while further pages are taken."""
+        for index, region in enumerate(self._weights):
+            region.take_pages()
+            if not self._dropped:
+                region.bytes.copy_(self._copies[index], non_blocking=True)
+        if self._dropped:
+            for storage, copy in self._others:
+                storage.bytes.copy_(copy)
+            self._others = []
 
     def _finish_work(self) -> None:
         if self._device.type == "cuda":
@@ -228,6 +298,11 @@ class CudaSleepMemory(SleepMemory):
                 raise RuntimeError(f"{size / GIB:.2f} GiB of host memory cannot be pinned: {code}")
         return memory
 
+    def _unpin(self, memory: Tensor) -> None:
+        """Undo `_pinned`, so that the memory can be freed."""
+        if self._device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
 
 def sleep_memory(device: torch.device) -> SleepMemory:
     return CudaSleepMemory(device) if device.type == "cuda" else SleepMemory()
@@ -245,7 +320,7 @@ def _storage_bytes(tensors: Sequence[Tensor], num_bytes: int = -1) -> int:
 def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
     """Yield each tensor on the device that can be reached from root through any references.
 
-    Kernel back ends are skipped, because their tensors belong to no model.
+    Kernel back ends and groups of ranks are skipped, because their tensors belong to no model.
     """
     seen, left = {id(root)}, [root]
     while left:
@@ -254,7 +329,7 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
             if owner.device == device:
                 yield owner
             continue
-        if isinstance(owner, types.ModuleType | type | Kernels):
+        if isinstance(owner, types.ModuleType | type | Kernels | TensorParallelGroup):
             continue
         # Only a function's closure: the function itself refers to its whole module.
         inside = (owner.__closure__,) if isinstance(owner, types.FunctionType) else (owner,)

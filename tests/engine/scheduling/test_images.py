@@ -1,6 +1,6 @@
 """Images in the scheduler: what a step encodes, what the runner keeps, and who else notices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -251,10 +251,10 @@ def test_embeddings_end_with_the_weights_that_made_them() -> None:
         def load(self, folder: str) -> None: ...
 
     class Memory:
-        def sleep(self) -> None:
+        def sleep(self, parts: Collection[str], *, drop: bool) -> None:
             runner.encoded.clear()
 
-        def wake(self) -> None: ...
+        def wake(self, parts: Collection[str]) -> None: ...
 
     runner = Recording()
     core = core_with(runner, weights=Weights(), memory=Memory())
