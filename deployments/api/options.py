@@ -1,7 +1,7 @@
 """ApiOptions: what the operator decides about the HTTP API."""
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,10 +53,16 @@ class Training(Protocol):
 
     async def pause(self, model: str, mode: str) -> None: ...
     async def resume(self, model: str) -> None: ...
+
+    async def sleep(self, model: str, level: int, tags: Sequence[str], mode: str) -> None:
+        """Pause all replicas and free memory of their engines. tags: the parts; none = all."""
+        ...
+
+    async def wake(self, model: str, tags: Sequence[str]) -> None: ...
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     def state(self, model: str) -> dict[str, Any]:
-        """Return version, paused, and by replica: version and paused."""
+        """Return version, paused, sleeping, and by replica: version, paused and asleep."""
         ...
 
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -80,6 +80,10 @@ class ReplicaEngine(Protocol):
     def control(self, what: str) -> int: ...
 
     async def pause(self, mode: str) -> None: ...
+
+    async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None: ...
+
+    async def wake(self, tags: Sequence[str] = ()) -> None: ...
 
     async def update_weights(
         self,
@@ -408,13 +412,31 @@ class ReplicaServer:
                 )
             elif order.what == "pause":
                 await self._engine.pause(order.argument)
+            elif order.what in ("sleep", "wake"):
+                await self._sleep_or_wake(order)
             elif order.what in ("resume", "reset_prefix_cache"):
                 self._engine.control(order.what)
+                if self._sleep is not None and order.what == "resume":
+                    self._sleep.take_back()
             else:
                 answer = Answer(order.ticket, "invalid_value", f"{order.what} is no router's order")
         except MantaError as error:
             answer = Answer(order.ticket, error.code, error.message)
         connection.send(answer)
+
+    async def _sleep_or_wake(self, order: Control) -> None:
+        """Carry out a trainer's order; replicas that sleep by themselves leave it to the trainer.
+
+        Raises MantaError.
+        """
+        if self._sleep is not None:
+            await self._sleep.let_trainer()
+        if order.what == "sleep":
+            await self._engine.sleep(order.level, order.tags)
+            return
+        await self._engine.wake(order.tags)
+        if self._sleep is not None and not order.tags:
+            self._sleep.take_back()
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         if submitted.message.adapter is not None:

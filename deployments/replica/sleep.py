@@ -2,7 +2,8 @@
 
 The engine sleeps after an idle time, or if another replica waits for the device and there is no
 work. A replica that is never idle gives the device up after a while, once its running requests have
-ended. Requests that arrive during sleep are held, and wake the engine.
+ended. Requests that arrive during sleep are held, and wake the engine. While a trainer orders sleep
+and wake, nothing here does.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from deployments.environment import visible_devices
 from deployments.replica.adapters import SubmittedRequest
 from deployments.replica.device_lease import DeviceLease
-from engine.errors import EngineDead
+from engine.errors import EngineDead, Overloaded
 from engine.messages import StepFrame
 
 logger = logging.getLogger("manta.replica")
@@ -62,6 +63,8 @@ class ReplicaSleep:
         self._refuse = refuse
         self._busy = busy
         self._lease = DeviceLease(visible_devices()) if settings.takes_turns else None
+        self._ordered = False  # whether a trainer decides about sleep
+        self._woken = False  # whether the trainer has ended a sleep that began here
         self._open = False  # whether requests are passed on rather than held
         # (monotonic seconds when the request was held, request)
         self._held: list[tuple[float, SubmittedRequest]] = []
@@ -95,6 +98,25 @@ class ReplicaSleep:
             self._held.append((time.monotonic(), submitted))
             self._asked.set()
 
+    async def let_trainer(self) -> None:
+        """Let a trainer decide about sleep from now on, until `take_back`.
+
+        Raises Overloaded if another replica keeps the device.
+        """
+        self._ordered = True
+        if self._lease is None or self._lease.held:
+            return
+        if not await self._lease.acquire(self._settings.wait_seconds):
+            raise Overloaded(_TAKEN.format(self._settings.wait_seconds), code="device_busy")
+
+    def take_back(self) -> None:
+        """Decide about sleep here again, if a trainer did; the engine is awake."""
+        if not self._ordered:
+            return
+        self._ordered, self._used = False, time.monotonic()
+        self._woken = not self._open
+        self._asked.set()
+
     def on_frame(self, frame: StepFrame) -> None:
         if self._news is not None and not self._news.done() and self._done(frame):
             self._news.set_result(None)
@@ -123,18 +145,23 @@ class ReplicaSleep:
         while True:
             await self._until_unused()
             await self._do("sleep", asleep=True)
-            if self._lease is not None:
+            if self._lease is not None and not self._ordered:
                 self._lease.release()
             logger.info("asleep: weights in host memory")
             await self._until_wanted()
             began = time.monotonic()
             await self._do("wake", asleep=False)
             logger.info("awake after %.2f s", time.monotonic() - began)
-            self._open, self._used = True, time.monotonic()
-            held, self._held = self._held, []
-            for _, submitted in held:
-                if submitted.wanted:
-                    self._start(submitted)
+            self._used = time.monotonic()
+            self._start_held()
+
+    def _start_held(self) -> None:
+        """Let held requests go on, and hold none back from now on."""
+        self._open, self._woken = True, False
+        held, self._held = self._held, []
+        for _, submitted in held:
+            if submitted.wanted:
+                self._start(submitted)
 
     async def _until_unused(self) -> None:
         """Wait for a reason to sleep; return once the engine is idle, holding requests from then
@@ -143,9 +170,9 @@ class ReplicaSleep:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if self._busy() > self.held:
+            if self._ordered or self._busy() > self.held:
                 self._used = now
-            wanted = self._lease is not None and self._lease.wanted()
+            wanted = self._lease is not None and not self._ordered and self._lease.wanted()
             if not wanted:
                 wanted_since = None
             elif wanted_since is None:
@@ -155,7 +182,9 @@ class ReplicaSleep:
             over = wanted_since is not None and now - wanted_since >= _LEASE_SECONDS
             if over or unused >= min(enough, self._settings.idle_seconds):
                 self._open = False
-            if not self._open and self._busy() == self.held:
+            if self._woken or self._ordered:
+                self._start_held()
+            elif not self._open and self._busy() == self.held:
                 return
 
     async def _until_wanted(self) -> None:
@@ -163,7 +192,9 @@ class ReplicaSleep:
         while True:
             self._asked.clear()
             self._held = [entry for entry in self._held if entry[1].wanted]
-            if not self._held:
+            if self._woken:
+                return
+            if self._ordered or not self._held:
                 await self._asked.wait()
                 continue
             since = min(since for since, _ in self._held)

@@ -78,9 +78,9 @@ class ReplicaEvents:
     def frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
         """Pass the deltas of a frame to their requests. now: monotonic seconds."""
         choices, state, stats = client.choices, client.state, frame.stats
-        version, weights = stats.weights_version, self._weights
-        if version != weights.version or stats.paused != weights.paused or state.kept_out:
-            weights.differs(client, stats)
+        version = stats.weights_version
+        if state.kept_out or self._weights.lacks(stats):
+            self._weights.differs(client, stats)
         for delta in frame.deltas:
             choice = choices.get(delta.id)
             if choice is None:

@@ -1,5 +1,6 @@
 """RouterTraining: what trainers may order from the models that a router serves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from deployments.router.dispatcher import Dispatcher
@@ -22,19 +23,30 @@ class RouterTraining:
     async def resume(self, model: str) -> None:
         await self._of(model).weights.resume()
 
+    async def sleep(self, model: str, level: int, tags: Sequence[str], mode: str) -> None:
+        await self._of(model).weights.sleep(level, tags, mode)
+
+    async def wake(self, model: str, tags: Sequence[str]) -> None:
+        await self._of(model).weights.wake(tags)
+
     async def reset_prefix_cache(self, model: str) -> None:
         await self._of(model).weights.reset_prefix_cache()
 
     def state(self, model: str) -> dict[str, Any]:
         dispatcher = self._of(model)
         replicas = {
-            name: {"weight_version": stats.weights_version, "paused": stats.paused}
+            name: {
+                "weight_version": stats.weights_version,
+                "paused": stats.paused,
+                "asleep": stats.asleep,
+            }
             for name, stats in dispatcher.state().replicas.items()
         }
         weights = dispatcher.weights
         return {
             "weight_version": weights.version,
             "is_paused": weights.paused,
+            "is_sleeping": weights.asleep,
             "replicas": replicas,
         }
 

@@ -7,15 +7,16 @@ missed the order, gets the record's weights before it gets requests.
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from deployments.cluster_store import prefix, store
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
-from engine.errors import InvalidRequest, Overloaded, UpdateFailed
-from engine.messages import Answer, Control, EngineStats, UpdateWeights
+from engine.errors import InvalidRequest, MantaError, Overloaded, UpdateFailed
+from engine.messages import PARTS, Answer, Control, EngineStats, UpdateWeights
 from engine.scheduling.updates import MODES
 
 logger = logging.getLogger("manta.router")
@@ -32,6 +33,9 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: the checkpoint in place; "": the model's own.
     version: the name of these weights.
     paused: the mode of the pause; "": none.
+    asleep: the parts of the engines' memory that a trainer's sleep has freed.
+    level: of that sleep.
+    dozes: whether the sleep has begun the pause, which ends with it.
     """
 
     number: int = 0
@@ -39,6 +43,9 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     version: str = "0"
     paused: str = ""
+    asleep: tuple[str, ...] = ()
+    level: int = 1
+    dozes: bool = False
 
 
 class WeightsStore(Protocol):
@@ -88,7 +95,7 @@ class FleetWeights:
     """The weights and the pause of one model's replicas, as one router orders them.
 
     base: identity of the weights in the model's folder; "": unknown.
-    version, paused: those of the record.
+    version, paused, asleep: those of the record; asleep tells whether any part is.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class FleetWeights:
         self._base = base
         self._store = weights_store or LocalWeightsStore()
         self._record = WeightsRecord(base=base)
-        self.version, self.paused = self._record.version, False
+        self.version, self.paused, self.asleep = self._record.version, False, False
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
 
     async def refresh(self) -> None:
@@ -115,8 +122,9 @@ class FleetWeights:
     def _take(self, record: WeightsRecord) -> None:
         self._record = record
         self.version, self.paused = record.version, bool(record.paused)
+        self.asleep = bool(record.asleep) or record.dozes
 
-    async def _write(self, **fields: str) -> None:
+    async def _write(self, **fields: Any) -> None:
         """Change the record. Raises Overloaded if the store is unavailable."""
         await self.refresh()
         number = self._record.number + 1
@@ -165,8 +173,47 @@ class FleetWeights:
 
     async def resume(self) -> None:
         """End the pause of all replicas. Raises MantaError."""
-        await self._write(paused="")
+        await self._write(paused="", dozes=False)
         await self._order_all(lambda ticket: Control("resume", ticket))
+
+    async def sleep(self, level: int, tags: Sequence[str], mode: str) -> None:
+        """Pause all replicas, and free memory of their engines; see `engine.LLM.sleep`.
+
+        mode: of the pause, which the end of the sleep ends; a pause that is there stays.
+        Raises MantaError, with no pause begun.
+        """
+        if level not in (0, 1, 2):
+            raise InvalidRequest(f"level is 0, 1 or 2, not {level}", param="level")
+        parts = _parts(tags)
+        await self.refresh()
+        began = not self.paused
+        if began:
+            await self.pause(mode)
+            await self._write(dozes=True)
+        if not level:
+            return
+        try:
+            await self._order_all(
+                lambda ticket: Control("sleep", ticket, level=level, tags=[*parts])
+            )
+        except MantaError:
+            if began:
+                await self.resume()
+            raise
+        asleep = tuple(part for part in PARTS if part in (*self._record.asleep, *parts))
+        await self._write(asleep=asleep, level=level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take these parts of the engines' memory again; none = all. Raises MantaError."""
+        parts = _parts(tags)
+        await self.refresh()
+        left = tuple(part for part in self._record.asleep if part not in parts)
+        await self._write(asleep=left)
+        # an order without parts ends the sleep as a whole
+        order = [*parts] if left else []
+        await self._order_all(lambda ticket: Control("wake", ticket, tags=order))
+        if self._record.dozes and not left:
+            await self.resume()
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of all replicas. Raises MantaError."""
@@ -184,6 +231,8 @@ class FleetWeights:
             raise Overloaded("no replica is ready", code="no_replica", retry_after=5)
         answers = await asyncio.gather(*(self._order(client, make) for client in clients))
         for client, answer in zip(clients, answers, strict=True):
+            if answer is not None and answer.code == "device_busy":
+                raise Overloaded(answer.message, code=answer.code)
             if answer is not None and answer.code:
                 raise UpdateFailed(f"{client.replica}: {answer.message}", code=answer.code)
         if not any(answers):
@@ -208,7 +257,7 @@ class FleetWeights:
 
     def differs(self, client: ReplicaClient, stats: EngineStats) -> None:
         """Note a frame of a replica that is held back, or differs from the record."""
-        if stats.weights_version == self.version and stats.paused == self.paused:
+        if not self.lacks(stats):
             client.state.keep_out(False)
         else:
             self._bring(client)
@@ -241,9 +290,32 @@ class FleetWeights:
                     client,
                     lambda ticket, what=what, record=record: Control(what, ticket, record.paused),
                 )
+            elif record.asleep and not stats.asleep:
+                await self._order(
+                    client,
+                    lambda ticket, record=record: Control(
+                        "sleep", ticket, level=record.level, tags=[*record.asleep]
+                    ),
+                )
             elif stats.weights_version == record.version:
                 return
+
+    def lacks(self, stats: EngineStats) -> bool:
+        """Whether a replica differs from the record."""
+        return (
+            stats.weights_version != self.version
+            or stats.paused != self.paused
+            or (bool(self._record.asleep) and not stats.asleep)
+        )
 
     def close(self) -> None:
         for task in self._bringing.values():
             task.cancel()
+
+
+def _parts(tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts that tags name; all without tags. Raises InvalidRequest."""
+    for tag in tags:
+        if tag not in PARTS:
+            raise InvalidRequest(f"tags are {', '.join(PARTS)}, not {tag!r}", param="tags")
+    return tuple(tags) or PARTS

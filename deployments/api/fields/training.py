@@ -97,7 +97,14 @@ class PauseGeneration(Struct, kw_only=True, gc=False):
     mode: str | None = None
 
 
+class MemoryParts(Struct, kw_only=True, gc=False):
+    """The body of SGLang's routes that free memory and take it again."""
+
+    tags: list[str] | None = None
+
+
 ROLLOUT = struct_body(Rollout)
 THEIR_ROLLOUT = struct_body(TheirRollout)
 FROM_DISK = struct_body(FromDisk)
 PAUSE_GENERATION = struct_body(PauseGeneration)
+MEMORY_PARTS = struct_body(MemoryParts)

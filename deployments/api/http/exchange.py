@@ -91,8 +91,15 @@ class HttpExchange:
 
     def parameters(self) -> dict[str, str]:
         """Read the query's fields; of equal names the last. Raises ApiError 400."""
+        return dict(self._query_fields())
+
+    def every_parameter(self, name: str) -> list[str]:
+        """Read all of the query's fields of a name. Raises ApiError 400."""
+        return [value for field, value in self._query_fields() if field == name]
+
+    def _query_fields(self) -> list[tuple[str, str]]:
         try:
-            return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
+            return parse_qsl(self.query.decode("latin-1"), max_num_fields=16)
         except ValueError:
             raise ApiError(400, "invalid_value", "the query has more than 16 fields") from None
 

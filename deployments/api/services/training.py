@@ -3,7 +3,9 @@
 Names and answers are those of vLLM's and SGLang's servers.
 """
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deployments.api.body_fields import take_token_ids
@@ -11,9 +13,11 @@ from deployments.api.context import ApiContext
 from deployments.api.fields.schema import TEXT, Body, Schema, one_of
 from deployments.api.fields.training import (
     FROM_DISK,
+    MEMORY_PARTS,
     PAUSE_GENERATION,
     ROLLOUT,
     THEIR_ROLLOUT,
+    MemoryParts,
     Rollout,
     TheirRollout,
     TheirSampling,
@@ -81,6 +85,74 @@ async def is_paused(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json({"is_paused": state["is_paused"]})
 
 
+def _tags(exchange: HttpExchange) -> list[str]:
+    """Return the query's tags, each in a field of its own or several with commas."""
+    tags = exchange.every_parameter("tags")
+    return [tag for field in tags for tag in field.split(",") if tag]
+
+
+async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
+    """Free memory of all replicas' engines, as vLLM has it. Raises ApiError, MantaError."""
+    query = exchange.parameters()
+    level = query.get("level", "1")
+    if not level.isdecimal():
+        raise invalid(f"level is 0, 1 or 2, not {level!r}", "level")
+    mode = query.get("mode", "abort")
+    with _refusing("level"):
+        await _training(context).sleep(_model(exchange), int(level), _tags(exchange), mode)
+    await exchange.answer_json({"status": "asleep"})
+
+
+async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
+    """Take the engines' memory again, as vLLM has it."""
+    with _refusing("tags"):
+        await _training(context).wake(_model(exchange), _tags(exchange))
+    await exchange.answer_json({"status": "awake"})
+
+
+async def is_sleeping(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer whether a part of the engines' memory is free."""
+    state = _training(context).state(_model(exchange))
+    await exchange.answer_json({"is_sleeping": state["is_sleeping"]})
+
+
+async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
+    """Free memory of all replicas' engines once no request runs, as SGLang has it."""
+    body = await context.read_as(exchange, MEMORY_PARTS)
+    with _refusing("tags"):
+        await _training(context).sleep(_model(exchange), 1, _their_tags(body), "wait")
+    await exchange.answer_json({"status": "ok"})
+
+
+async def resume_memory(context: ApiContext, exchange: HttpExchange) -> None:
+    """Take the engines' memory again, as SGLang has it."""
+    body = await context.read_as(exchange, MEMORY_PARTS)
+    with _refusing("tags"):
+        await _training(context).wake(_model(exchange), _their_tags(body))
+    await exchange.answer_json({"status": "ok"})
+
+
+def _their_tags(body: MemoryParts) -> list[str]:
+    """Return the tags of a body; memory of CUDA graphs, which SGLang knows too, always stays."""
+    return [tag for tag in body.tags or () if tag != "cuda_graph"]
+
+
+@contextlib.contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    """Answer 400 or 409 where replicas refuse an order.
+
+    param: the field of the order that a refusal is about.
+    """
+    try:
+        yield
+    except UpdateFailed as error:
+        status = 409 if error.code == "update_in_progress" else 400
+        own = error.param == "weight_version"
+        raise ApiError(
+            status, error.code, error.message, param=error.param if own else param
+        ) from None
+
+
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the weights' version, and that of each replica."""
     await exchange.answer_json(_training(context).state(_model(exchange)))
@@ -102,14 +174,10 @@ async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
     """Replace the weights by a checkpoint, as SGLang has it."""
     body = await context.read_as(exchange, FROM_DISK)
     training = _training(context)
-    try:
+    with _refusing("model_path"):
         version = await training.update(
             _model(exchange), body.model_path, body.weight_version or ""
         )
-    except UpdateFailed as error:
-        status = 409 if error.code == "update_in_progress" else 400
-        param = error.param if error.param == "weight_version" else "model_path"
-        raise ApiError(status, error.code, error.message, param=param) from None
     await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
 
 
@@ -321,7 +389,7 @@ _GENERATE = Operation(
     ROLLOUT,
     ("request_id", "choices", "prompt_logprobs"),
 )
-_INFO = ("weight_version", "is_paused", "replicas")
+_INFO = ("weight_version", "is_paused", "is_sleeping", "replicas")
 _LOADED = ("success", "message", "weight_version")
 ROUTES = (
     Route(GENERATE, generate, post=_GENERATE),
@@ -338,6 +406,28 @@ ROUTES = (
     Route("/resume", resume, post=_RESUME),
     Route("/is_paused", is_paused, get=_order("Whether replicas are paused", ("is_paused",))),
     Route("/abort_requests", abort_requests, post=_order("All requests ended with what they have")),
+    Route(
+        "/sleep",
+        sleep,
+        post=_order(
+            "Memory of all replicas freed",
+            level=one_of("0", "1", "2"),
+            mode=one_of(*MODES),
+            tags=TEXT,
+        ),
+    ),
+    Route("/wake_up", wake_up, post=_order("The memory of all replicas taken again", tags=TEXT)),
+    Route("/is_sleeping", is_sleeping, get=_order("Whether replicas sleep", ("is_sleeping",))),
+    Route(
+        "/release_memory_occupation",
+        release_memory,
+        post=_order("Memory freed, in SGLang's words", _OK, MEMORY_PARTS, _CHANGES),
+    ),
+    Route(
+        "/resume_memory_occupation",
+        resume_memory,
+        post=_order("Memory taken again, in SGLang's words", _OK, MEMORY_PARTS, _CHANGES),
+    ),
     Route("/reset_prefix_cache", reset_prefix_cache, post=_FLUSH),
     Route("/weight_info", weight_info, get=_order("The version of the weights", _INFO)),
     Route(

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
+from engine.messages import Control
 from tests.deployments.replica.test_replica import Router, run
 from tests.deployments.router.fleet import FAST, LocalEngine, text, until
 
@@ -255,3 +258,36 @@ def test_a_killed_holder_leaves_the_turn(tmp_path: Path) -> None:
         turn.close()
 
     run(case())
+
+
+def test_a_trainer_decides_while_it_lets_the_engine_sleep() -> None:
+    """A request, or an idle time, wakes an engine whose device a trainer uses; or the engine never
+    sleeps by itself again."""
+
+    async def body() -> None:
+        replica = await Replica().start()
+        orders, answers = iter(range(1, 100)), []
+
+        async def order(what: str, tags: list[str] | None = None, argument: str = "") -> None:
+            control = Control(what, next(orders), argument, tags=tags or [])
+            sent: Any = SimpleNamespace(send=answers.append)
+            await replica.server._carry_out(sent, control)
+            assert answers.pop().code == ""
+
+        await until(lambda: replica.asleep)
+        await order("pause", argument="keep")
+        await order("sleep")
+        replica.router.submit(1, max_tokens=5)
+        await asyncio.sleep(0.3)
+        assert replica.asleep and replica.engine.core.stats().wakes == 0
+        await order("wake", ["weights"])
+        await asyncio.sleep(0.1)
+        assert replica.asleep
+        await order("wake")
+        await order("resume")
+        await until(lambda: replica.router.finish(1), 10)
+        await until(lambda: replica.asleep)
+        await replica.ask(2)
+        await replica.server.stop()
+
+    run(body())

@@ -3,7 +3,7 @@ engines that count instead of thinking."""
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -110,6 +110,18 @@ class LocalEngine:
         self._check()
         ticket = next(self._tickets)
         self.core.pause(mode, ticket)
+        await self._order(ticket)
+
+    async def sleep(self, level: int = 1, tags: Sequence[str] = ()) -> None:
+        self._check()
+        ticket = next(self._tickets)
+        self.core.sleep(level, tags, ticket)
+        await self._order(ticket)
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        self._check()
+        ticket = next(self._tickets)
+        self.core.wake(tags, ticket)
         await self._order(ticket)
 
     async def update_weights(

@@ -239,3 +239,75 @@ def test_over_http(tmp_path: Path) -> None:
         assert (await client.request("GET", "/flush_cache")).status == 200
 
     run(body)
+
+
+def asleep(fleet: Fleet) -> set[bool]:
+    return {stats.asleep for stats in fleet.dispatcher.state().replicas.values()}
+
+
+def test_a_fleet_sleeps_in_parts(tmp_path: Path) -> None:
+    """A trainer's device is not free when it is told so, or a request wakes the fleet meanwhile."""
+
+    async def body(fleet: Fleet) -> None:
+        front = ModelsBackend("router")
+        front.set_dispatcher("m", fleet.dispatcher, 0)
+        client = Client(build_asgi(front, ApiOptions(training=RouterTraining(front))))
+
+        async def sleeping() -> bool:
+            state: bool = (await client.request("GET", "/is_sleeping")).json()["is_sleeping"]
+            return state
+
+        running = await streams(fleet, 2, LONG)
+        assert (await post(client, "/sleep", query=b"level=2")).status == 200
+        assert await sleeping()
+        for _, task in running:
+            assert all(len(ids) < LONG for ids in (await task).values()), "aborted"
+        cores = [engine.core for engine in fleet.engines.values()]
+        assert all(core.stats().weights_dropped for core in cores)
+        waiting = await asyncio.gather(*[start(fleet) for _ in range(2)])
+        await fleet.add_replica("r2")
+        fleet.publish()
+        await until(lambda: len(asleep(fleet)) == 1 and "r2" in fleet.dispatcher.state().replicas)
+        assert fleet.engines["r2"].core.stats().paused, "a replica that joins sleeps too"
+        wake = await post(client, "/wake_up", query=b"tags=weights")
+        assert wake.status == 200 and asleep(fleet) == {True}
+        await fleet.dispatcher.weights.update(str(tmp_path), "one")
+        assert await sleeping() and asleep(fleet) == {True}
+        assert (await post(client, "/wake_up", query=b"tags=kv_cache")).status == 200
+        assert not await sleeping()
+        for generation, task in waiting:
+            assert check(generation, await task) == {"one"}
+        await until(lambda: asleep(fleet) == {False})
+        await post(client, "/pause", query=b"mode=keep")
+        theirs = {"tags": ["kv_cache", "cuda_graph"]}
+        assert (await post(client, "/release_memory_occupation", theirs)).status == 200
+        assert await sleeping()
+        assert (await post(client, "/resume_memory_occupation", theirs)).status == 200
+        assert fleet.dispatcher.weights.paused, "the pause was there before the sleep"
+        await post(client, "/resume")
+        for query in (b"level=3", b"level=x", b"tags=cache", b"mode=later"):
+            assert (await post(client, "/sleep", query=query)).status == 400
+        assert (await post(client, "/wake_up", query=b"tags=cache")).status == 400
+        assert not fleet.dispatcher.weights.paused and not await sleeping()
+
+    async def start(fleet: Fleet) -> tuple[InflightRequest, Any]:
+        generation = fleet.generate(n=1, max_tokens=5, ignore_eos=True)
+        return generation, asyncio.create_task(read(generation))
+
+    run(body)
+
+
+def test_engines_that_cannot_sleep_go_on() -> None:
+    """A refused sleep leaves the fleet paused."""
+
+    async def body(fleet: Fleet) -> None:
+        fleet.engines["r1"].core._sleep._memory = None
+        with pytest.raises(UpdateFailed, match="sleep_in_host_memory"):
+            await fleet.dispatcher.weights.sleep(1, (), "abort")
+        assert not fleet.dispatcher.weights.paused
+        await fleet.dispatcher.weights.sleep(0, (), "keep")
+        assert fleet.dispatcher.weights.paused and asleep(fleet) == {False, True}
+        await fleet.dispatcher.weights.wake(())
+        assert not fleet.dispatcher.weights.paused
+
+    run(body)
