@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.library.handle import RequestHandle
     from engine.library.llm import LLM
     from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
+    from engine.library.weight_sender import WeightSender
     from engine.sampling_params import SamplingParams
     from engine.structured.grammar import Grammar
     from engine.text.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "Tokenizer",
+    "WeightSender",
 ]
 
 _HOME = {
@@ -61,6 +63,7 @@ _HOME = {
     "RequestStatus": "library.outputs",
     "SamplingParams": "sampling_params",
     "Tokenizer": "text.tokenizer",
+    "WeightSender": "library.weight_sender",
 }
 
 

@@ -79,7 +79,9 @@ from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids
 from engine.text.tokenizer import declared_special
 from engine.weights import load_weights
+from engine.weights.staging import checkpoint_bytes
 from engine.weights.stream import Loading
+from engine.weights.transfer import WeightTransfer
 from kernels.dispatch import Kernels, kernels_for
 from kernels.launch.compiling import Compilers
 from kernels.launch.device import act_as
@@ -180,6 +182,7 @@ def build(
         Masked.memory(resolved.device),
         _weights(part, ranks),
         Speculation.of(resolved.speculation),
+        _receiver(part),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -205,6 +208,14 @@ def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
     if part.pooling is not None:
         return None
     return part.refill if ranks is None else RankedRefill(part.refill, ranks)
+
+
+def _receiver(part: _Part) -> WeightTransfer | None:
+    """Return what takes weights from a trainer; None where not all ranks would find them."""
+    resolved = part.resolved
+    if part.pooling is not None or resolved.config.pipeline_nodes > 1:
+        return None
+    return WeightTransfer(resolved.device, checkpoint_bytes(resolved.folder))
 
 
 def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:

@@ -7,6 +7,8 @@ engine -> client   Progress while it starts, then Ready, or Failed if it cannot 
                    twice a second, and LogLines
 """
 
+from typing import Any
+
 import msgspec
 
 from engine.batch import TokenLogprobs
@@ -61,7 +63,8 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 WEIGHTS, CACHES = "weights", "kv_cache"
-CANNOT_SLEEP = "cannot_sleep"  # the code of an Answer
+# codes of an Answer: this engine cannot sleep, or takes no part in a transfer of weights
+CANNOT_SLEEP, NOT_JOINED = "cannot_sleep", "not_in_transfer"
 PARTS = (WEIGHTS, CACHES)  # of an engine's memory, by vLLM's names
 
 
@@ -89,6 +92,8 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
 
     Running requests go on under the new weights. An Answer follows.
 
+    folder: where the checkpoint is; of several, one a line, the first that this node has.
+
     version: the name of the new weights; "" = the number of updates so far.
     recompute: whether keys of running requests are computed again, so that their next tokens are
         those of a request that begins with the tokens so far. Otherwise their old keys stay.
@@ -100,6 +105,21 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag="update_weights"):
     version: str = ""
     recompute: bool = False
     check_only: bool = False
+
+
+class TransferWeights(msgspec.Struct, array_like=True, tag="transfer_weights"):
+    """An order to take weights from a trainer; steps go on meanwhile. An Answer follows.
+
+    what: "init" (join the trainer's group), "start", "update" (take tensors), "finish" or "drop"
+        (an update that is not in place). A "start" and a "finish" enclose several updates; an
+        update without them is a whole one. The answer to a whole update has its folder as message,
+        for `UpdateWeights`.
+    info: vLLM's `init_info` or `update_info`; see `engine.weights.transfer`.
+    """
+
+    ticket: int
+    what: str
+    info: dict[str, Any] = {}
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
@@ -336,5 +356,7 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
     fraction: float
 
 
-ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter | UpdateWeights
+ToEngine = (
+    EngineRequest | Abort | Control | AddAdapter | RemoveAdapter | UpdateWeights | TransferWeights
+)
 FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Answer | Pulse | LogLine | Failed

@@ -51,6 +51,24 @@ class Training(Protocol):
         """Replace the weights at all replicas by a checkpoint, and return its version's name."""
         ...
 
+    async def init_transfer(self, model: str, info: dict[str, Any]) -> None:
+        """Let all replicas join a trainer's group. info: vLLM's `init_info`."""
+        ...
+
+    async def start_update(self, model: str) -> None: ...
+
+    async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
+        """Take tensors from a trainer at all replicas. info: vLLM's `update_info`.
+
+        Returns the version of the weights if they were replaced, which they are where no
+        `start_update` has come before; else "".
+        """
+        ...
+
+    async def finish_update(self, model: str, version: str) -> str:
+        """Replace the weights by what has come; return the version's name."""
+        ...
+
     async def pause(self, model: str, mode: str) -> None: ...
     async def resume(self, model: str) -> None: ...
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,6 +43,7 @@ from engine.messages import (
     Pulse,
     Ready,
     StepFrame,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.process.client import EngineClient
@@ -93,6 +94,8 @@ class ReplicaEngine(Protocol):
         recompute: bool = False,
         check_only: bool = False,
     ) -> None: ...
+
+    async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str: ...
 
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
@@ -366,7 +369,7 @@ class ReplicaServer:
             records = self._memory.find(message.streams, self._loop.time())
             connection.send(Recalled(message.ticket, records))
             return
-        if isinstance(message, UpdateWeights | Control):
+        if isinstance(message, UpdateWeights | TransferWeights | Control):
             task = self._loop.create_task(self._carry_out(connection, message))
             self._orders.add(task)
             task.add_done_callback(self._orders.discard)
@@ -399,7 +402,9 @@ class ReplicaServer:
         else:
             self._suspects.submit(submitted)
 
-    async def _carry_out(self, connection: ReplicaEnd, order: UpdateWeights | Control) -> None:
+    async def _carry_out(
+        self, connection: ReplicaEnd, order: UpdateWeights | TransferWeights | Control
+    ) -> None:
         """Carry out an order of a trainer, and answer it."""
         answer = Answer(order.ticket)
         try:
@@ -410,6 +415,8 @@ class ReplicaServer:
                     recompute=order.recompute,
                     check_only=order.check_only,
                 )
+            elif isinstance(order, TransferWeights):
+                answer.message = await self._engine.transfer_weights(order.what, order.info)
             elif order.what == "pause":
                 await self._engine.pause(order.argument)
             elif order.what in ("sleep", "wake"):
@@ -421,7 +428,7 @@ class ReplicaServer:
             else:
                 answer = Answer(order.ticket, "invalid_value", f"{order.what} is no router's order")
         except MantaError as error:
-            answer = Answer(order.ticket, error.code, error.message)
+            answer = Answer(order.ticket, error.code, error.message, error.param or "")
         connection.send(answer)
 
     async def _sleep_or_wake(self, order: Control) -> None:

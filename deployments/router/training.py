@@ -17,6 +17,18 @@ class RouterTraining:
     async def update(self, model: str, folder: str, version: str) -> str:
         return await self._of(model).weights.update(folder, version)
 
+    async def init_transfer(self, model: str, info: dict[str, Any]) -> None:
+        await self._of(model).weights.init_transfer(info)
+
+    async def start_update(self, model: str) -> None:
+        await self._of(model).weights.start_update()
+
+    async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
+        return await self._of(model).weights.take_tensors(info, version)
+
+    async def finish_update(self, model: str, version: str) -> str:
+        return await self._of(model).weights.finish_update(version)
+
     async def pause(self, model: str, mode: str) -> None:
         await self._of(model).weights.pause(mode)
 

@@ -7,7 +7,8 @@ missed the order, gets the record's weights before it gets requests.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +17,15 @@ from deployments.cluster_store import prefix, store
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
 from engine.errors import InvalidRequest, MantaError, Overloaded, UpdateFailed
-from engine.messages import PARTS, Answer, Control, EngineStats, UpdateWeights
+from engine.messages import (
+    NOT_JOINED,
+    PARTS,
+    Answer,
+    Control,
+    EngineStats,
+    TransferWeights,
+    UpdateWeights,
+)
 from engine.scheduling.updates import MODES
 
 logger = logging.getLogger("manta.router")
@@ -30,7 +39,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     number: grows with each change.
     base: identity of the weights in the model's own folder, which the record is good for.
-    folder: the checkpoint in place; "": the model's own.
+    folder: the checkpoint in place, or several of which a node has one, one a line; "": the
+        model's own.
     version: the name of these weights.
     paused: the mode of the pause; "": none.
     asleep: the parts of the engines' memory that a trainer's sleep has freed.
@@ -85,10 +95,13 @@ class RayWeightsStore:
         store("put", self._key, msgspec.msgpack.encode(record))
 
 
+Order = UpdateWeights | TransferWeights | Control
+
+
 class MakeOrder(Protocol):
     """A function that makes the order with this ticket."""
 
-    def __call__(self, ticket: int) -> UpdateWeights | Control: ...
+    def __call__(self, ticket: int) -> Order: ...
 
 
 class FleetWeights:
@@ -147,6 +160,15 @@ class FleetWeights:
         recompute: whether running requests compute their keys again.
         Raises UpdateFailed, after which all replicas have the old weights, and Overloaded.
         """
+        version = await self._new_version(version)
+        await self._order_all(
+            lambda ticket: UpdateWeights(ticket, folder, version, check_only=True)
+        )
+        await self._replace(folder, version, recompute=recompute)
+        return version
+
+    async def _new_version(self, version: str) -> str:
+        """Return the name of the next weights; "" is their number. Raises UpdateFailed."""
         await self.refresh()
         version = version or str(self._record.number + 1)
         if version == self.version:
@@ -154,15 +176,107 @@ class FleetWeights:
                 f"the weights in place are called {version!r} already; give another weight_version",
                 param="weight_version",
             )
-        await self._order_all(
-            lambda ticket: UpdateWeights(ticket, folder, version, check_only=True)
-        )
+        return version
+
+    async def _replace(self, folder: str, version: str, *, recompute: bool = False) -> None:
+        """Replace the weights at all replicas, which have checked them. Raises Overloaded."""
         await self._write(folder=folder, version=version)
         try:
             await self._order_all(lambda ticket: UpdateWeights(ticket, folder, version, recompute))
         except UpdateFailed as error:  # it had passed the check, so `_bring_up` tries again
             logger.error("weights of version %s: %s", version, error.message)
+
+    # -- updates that a trainer sends
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        """Let all replicas join a trainer's group. Raises MantaError.
+
+        info: vLLM's `init_info`; each replica has the next rank from rank_offset on. {}: for a
+            trainer that shares its weights on the replicas' machine.
+        """
+        offset, size = info.get("rank_offset"), info.get("world_size")
+        replicas = sorted(client.replica for client in self._connected())
+        if isinstance(offset, int) and isinstance(size, int) and size != offset + len(replicas):
+            raise InvalidRequest(
+                f"world_size is {size}, and there are {len(replicas)} replicas from rank_offset "
+                f"{offset} on; /get_world_size tells their number",
+                param="init_info",
+            )
+
+        def make(client: ReplicaClient, ticket: int) -> TransferWeights:
+            own = {"rank_offset": offset + replicas.index(client.replica)} if offset else {}
+            return TransferWeights(ticket, "init", info | own)
+
+        self._check_all(await self._ask_all(make))
+
+    async def start_update(self) -> None:
+        """Begin an update of several messages at all replicas. Raises MantaError."""
+        await self._order_all(lambda ticket: TransferWeights(ticket, "start"))
+
+    async def take_tensors(self, info: dict[str, Any], version: str = "") -> str:
+        """Let all replicas take tensors from a trainer.
+
+        info: vLLM's `update_info`.
+        Returns the version of the new weights if these are all and no `start_update` has come
+        before; else "". Raises UpdateFailed, after which all replicas have the old weights, and
+        Overloaded.
+        """
+        folders = await self._transferred("update", info)
+        if all(folders.values()):
+            return await self._replace_each(folders, version)
+        # a replica that has joined since `start_update` has taken a part for the whole
+        late = [client for client, folder in folders.items() if folder]
+        if late:
+            await self._drop(late)
+        return ""
+
+    async def finish_update(self, version: str = "") -> str:
+        """End the update that `start_update` has begun; return the version of the new weights.
+
+        Raises as `take_tensors`.
+        """
+        return await self._replace_each(await self._transferred("finish", {}), version)
+
+    async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
+        """Give an order to the replicas that take part in a transfer, and return their folders.
+
+        Replicas that came after its beginning get the weights from the record. Raises MantaError
+        if a replica fails, after which no replica goes on with the transfer.
+        """
+        answers = await self._ask_all(lambda _, ticket: TransferWeights(ticket, what, info))
+        members = {
+            client: answer for client, answer in answers.items() if answer.code != NOT_JOINED
+        }
+        try:
+            self._check_all(members or answers)
+        except UpdateFailed:
+            await self._drop()
+            raise
+        return {client: answer.message for client, answer in members.items()}
+
+    async def _drop(self, clients: Sequence[ReplicaClient] | None = None) -> None:
+        """Let replicas drop what they have taken. clients: None = all."""
+        await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
+
+    async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:
+        """Replace the weights by those that each replica has in a folder of its own."""
+        try:
+            version = await self._new_version(version)
+            self._check_all(
+                await self._ask_all(
+                    lambda client, ticket: UpdateWeights(
+                        ticket, folders[client], version, check_only=True
+                    ),
+                    [*folders],
+                )
+            )
+        except UpdateFailed:
+            await self._drop()
+            raise
+        await self._replace("\n".join(sorted(set(folders.values()))), version)
         return version
+
+    # -- pauses and sleeps
 
     async def pause(self, mode: str) -> None:
         """Pause all replicas; see `engine.scheduling.updates.Pause`. Raises MantaError."""
@@ -219,6 +333,13 @@ class FleetWeights:
         """Drop the cached prefixes of all replicas. Raises MantaError."""
         await self._order_all(lambda ticket: Control("reset_prefix_cache", ticket))
 
+    def _connected(self) -> list[ReplicaClient]:
+        """Return the replicas that can be ordered. Raises Overloaded if there is none."""
+        clients = [client for client in self._replicas.values() if client.connection is not None]
+        if not clients:
+            raise Overloaded("no replica is ready", code="no_replica", retry_after=5)
+        return clients
+
     async def _order_all(self, make: MakeOrder) -> None:
         """Give an order to all replicas and wait for their answers.
 
@@ -226,17 +347,41 @@ class FleetWeights:
         Raises Overloaded if there is no replica, else the error of a replica that refused. A
         replica that is lost does not count, as others replace it.
         """
-        clients = [client for client in self._replicas.values() if client.connection is not None]
-        if not clients:
-            raise Overloaded("no replica is ready", code="no_replica", retry_after=5)
-        answers = await asyncio.gather(*(self._order(client, make) for client in clients))
-        for client, answer in zip(clients, answers, strict=True):
-            if answer is not None and answer.code == "device_busy":
-                raise Overloaded(answer.message, code=answer.code)
-            if answer is not None and answer.code:
-                raise UpdateFailed(f"{client.replica}: {answer.message}", code=answer.code)
-        if not any(answers):
+        self._check_all(await self._ask_all(lambda _, ticket: make(ticket)))
+
+    async def _ask_all(
+        self,
+        make: Callable[[ReplicaClient, int], Order],
+        clients: Sequence[ReplicaClient] | None = None,
+    ) -> dict[ReplicaClient, Answer]:
+        """Give each replica an order, and return the answers of those that are not lost.
+
+        clients: None = all. Raises Overloaded if there is no replica, or none answers.
+        """
+        clients = self._connected() if clients is None else clients
+        answers = await asyncio.gather(
+            *(self._order(client, partial(make, client)) for client in clients)
+        )
+        by_client = {
+            client: answer
+            for client, answer in zip(clients, answers, strict=True)
+            if answer is not None
+        }
+        if not by_client:
             raise Overloaded("no replica answered", code="no_replica", retry_after=5)
+        return by_client
+
+    def _check_all(self, answers: Mapping[ReplicaClient, Answer]) -> None:
+        """Raise the error of a replica that refused."""
+        for client, answer in answers.items():
+            if answer.code == "device_busy":
+                raise Overloaded(answer.message, code=answer.code)
+            if answer.code:
+                raise UpdateFailed(
+                    f"{client.replica}: {answer.message}",
+                    param=answer.param or None,
+                    code=answer.code,
+                )
 
     async def _order(self, client: ReplicaClient, make: MakeOrder) -> Answer | None:
         """Give an order to one replica; None if the replica was lost."""

@@ -42,6 +42,7 @@ from engine.messages import (
     EngineStats,
     Failed,
     StepFrame,
+    TransferWeights,
     UpdateWeights,
 )
 
@@ -156,7 +157,16 @@ class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-FromRouter = Submit | Abort | AddAdapter | AdapterVersion | Recall | UpdateWeights | Control
+FromRouter = (
+    Submit
+    | Abort
+    | AddAdapter
+    | AdapterVersion
+    | Recall
+    | UpdateWeights
+    | TransferWeights
+    | Control
+)
 FromReplica = StepFrame | Failed | AdapterAnswer | Recalled | Answer
 
 _from_router = msgspec.msgpack.Decoder(Proof | Heartbeat | FromRouter)

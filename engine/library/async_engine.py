@@ -1,7 +1,7 @@
 """AsyncEngine: one engine process for an asyncio program, with text in and out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,37 @@ class AsyncEngine(RequestManager):
         have which. Names, shapes, dtypes and quantisation are those of the model's own folder.
 
         source: a folder of safetensors, or (name, tensor) pairs on any device, all of the
-            checkpoint. They are sent before any step waits.
+            checkpoint. They are sent before any step waits. Or vLLM's `update_info`, whose tensors
+            the engine takes from the trainer; after `start_weight_update` it may be a part.
         version: the name of the new weights; "" = the number of updates so far.
         recompute: whether running requests compute their keys again. Otherwise old keys stay.
         Raises UpdateFailed, after which the old weights serve on, and EngineDead.
         """
         await self._update_weights(source, version, recompute)
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Join a trainer's group, from which `update_weights` takes tensors.
+
+        init_info: vLLM's; {} for weights that a trainer on this machine shares. `WeightSender` is
+            the trainer's end.
+        Raises UpdateFailed, EngineDead.
+        """
+        await self._client.transfer_weights("init", dict(init_info))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of several messages, which `finish_weight_update` ends.
+
+        Raises UpdateFailed, EngineDead.
+        """
+        await self._client.transfer_weights("start")
+
+    async def finish_weight_update(self, *, version: str = "", recompute: bool = False) -> None:
+        """Replace the weights by what has come since `start_weight_update`.
+
+        version, recompute: see `update_weights`.
+        Raises UpdateFailed, after which the old weights serve on, and EngineDead.
+        """
+        await self._finish_update(version, recompute)
 
     async def pause(self, mode: str = "keep") -> None:
         """Hold new requests back until `resume`; return once no step runs.

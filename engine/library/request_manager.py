@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,8 +22,8 @@ from engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A folder of safetensors, or the tensors of a checkpoint by name.
-Weights: TypeAlias = "str | Path | Iterable[tuple[str, Tensor]]"
+# A folder of safetensors, the tensors of a checkpoint by name, or vLLM's `update_info`.
+Weights: TypeAlias = "str | Path | Iterable[tuple[str, Tensor]] | Mapping[str, Any]"
 
 
 class RequestManager:
@@ -165,6 +165,13 @@ class RequestManager:
             await self._client.update_weights(source, version=version, recompute=recompute)
             await self._stats()
             return
+        if isinstance(source, Mapping) and "names" not in source:
+            source = source.items()
+        elif isinstance(source, Mapping):
+            folder = await self._client.transfer_weights("update", dict(source))
+            if folder:
+                await self._replace(folder, version, recompute)
+            return
         from engine.weights.staging import checkpoint_bytes, stage  # imports torch
 
         try:
@@ -176,6 +183,18 @@ class RequestManager:
         finally:
             staged.discard()
         await self._stats()
+
+    async def _finish_update(self, version: str, recompute: bool) -> None:
+        folder = await self._client.transfer_weights("finish")
+        await self._replace(folder, version, recompute)
+
+    async def _replace(self, folder: str, version: str, recompute: bool) -> None:
+        """Replace the weights by what a trainer has sent into a folder."""
+        try:
+            await self._update_weights(folder, version, recompute)
+        except UpdateFailed:
+            await self._client.transfer_weights("drop")
+            raise
 
     async def _resume(self) -> None:
         self._client.control("resume")

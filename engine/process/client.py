@@ -43,6 +43,7 @@ from engine.messages import (
     Ready,
     RemoveAdapter,
     StepFrame,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.parallel.connections import RemoteRanks
@@ -89,7 +90,7 @@ class EngineClient:
         self._error: MantaError | None = None  # why the engine cannot be used any more
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # by ticket
-        self._ordered: dict[int, asyncio.Future[None]] = {}  # by ticket
+        self._ordered: dict[int, asyncio.Future[str]] = {}  # by ticket
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.pulses = 0  # number of signs of life received
@@ -202,12 +203,22 @@ class EngineClient:
             lambda ticket: UpdateWeights(ticket, path, version, recompute, check_only)
         )
 
-    async def _order(self, message: Callable[[int], Control | UpdateWeights]) -> None:
+    async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str:
+        """Take weights from a trainer; parameters: see `TransferWeights`.
+
+        Returns the folder of a whole update, else "". Raises UpdateFailed, EngineDead.
+        """
+        return await self._order(lambda ticket: TransferWeights(ticket, what, info or {}))
+
+    async def _order(
+        self, message: Callable[[int], Control | UpdateWeights | TransferWeights]
+    ) -> str:
+        """Give an order; return the message of its answer."""
         engine, ticket = self._live(), next(self._tickets)
         future = self._ordered[ticket] = asyncio.get_running_loop().create_future()
         try:
             engine.send(message(ticket))
-            await future
+            return await future
         finally:
             del self._ordered[ticket]
 
@@ -271,13 +282,14 @@ class EngineClient:
         if future is None or future.done():
             return  # the caller no longer waits
         if not answer.code:
-            future.set_result(None)
+            future.set_result(answer.message)
         elif answer.code == InvalidRequest.code:
             future.set_exception(InvalidRequest(answer.message, param=answer.param))
         elif answer.code == CANNOT_SLEEP:
             future.set_exception(ConfigError(answer.message, param=answer.param))
         else:
-            future.set_exception(UpdateFailed(answer.message, code=answer.code))
+            param = answer.param or None
+            future.set_exception(UpdateFailed(answer.message, param=param, code=answer.code))
 
     def _fail_asked(self, error: MantaError) -> None:
         futures: list[asyncio.Future[Any]] = [*self._asked.values(), *self._ordered.values()]

@@ -9,21 +9,25 @@ of a text is [tokens, their sum, the first, the last].
 """
 
 import os
+import shutil
 import signal
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 from zlib import crc32
 
 import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.config.engine_config import EngineConfig
-from engine.errors import AdapterError, ConfigError, EngineDead
+from engine.errors import AdapterError, ConfigError, EngineDead, UpdateFailed
 from engine.lora.fake import FakeLoader
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
+    NOT_JOINED,
     PARTS,
     WEIGHTS,
     AdapterAnswer,
@@ -34,10 +38,12 @@ from engine.messages import (
     EngineStats,
     Ready,
     RemoveAdapter,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.sleeping import KEEP, EngineSleep
+from engine.scheduling.transfers import WeightTransfers
 from engine.scheduling.updates import Pause, WeightUpdates
 
 PREFIX = "fake:"
@@ -108,6 +114,54 @@ class FakeWeights:
         """Do nothing; the version's name shifts the tokens that the fake core makes."""
 
 
+class FakeReceiver:
+    """A receiver of weights without numbers, which are an empty folder.
+
+    info: each init_info and update_info that has come.
+    """
+
+    def __init__(self) -> None:
+        self.info: list[dict[str, Any]] = []
+        self._folders: list[str] = []
+        self._placed = ""
+        self._started = False
+
+    def init(self, info: dict[str, Any]) -> None:
+        self.info.append(info)
+
+    def start(self, info: dict[str, Any]) -> None:
+        self.drop({})
+        self._started = True
+
+    def update(self, info: dict[str, Any]) -> str:
+        self.info.append(info)
+        if self._started:
+            return ""
+        self.start({})
+        return self.finish({})
+
+    def finish(self, info: dict[str, Any]) -> str:
+        if not self._started:
+            raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
+        self._started = False
+        self._folders.append(tempfile.mkdtemp(prefix="manta-weights-"))
+        return self._folders[-1]
+
+    def drop(self, info: dict[str, Any]) -> None:
+        self._started = False
+        for path in self._folders:
+            if path != self._placed:
+                shutil.rmtree(path, ignore_errors=True)
+        self._folders = [path for path in self._folders if path == self._placed]
+
+    def in_place(self, folder: str) -> None:
+        self._placed = folder
+        self.drop({})
+
+    def close(self) -> None:
+        self.in_place("")
+
+
 class FakeMemory:
     """Memory that is only said to be free."""
 
@@ -155,6 +209,7 @@ class FakeCore:
         self._pause = Pause()
         self._sleep = EngineSleep(FakeMemory())
         self._updates = WeightUpdates(FakeWeights())
+        self._transfers = WeightTransfers(FakeReceiver())
 
     def ready(self) -> Ready:
         o = self._options
@@ -281,6 +336,7 @@ class FakeCore:
             self.wake([WEIGHTS])
             if self._updates.replace():
                 self._sleep.replaced()
+                self._transfers.in_place(self._updates.folder)
         deltas, self._ended = self._ended, []
         if self._store.poll():
             self._blocked.clear()
@@ -397,6 +453,12 @@ class FakeCore:
     def update_weights(self, message: UpdateWeights) -> None:
         self._updates.ask(message)
 
+    def transfer_weights(self, message: TransferWeights) -> None:
+        self._transfers.ask(message)
+
+    def close(self) -> None:
+        self._transfers.close()
+
     def add_adapter(self, message: AddAdapter) -> None:
         self._store.add(message)
 
@@ -408,12 +470,14 @@ class FakeCore:
             *self._store.take_answers(),
             *self._updates.take_answers(),
             *self._sleep.take_answers(),
+            *self._transfers.take_answers(),
             *self._pause.take_answers(in_flight=False, requests=bool(self._requests)),
         ]
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
         self._store.on_loaded(wake)
         self._updates.on_checked(wake)
+        self._transfers.on_done(wake)
 
     def check_integrity(self) -> None:
         held = self._held or self._requests.keys() == self._blocked

@@ -40,6 +40,7 @@ from engine.messages import (
     RemoveAdapter,
     StepFrame,
     ToEngine,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.parallel.connections import RemoteRanks
@@ -102,6 +103,8 @@ class Core(Protocol):
     def pause(self, mode: str, ticket: int) -> None: ...
     def resume(self) -> None: ...
     def update_weights(self, message: UpdateWeights) -> None: ...
+    def transfer_weights(self, message: TransferWeights) -> None: ...
+    def close(self) -> None: ...
     def add_adapter(self, message: AddAdapter) -> None: ...
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
@@ -275,6 +278,8 @@ class EngineLoop:
                 self._core.remove_adapter(message)
             elif isinstance(message, UpdateWeights):
                 self._core.update_weights(message)
+            elif isinstance(message, TransferWeights):
+                self._core.transfer_weights(message)
             else:
                 asked = True
                 self._control(message)
@@ -397,6 +402,7 @@ def main() -> int:
             code = 0
         except Exception as error:
             send(_failure(error, "a step failed"))
+        core.close()
     ends.close()
     inbox.close(0)
     with outbox_lock:

@@ -44,6 +44,7 @@ from engine.messages import (
     EngineRequest,
     EngineStats,
     RemoveAdapter,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.scheduling.bisect_failure import FailureBisection
@@ -56,6 +57,7 @@ from engine.scheduling.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
 from engine.scheduling.step_failure import MemoryShortages, StepBlame
+from engine.scheduling.transfers import WeightReceiver, WeightTransfers
 from engine.scheduling.updates import Pause, WeightLoader, WeightUpdates
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
@@ -143,9 +145,11 @@ class EngineCore:
         mask_memory: HostMemory = host_memory,
         weights: WeightLoader | None = None,
         speculation: Speculation | None = None,
+        receiver: WeightReceiver | None = None,
     ) -> None:
         """Set up the core.
 
+        receiver: takes weights that a trainer sends; None = none can be sent.
         weights: replaces the model's weights; None = they cannot be replaced.
         memory: the memory of an engine that may sleep; None = it cannot.
         mask_memory: allocates the host memory from which the device copies masks.
@@ -160,6 +164,7 @@ class EngineCore:
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
         self._updates = WeightUpdates(weights)
+        self._transfers = WeightTransfers(receiver)
         self._model_key = config.model_key  # of the weights at the start
         self.on_device = False  # whether a step waits for the device; read by another thread
         self._runner = runner
@@ -537,6 +542,14 @@ class EngineCore:
         """Begin to replace the weights; see `answers`."""
         self._updates.ask(message)
 
+    def transfer_weights(self, message: TransferWeights) -> None:
+        """Begin to take weights from a trainer; see `answers`."""
+        self._transfers.ask(message)
+
+    def close(self) -> None:
+        """Delete what transfers have left; no method is called afterwards."""
+        self._transfers.close()
+
     def _replace_weights(self) -> None:
         """Replace the weights by the checked ones, with no step in flight.
 
@@ -547,6 +560,7 @@ class EngineCore:
         if not self._updates.replace():
             return
         self._sleep.replaced()
+        self._transfers.in_place(self._updates.folder)
         key = f"{self._model_key}@{self._updates.count}"
         self.scheduler.change_weights(key, recompute=recompute)
         self.config = replace(self.config, model_key=key)
@@ -569,6 +583,7 @@ class EngineCore:
             *self._adapters.take_answers(),
             *self._updates.take_answers(),
             *self._sleep.take_answers(),
+            *self._transfers.take_answers(),
             *self._pause.take_answers(in_flight=bool(self._pending), requests=requests),
         ]
 
@@ -577,6 +592,7 @@ class EngineCore:
         self._adapters.on_loaded(wake)
         self._grammars.on_ready(wake)
         self._updates.on_checked(wake)
+        self._transfers.on_done(wake)
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters

@@ -6,6 +6,7 @@ each token, has the weights of one version.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ class WeightLoader(Protocol):
 class WeightUpdates:
     """The updates of one engine's weights, one at a time.
 
-    count: updates since the start. version: the name of the weights in place.
+    count: updates since the start. version: the name of the weights in place. folder: where they
+        came from; "" = from the start.
     ready: whether steps have to end, because a checked update waits for them.
     """
 
@@ -49,7 +51,9 @@ class WeightUpdates:
         self._passed = False  # whether an update that is only checked has passed
         self._failure: Exception | None = None  # why the update cannot be carried out
         self._answers: list[Answer] = []
+        self._checked = ""  # the folder of the update in progress, on this node
         self.count, self.version = 0, "0"
+        self.folder = ""
         self.seconds = 0.0  # that the last update kept steps waiting
 
     def on_checked(self, wake: Callable[[], None]) -> None:
@@ -74,7 +78,8 @@ class WeightUpdates:
     def _check(self, message: UpdateWeights) -> None:
         assert self._loader is not None
         try:
-            self._loader.check(message.folder)
+            self._checked = _here(message.folder)
+            self._loader.check(self._checked)
             if message.check_only:
                 self._passed = True
             else:
@@ -98,13 +103,14 @@ class WeightUpdates:
         began = time.perf_counter()
         self.ready = False
         try:
-            self._loader.load(message.folder)
+            self._loader.load(self._checked)
         except EngineDead:
             raise
         except MantaError as error:
             self._failure = error
             return False
         self.seconds = time.perf_counter() - began
+        self.folder = self._checked
         self.count += 1
         self.version = message.version or str(self.count)
         logger.info("weights of version %s after %.2f s", self.version, self.seconds)
@@ -127,6 +133,12 @@ class WeightUpdates:
             self._running, self._passed = None, False
         answers, self._answers = self._answers, []
         return answers
+
+
+def _here(folders: str) -> str:
+    """Return the first of several folders, one a line, that this node has; else the last."""
+    paths = folders.split("\n")
+    return next((path for path in paths if os.path.isdir(path)), paths[-1])
 
 
 class Pause:

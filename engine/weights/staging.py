@@ -5,8 +5,11 @@ update is never in the model.
 """
 
 import errno
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from engine.shards import weight_files
 from engine.weights.index import CODES
 
 _FILE_BYTES = 256 << 20
+_PREFIX, _LOCK = "manta-weights-", "owner.lock"
+_YOUNG_SECONDS = 60.0  # a folder's owner may be about to lock it
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -42,7 +47,11 @@ class WeightStage:
             )
         if _SHARED_MEMORY in parents and shutil.disk_usage(_SHARED_MEMORY).free > num_bytes:
             parents.insert(0, _SHARED_MEMORY)
-        self.folder = Path(tempfile.mkdtemp(prefix="manta-weights-", dir=parents[0]))
+        for parent in parents:
+            _discard_ownerless(parent)
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parents[0]))
+        self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._names: set[str] = set()
         self._files = 0
         self._waiting: dict[str, Tensor] = {}
@@ -82,7 +91,27 @@ class WeightStage:
 
     def discard(self) -> None:
         """Delete the folder. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _discard_ownerless(parent: Path) -> None:
+    """Delete the folders of processes that were killed, whose locks the kernel has released."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:  # another user's, or one that is being made or deleted
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(lock).st_mtime > _YOUNG_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
 
 
 def checkpoint_bytes(folder: str | Path) -> int:

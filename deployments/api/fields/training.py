@@ -1,6 +1,6 @@
 """Bodies of the routes for trainers."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -10,6 +10,7 @@ from deployments.api.fields.common import TokenIds
 from deployments.api.fields.generation import Logprobs, Stop, StopTokenIds, sampled
 
 _TokenIds = Annotated[TokenIds, Meta(min_length=1)]
+_Version = Annotated[str, Meta(max_length=256)] | None
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None
 
 
@@ -87,8 +88,33 @@ class FromDisk(Struct, kw_only=True, gc=False):
     """The body of /update_weights_from_disk, as SGLang has it."""
 
     model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    weight_version: _Version = None
     flush_cache: bool | None = None
+
+
+class InitTransfer(Struct, kw_only=True, gc=False):
+    """The body of /init_weight_transfer_engine, as vLLM has it."""
+
+    init_info: dict[str, Any]
+
+
+class StartUpdate(Struct, kw_only=True, gc=False):
+    """The body of /start_weight_update, as vLLM has it. Names are always the checkpoint's."""
+
+    is_checkpoint_format: bool | None = None
+
+
+class UpdateTensors(Struct, kw_only=True, gc=False):
+    """The body of /update_weights, as vLLM has it."""
+
+    update_info: dict[str, Any]
+    weight_version: _Version = None
+
+
+class FinishUpdate(Struct, kw_only=True, gc=False):
+    """The body of /finish_weight_update, as vLLM has it."""
+
+    weight_version: _Version = None
 
 
 class PauseGeneration(Struct, kw_only=True, gc=False):
@@ -108,3 +134,7 @@ THEIR_ROLLOUT = struct_body(TheirRollout)
 FROM_DISK = struct_body(FromDisk)
 PAUSE_GENERATION = struct_body(PauseGeneration)
 MEMORY_PARTS = struct_body(MemoryParts)
+INIT_TRANSFER = struct_body(InitTransfer)
+START_UPDATE = struct_body(StartUpdate)
+UPDATE_TENSORS = struct_body(UpdateTensors)
+FINISH_UPDATE = struct_body(FinishUpdate)

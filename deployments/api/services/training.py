@@ -12,11 +12,15 @@ from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.schema import TEXT, Body, Schema, one_of
 from deployments.api.fields.training import (
+    FINISH_UPDATE,
     FROM_DISK,
+    INIT_TRANSFER,
     MEMORY_PARTS,
     PAUSE_GENERATION,
     ROLLOUT,
+    START_UPDATE,
     THEIR_ROLLOUT,
+    UPDATE_TENSORS,
     MemoryParts,
     Rollout,
     TheirRollout,
@@ -138,10 +142,10 @@ def _their_tags(body: MemoryParts) -> list[str]:
 
 
 @contextlib.contextmanager
-def _refusing(param: str) -> Iterator[None]:
+def _refusing(param: str | None) -> Iterator[None]:
     """Answer 400 or 409 where replicas refuse an order.
 
-    param: the field of the order that a refusal is about.
+    param: the field of the order that a refusal is about; None: none.
     """
     try:
         yield
@@ -179,6 +183,44 @@ async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
             _model(exchange), body.model_path, body.weight_version or ""
         )
     await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
+
+
+async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
+    """Let all replicas join a trainer's group, as vLLM has it."""
+    body = await context.read_as(exchange, INIT_TRANSFER)
+    with _refusing("init_info"):
+        await _training(context).init_transfer(_model(exchange), body.init_info)
+    await exchange.answer_json({"message": "Weight transfer initialized"})
+
+
+async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
+    """Begin an update of several messages, as vLLM has it."""
+    await context.read_as(exchange, START_UPDATE)
+    with _refusing(None):
+        await _training(context).start_update(_model(exchange))
+    await exchange.answer_json({"message": "Weight update started"})
+
+
+async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
+    """Take tensors from a trainer, as vLLM has it."""
+    body = await context.read_as(exchange, UPDATE_TENSORS)
+    with _refusing("update_info"):
+        version = await _training(context).take_tensors(
+            _model(exchange), body.update_info, body.weight_version or ""
+        )
+    answer: JsonObject = {"message": "Weights updated"}
+    await exchange.answer_json(answer | ({"weight_version": version} if version else {}))
+
+
+async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
+    """Replace the weights by what a trainer has sent, as vLLM has it."""
+    body = await context.read_as(exchange, FINISH_UPDATE)
+    with _refusing(None):
+        version = await _training(context).finish_update(
+            _model(exchange), body.weight_version or ""
+        )
+    message = "Weight update finished"
+    await exchange.answer_json({"message": message, "weight_version": version})
 
 
 async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
@@ -367,11 +409,12 @@ def _by_id(scored: TokenLogprobs) -> JsonObject:
 
 
 _OK = ("status",)
+_MESSAGE = ("message",)
 
 
 def _order(
     summary: str,
-    answer: tuple[str, ...] = _OK,
+    answer: tuple[str, ...] | None = _OK,
     body: Body | None = None,
     statuses: tuple[int, ...] = (403, 400, 404, 503),
     **query: Schema,
@@ -434,6 +477,31 @@ ROUTES = (
         "/get_world_size",
         world_size,
         get=_order("How many receivers of weights there are", ("world_size",)),
+    ),
+    Route(
+        "/init_weight_transfer_engine",
+        init_transfer,
+        post=_order("A trainer's group, joined", _MESSAGE, INIT_TRANSFER, (*_CHANGES, 409)),
+    ),
+    Route(
+        "/start_weight_update",
+        start_update,
+        post=_order("An update of several messages", _MESSAGE, START_UPDATE, (*_CHANGES, 409)),
+    ),
+    Route(
+        "/update_weights",
+        update_weights,
+        post=_order("Tensors of a trainer", None, UPDATE_TENSORS, (*_CHANGES, 409)),
+    ),
+    Route(
+        "/finish_weight_update",
+        finish_update,
+        post=_order(
+            "The weights that a trainer has sent, at all replicas",
+            (*_MESSAGE, "weight_version"),
+            FINISH_UPDATE,
+            (*_CHANGES, 409),
+        ),
     ),
     Route(
         "/update_weights_from_disk",

@@ -31,6 +31,7 @@ from engine.messages import (
     Ready,
     RemoveAdapter,
     StepFrame,
+    TransferWeights,
     UpdateWeights,
 )
 from engine.process import fake
@@ -137,13 +138,20 @@ class LocalEngine:
         self.core.update_weights(UpdateWeights(ticket, folder, version, recompute, check_only))
         await self._order(ticket)
 
-    async def _order(self, ticket: int) -> None:
+    async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str:
+        self._check()
+        ticket = next(self._tickets)
+        self.core.transfer_weights(TransferWeights(ticket, what, info or {}))
+        return await self._order(ticket)
+
+    async def _order(self, ticket: int) -> str:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._ordered[ticket] = future
         self._wake()
         answer = await future
         if answer.code:
-            raise UpdateFailed(answer.message, code=answer.code)
+            raise UpdateFailed(answer.message, param=answer.param or None, code=answer.code)
+        return answer.message
 
     async def add_adapter(self, name: str, folder: str, **more: Any) -> AdapterInfo:
         self.adapter_calls.append(("add", name))

@@ -311,3 +311,88 @@ def test_engines_that_cannot_sleep_go_on() -> None:
         assert not fleet.dispatcher.weights.paused
 
     run(body)
+
+
+def front_of(fleet: Fleet) -> Client:
+    front = ModelsBackend("router")
+    front.set_dispatcher("m", fleet.dispatcher, 0)
+    return Client(build_asgi(front, ApiOptions(training=RouterTraining(front))))
+
+
+def receivers(fleet: Fleet) -> dict[str, Any]:
+    return {name: engine.core._transfers._receiver for name, engine in fleet.engines.items()}
+
+
+INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+
+
+def test_a_trainer_of_vllm_sends_weights_to_a_fleet() -> None:
+    """Two replicas take one rank of the trainer's group, or half an update is served."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        size = (await client.request("GET", "/get_world_size")).json()["world_size"]
+        info = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": size + 1}
+        reply = await post(client, "/init_weight_transfer_engine", {"init_info": info})
+        assert reply.json() == {"message": "Weight transfer initialized"}
+        ranks = [receiver.info[0]["rank_offset"] for receiver in receivers(fleet).values()]
+        assert ranks == [1, 2]
+        running = await streams(fleet, 4, LONG)
+        start = await post(client, "/start_weight_update", {"is_checkpoint_format": True})
+        assert start.json() == {"message": "Weight update started"}
+        await fleet.add_replica("r2")
+        fleet.publish()
+        await until(lambda: len(fleet.dispatcher.state().replicas) == 3)
+        for _ in range(2):
+            reply = await post(client, "/update_weights", {"update_info": INFO})
+            assert reply.json() == {"message": "Weights updated"}
+        assert versions(fleet) == {"0"}, "until the end"
+        done = await post(client, "/finish_weight_update", {"weight_version": "one"})
+        assert done.json() == {"message": "Weight update finished", "weight_version": "one"}
+        by_stream = [check(generation, await task) for generation, task in running]
+        assert any(len(seen) == 2 for seen in by_stream)
+        await until(lambda: versions(fleet) == {"one"})
+        first, second, joined = receivers(fleet).values()
+        assert joined._folders == [] and fleet.engines["r2"].core._updates.folder in (
+            first._folders + second._folders
+        ), "a replica that joins takes the weights of another on its node"
+        whole = await post(client, "/update_weights", {"update_info": INFO})
+        assert whole.json() == {"message": "Weights updated", "weight_version": "2"}
+        assert versions(fleet) == {"2"} and len(joined._folders) == 1
+
+    run(body)
+
+
+def test_a_transfer_that_fails_at_one_replica_changes_none() -> None:
+    """Replicas that have all tensors take them, and others keep the old weights."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        theirs = receivers(fleet)["r1"]
+
+        def dies(info: dict[str, Any]) -> str:
+            raise UpdateFailed("the trainer is gone", code="transfer_failed")
+
+        theirs.update = dies
+        for started in (False, True):
+            if started:
+                await post(client, "/start_weight_update")
+            gone = await post(client, "/update_weights", {"update_info": INFO})
+            error = gone.json()["error"]
+            assert (gone.status, error["code"]) == (400, "transfer_failed")
+            assert error["message"] == "r1: the trainer is gone"
+            ended = await post(client, "/finish_weight_update")
+            assert ended.status == 400 and "no update" in ended.json()["error"]["message"]
+        assert versions(fleet) == {"0"}
+        wrong = {"rank_offset": 1, "world_size": 9, "master_address": "h", "master_port": 1}
+        reply = await post(client, "/init_weight_transfer_engine", {"init_info": wrong})
+        assert reply.status == 400 and "there are 2 replicas" in reply.json()["error"]["message"]
+        for path in ("/init_weight_transfer_engine", "/update_weights"):
+            assert (await post(client, path)).status in (400, 422)
+        del theirs.update
+        reply = await post(client, "/update_weights", {"update_info": INFO, "weight_version": "x"})
+        assert reply.json()["weight_version"] == "x" and versions(fleet) == {"x"}
+        same = await post(client, "/update_weights", {"update_info": INFO, "weight_version": "x"})
+        assert same.status == 400 and "another weight_version" in same.json()["error"]["message"]
+
+    run(body)

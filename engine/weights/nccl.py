@@ -1,0 +1,156 @@
+"""NcclGroup: NCCL's broadcast among processes that share no group of torch.
+
+The library is the one that torch brings along; it is called through ctypes. The way in which the
+processes meet is vLLM's, whose trainers send to it.
+"""
+
+import ctypes
+import pickletools
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import UpdateFailed
+
+_ID_BYTES = 128
+ID_KEY = "broadcast_from/0/0"  # of the store, under which rank 0 puts the group's id
+_FLOAT, _UINT8, _SUM = 7, 1, 0
+_TYPES = {
+    torch.int8: 0,
+    torch.uint8: _UINT8,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: _FLOAT,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_POLL_SECONDS = 0.001
+_LIFE_SECONDS = 0.5  # between looks whether the trainer lives
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * _ID_BYTES)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libnccl.so.2")
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclCommInitRank.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_int,
+        _UniqueId,
+        ctypes.c_int,
+    ]
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ncclBroadcast.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+    library.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of NCCL. Raises UpdateFailed."""
+    code = getattr(_library(), name)(*arguments)
+    if code:
+        text = _library().ncclGetErrorString(code).decode()
+        raise UpdateFailed(f"{name}: {text} (error {code})", code="transfer_failed")
+
+
+def read_id(pickled: bytes) -> bytes:
+    """Return the 128 bytes of a group's id out of a pickle, of which nothing is run.
+
+    Raises UpdateFailed.
+    """
+    try:
+        for _, argument, _ in pickletools.genops(pickled):
+            if isinstance(argument, bytes) and len(argument) == _ID_BYTES:
+                return argument
+    except ValueError:
+        pass
+    raise UpdateFailed(
+        "the trainer's store has no id of an NCCL group of 128 bytes", code="transfer_failed"
+    )
+
+
+def pickled_id(unique: bytes) -> bytes:
+    """Return the pickle of an id's bytes, as vLLM's receivers read it."""
+    return b"\x80\x04C" + bytes([_ID_BYTES]) + unique + b"."
+
+
+class NcclGroup:
+    """The processes that get weights from rank 0 through NCCL.
+
+    store: where they meet (torch's TCPStore).
+    seconds: longest time of a broadcast.
+    Raises UpdateFailed.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, seconds: float
+    ) -> None:
+        self._store = store
+        self._seconds = seconds
+        self._device = device
+        unique = _UniqueId()
+        if rank == 0:
+            _call("ncclGetUniqueId", ctypes.byref(unique))
+            store.set(ID_KEY, pickled_id(bytes(unique)))
+        else:
+            ctypes.memmove(ctypes.byref(unique), read_id(store.get(ID_KEY)), _ID_BYTES)
+        self._comm = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            _call("ncclCommInitRank", ctypes.byref(self._comm), size, unique, rank)
+            zero = torch.zeros(1, device=device)
+            self._run("ncclAllReduce", zero, _FLOAT, _SUM)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
+        known = tensor.dtype in _TYPES
+        raw = tensor if known else tensor.reshape(-1).view(torch.uint8)
+        with torch.cuda.device(self._device):
+            self._run("ncclBroadcast", raw, _TYPES[raw.dtype], 0)
+
+    def _run(self, name: str, tensor: Tensor, kind: int, argument: int) -> None:
+        """Run a collective in place, and wait for its end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        place, stream = tensor.data_ptr(), self._stream.cuda_stream
+        _call(name, place, place, tensor.numel(), kind, argument, self._comm, stream)
+        tensor.record_stream(self._stream)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        self._wait(done.query)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._seconds
+        look = time.monotonic() + _LIFE_SECONDS
+        while not done():
+            time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            if now > look:
+                look = now + _LIFE_SECONDS
+                try:
+                    self._store.check([ID_KEY])
+                except RuntimeError as error:
+                    self.close()
+                    raise UpdateFailed(
+                        f"the trainer is gone: {error}", code="transfer_failed"
+                    ) from None
+            if now > deadline:
+                self.close()
+                raise UpdateFailed(
+                    f"nothing came from the trainer for {self._seconds:.0f} s",
+                    code="transfer_failed",
+                )
+
+    def close(self) -> None:
+        """Leave the group, also in the middle of a broadcast. Idempotent."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value:
+            _library().ncclCommAbort(comm)

@@ -1,0 +1,85 @@
+"""TrainerGroup: a trainer and the engines that get its weights, joined by a store of torch.
+
+The trainer is rank 0 and holds the store. On CUDA they broadcast through NCCL, on CPUs through
+gloo.
+"""
+
+import contextlib
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from engine.errors import UpdateFailed
+from engine.weights.nccl import NcclGroup
+
+SECONDS = 300.0  # longest wait for the others
+
+
+class TrainerGroup(Protocol):
+    """The processes of one trainer's updates."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Fill a contiguous tensor of the group's device with rank 0's. Raises UpdateFailed."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        ...
+
+
+class GlooGroup:
+    """A group of CPUs, connected through the store."""
+
+    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
+        wait = timedelta(seconds=seconds)
+        with _failing():
+            self._group: Any = dist.ProcessGroupGloo(PrefixStore("manta", store), rank, size, wait)
+        self._store = store
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if not tensor.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with _failing():
+            # bytes, as gloo does not know every dtype
+            self._group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+@contextlib.contextmanager
+def _failing() -> Any:
+    try:
+        yield
+    except RuntimeError as error:  # torch's errors of the network and of time
+        reason = str(error).split("\n")[0][:200]
+        raise UpdateFailed(
+            f"the connection to the trainer has failed: {reason}", code="transfer_failed"
+        ) from None
+
+
+def open_group(
+    address: str,
+    port: int,
+    rank: int,
+    size: int,
+    device: torch.device,
+    seconds: float = SECONDS,
+) -> TrainerGroup:
+    """Join a trainer's group, or open it as rank 0; return when all have joined.
+
+    address, port: of the store, which rank 0 holds.
+    seconds: longest wait for the others, here and in a broadcast.
+    Raises UpdateFailed.
+    """
+    with _failing():
+        store = TCPStore(address, port, size, rank == 0, timedelta(seconds=seconds))
+    if device.type == "cuda":
+        return NcclGroup(store, rank, size, device, seconds)
+    return GlooGroup(store, rank, size, seconds)

@@ -1,0 +1,284 @@
+"""WeightTransfer: the weights that a trainer sends to an engine, collected until all are there.
+
+The messages are vLLM's: `init_info`, and `update_info` with names, dtypes and shapes. Tensors come
+by a broadcast (`trainer_group`) or are shared by a trainer on the same machine (`handles`). They
+are staged as a folder, from which an update is loaded as from any other.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, UpdateFailed
+from engine.messages import NOT_JOINED
+from engine.weights.handles import DTYPES, SharedBytes, open_handle, read_handles
+from engine.weights.staging import WeightStage
+from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
+
+# Name, dtype and shape of a tensor.
+Header = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def num_bytes(header: Header) -> int:
+    """Return the bytes of a tensor."""
+    _, dtype, shape = header
+    return math.prod(shape) * dtype.itemsize
+
+
+class InitInfo(msgspec.Struct):
+    """The way into a trainer's group. world_size: of trainer and engines together."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+
+
+class UpdateInfo(msgspec.Struct):
+    """The tensors of a message, in the order in which they come.
+
+    packed: whether they come as bytes, one after the other, in broadcasts that end with the tensor
+        that takes them past packed_buffer_size_bytes.
+    ipc_handles: where each tensor lies in shared memory, under the key "cpu".
+    ipc_handles_pickled: CUDA IPC handles of each, as a pickle in base64.
+    tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool = False
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+    ipc_handles: list[dict[str, SharedBytes]] | None = None
+    ipc_handles_pickled: str | None = None
+    tensor_sizes: list[int] | None = None
+
+    def headers(self) -> list[Header]:
+        """Return name, dtype and shape of each tensor. Raises UpdateFailed."""
+        count = len(self.names)
+        for key in ("dtype_names", "shapes", "ipc_handles", "tensor_sizes"):
+            values = getattr(self, key)
+            if values is not None and len(values) != count:
+                raise _wrong(f"{key} has {len(values)} entries for {count} names")
+        for name in self.dtype_names:
+            if name not in DTYPES:
+                raise _wrong(f"dtype_names: {name!r} is no dtype of weights")
+        dtypes = [DTYPES[name] for name in self.dtype_names]
+        headers = list(zip(self.names, dtypes, map(tuple, self.shapes), strict=True))
+        sizes = [num_bytes(header) for header in headers]
+        if self.tensor_sizes not in (None, sizes):
+            raise _wrong("tensor_sizes are not the bytes of shapes and dtypes")
+        return headers
+
+
+class WeightTransfer:
+    """The receiving end of one engine. Calls come from one thread, beside the engine's steps.
+
+    device: of the engine, where broadcasts arrive.
+    num_bytes: size of the checkpoint, as far as it is known.
+    seconds: longest wait for the trainer.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, seconds: float = SECONDS) -> None:
+        if str(device) == "cuda":  # handles and streams need the device's index
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._num_bytes = num_bytes
+        self._seconds = seconds
+        self._group: TrainerGroup | None = None
+        self._stage: WeightStage | None = None
+        self._explicit = False  # whether the stage was begun by an order of its own
+        self._folders: list[WeightStage] = []  # complete ones
+        self._placed = ""  # the folder whose weights the engine has
+        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle and what it shares
+
+    def init(self, info: dict[str, Any]) -> None:
+        """Join a trainer's group; {} needs none. Raises UpdateFailed."""
+        self._leave()
+        if not info:
+            return
+        wanted = _read(info, InitInfo, "init_info")
+        self._group = open_group(
+            wanted.master_address,
+            wanted.master_port,
+            wanted.rank_offset,
+            wanted.world_size,
+            self._device,
+            self._seconds,
+        )
+
+    def start(self, info: dict[str, Any]) -> None:
+        """Begin an update that comes in several messages. Raises UpdateFailed."""
+        self.drop({})
+        with _as_update_error():
+            self._stage = WeightStage(self._num_bytes)
+        self._explicit = True
+
+    def update(self, info: dict[str, Any]) -> str:
+        """Take the tensors of a message.
+
+        Returns the folder of a complete update, which it is where `start` has not been called; ""
+        if `finish` has to follow. Raises UpdateFailed, after which the update is dropped.
+        """
+        if self._stage is None:
+            self.start({})
+            self._explicit = False
+        assert self._stage is not None
+        try:
+            message = _read(info, UpdateInfo, "update_info")
+            with _as_update_error():
+                for name, tensor in self._tensors(message):
+                    self._stage.add(name, tensor)
+        except BaseException:
+            self._drop_stage()
+            raise
+        return "" if self._explicit else self.finish({})
+
+    def finish(self, info: dict[str, Any]) -> str:
+        """End an update that `start` has begun; return its folder. Raises UpdateFailed."""
+        if self._stage is None:
+            raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
+        try:
+            with _as_update_error():
+                self._stage.close()
+        except BaseException:
+            self._drop_stage()
+            raise
+        self._folders.append(self._stage)
+        self._stage = self._buffer = None
+        return str(self._folders[-1].folder)
+
+    def drop(self, info: dict[str, Any]) -> None:
+        """Drop an update that is not in place, complete or not."""
+        self._drop_stage()
+        for stage in self._folders:
+            if str(stage.folder) != self._placed:
+                stage.discard()
+        self._folders = [stage for stage in self._folders if str(stage.folder) == self._placed]
+
+    def in_place(self, folder: str) -> None:
+        """Note that the engine has the weights of a folder, and discard the others' folders."""
+        self._placed = folder
+        if self._stage is None:
+            self.drop({})
+
+    def close(self) -> None:
+        """Leave the group and delete all folders. Idempotent."""
+        self._leave()
+        self._placed = ""
+        self.drop({})
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _drop_stage(self) -> None:
+        self._buffer = None
+        if self._stage is not None:
+            self._stage.discard()
+            self._stage = None
+
+    def _tensors(self, message: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a message; one is valid until the next is asked for."""
+        headers = message.headers()
+        if message.ipc_handles_pickled is not None:
+            yield from self._shared_by_cuda(message)
+        elif message.ipc_handles is not None:
+            for (name, dtype, shape), places in zip(headers, message.ipc_handles, strict=True):
+                if "cpu" not in places:
+                    raise _wrong(f'ipc_handles of {name}: the key "cpu" is missing')
+                raw = places["cpu"].read(num_bytes((name, dtype, shape)))
+                yield name, raw.view(dtype).view(shape)
+        else:
+            yield from self._broadcast(message, headers)
+
+    def _shared_by_cuda(self, message: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        assert message.ipc_handles_pickled is not None
+        headers, handles = message.headers(), read_handles(message.ipc_handles_pickled)
+        if message.tensor_sizes is not None:
+            (handle,) = handles
+            if self._buffer is None or self._buffer[0] != handle:
+                # opened once for all messages, as torch counts how often a tensor is opened
+                self._buffer = handle, open_handle(handle, self._device).view(torch.uint8)
+            sizes = message.tensor_sizes
+            raws = self._buffer[1].flatten()[: sum(sizes)].split(sizes)
+            for (name, dtype, shape), raw in zip(headers, raws, strict=True):
+                yield name, raw.clone().view(dtype).view(shape)
+            return
+        if len(handles) != len(headers):
+            raise _wrong(f"{len(handles)} handles for {len(headers)} names")
+        for (name, dtype, shape), handle in zip(headers, handles, strict=True):
+            tensor = open_handle(handle, self._device)
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise _wrong(
+                    f"tensor {name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, and "
+                    f"{list(shape)} and {dtype} were announced"
+                )
+            yield name, tensor
+
+    def _broadcast(
+        self, message: UpdateInfo, headers: list[Header]
+    ) -> Iterator[tuple[str, Tensor]]:
+        if self._group is None:
+            raise UpdateFailed(
+                "this engine is in no trainer's group; init_weight_transfer_engine first",
+                code=NOT_JOINED,
+            )
+        try:
+            limit = message.packed_buffer_size_bytes if message.packed else -1
+            for chunk in chunks(headers, limit):
+                sizes = [num_bytes(header) for header in chunk]
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+                if not message.packed:
+                    (_, dtype, shape) = chunk[0]
+                    self._group.broadcast(buffer.view(dtype).view(shape))
+                else:
+                    self._group.broadcast(buffer)
+                for (name, dtype, shape), raw in zip(chunk, buffer.split(sizes), strict=True):
+                    yield name, raw.clone().view(dtype).view(shape)
+        except UpdateFailed:
+            self._leave()  # ranks of a broken broadcast agree on nothing
+            raise
+
+
+def chunks(headers: list[Header], limit: int) -> Iterator[list[Header]]:
+    """Yield the tensors that share a broadcast, which ends with the one that goes past the limit.
+
+    limit: bytes; -1 = each has its own.
+    """
+    chunk: list[Header] = []
+    size = 0
+    for header in headers:
+        chunk.append(header)
+        size += num_bytes(header)
+        if size > limit:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+@contextlib.contextmanager
+def _as_update_error() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise UpdateFailed(error.message, param=error.param) from None
+
+
+def _read(info: dict[str, Any], kind: type[Any], what: str) -> Any:
+    try:
+        return msgspec.convert(info, kind)
+    except msgspec.ValidationError as error:
+        raise UpdateFailed(f"{what}: {error}", param=what) from None
+
+
+def _wrong(message: str) -> UpdateFailed:
+    return UpdateFailed(f"update_info: {message}", param="update_info")
