@@ -1,0 +1,90 @@
+"""copy_rows: a copy of equally spaced rows between pinned host memory and a CUDA device.
+
+A KV block is one row in each layer's keys and values, far apart on the device and contiguous on
+the host. One call of the driver hands such a block to the device's copy engine, so a copy takes
+no multiprocessor and needs no buffer between. Called through ctypes: nothing is built.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs until now
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is the host's
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_uint),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_uint),
+        ("target_host", ctypes.c_void_p),
+        ("target", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver. Raises RuntimeError."""
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'').decode()} (error {code})")
+
+
+def copy_rows(
+    target: int,
+    target_pitch: int,
+    source: int,
+    source_pitch: int,
+    width: int,
+    height: int,
+    stream: int,
+) -> None:
+    """Enqueue the copy of `height` rows of `width` bytes; the call does not wait for it.
+
+    target, source: addresses of the first rows; host memory must be pinned.
+    target_pitch, source_pitch: bytes from a row to the next, at least `width`.
+    stream: torch's `Stream.cuda_stream`.
+    Raises RuntimeError.
+    """
+    if max(target_pitch, source_pitch) > MAX_PITCH:
+        for row in range(height):
+            places = target + row * target_pitch, source + row * source_pitch
+            call(
+                "cuMemcpyAsync", *map(ctypes.c_uint64, places), ctypes.c_size_t(width), _at(stream)
+            )
+        return
+    copy = _Copy2D(
+        source_type=_UNIFIED,
+        source=source,
+        source_pitch=source_pitch,
+        target_type=_UNIFIED,
+        target=target,
+        target_pitch=target_pitch,
+        width=width,
+        height=height,
+    )
+    call("cuMemcpy2DAsync_v2", ctypes.byref(copy), _at(stream))
+
+
+def _at(stream: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(stream)
