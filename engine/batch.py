@@ -109,6 +109,9 @@ class Batch:
     # rows to draft for after sampling; no step is launched before this one's result is known
     proposals: list[Proposal] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
+    # (row, n): the last step verified drafts of the row, and n of its decode and drafts are text.
+    # Recurrent states take these before anything reads them. Other rows of that step have ended.
+    settled: list[tuple[int, int]] = field(default_factory=list)
     # (row, slot): recurrent states to copy from rows to snapshots, as the previous step left them;
     # then from snapshots to rows, in this order. A slot is a row that no request has, or lies after
     # all rows and the padding row. No snapshot is saved twice.

@@ -631,7 +631,8 @@ def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner])
     before = torch.cuda.memory_allocated(device)
     with fits_on(device, "a step's activations", STEP_TOO_LARGE, param="max_num_batched_tokens"):
         runner = runner_with(4)
-        warm_up(runner, resolved.max_num_batched_tokens)
+        drafts = resolved.speculation is not None
+        warm_up(runner, resolved.max_num_batched_tokens, drafts=drafts)
         torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated(device) - before
     del runner

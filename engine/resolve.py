@@ -234,7 +234,6 @@ def decide(
         speculation=check_speculation(
             read_speculation(config.speculation),
             generates=model.generates,
-            recurrent=model.recurrent,
             stages=config.pipeline_parallel,
             admission=config.admission,
             most=min(max_num_seqs, budget),
@@ -374,8 +373,6 @@ def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
         why = f"config.json has no MTP layer ({model.record.mtp.count} is 0)"
     if why:
         pass
-    elif model.recurrent:
-        why = "the model has recurrent states, which a step cannot take back"
     elif kv_groups(model).whole_group is None:
         why = f"no layer of {model.architecture} keeps the keys of the whole text"
     elif config.num_ranks > 1:

@@ -3,8 +3,8 @@
 Built once a step, shared by all layers, passed along.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,8 @@ class AttentionMeta:
     # [num_entries] int32: the entries' rows, in a step that verifies drafts. Adjacent decodes of a
     # row at consecutive positions then read their keys once. None: no row has several decodes.
     runs: Tensor | None = None
+    # how layers that keep a state compute such a step
+    state_runs: "StateRuns | None" = None
 
     def first_key(self, position: Any) -> Any:
         """The first key that the token at `position` sees, of an int or a tensor of them."""
@@ -75,6 +77,31 @@ class AttentionMeta:
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
         """Return this step for layers whose keys are in other blocks; its plan is not made yet."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
+
+
+@dataclass(slots=True)
+class StateRuns:
+    """The runs of a step that verifies drafts: a row's decode and its drafts, token after token.
+
+    A layer that keeps a state computes runs on copies of it, because a state cannot be cut back.
+    Once the accepted tokens are known, `replays` compute these again on the states themselves.
+
+    others: int64 [n], tokens of no run, ascending.
+    others_meta: their layout, as a step of their own.
+    tokens: int64 [m], tokens of runs, run after run.
+    meta: their layout, an entry for each run, whose row is the run's number.
+    rows: int64 [runs], where the runs' states are.
+    back: int64 [num_tokens], each token's place among first `others`, then `tokens`.
+    replays: for each kernel that has run, what computes `tokens` in the layout of its argument.
+    """
+
+    others: Tensor
+    others_meta: AttentionMeta
+    tokens: Tensor
+    meta: AttentionMeta
+    rows: Tensor
+    back: Tensor
+    replays: list[Callable[[AttentionMeta], object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,7 @@ class _Step:
     blocks: list[tuple[int, int, int]]
     drafts: list[tuple[int, int, list[int]]]
     prefixes: list[PrefixCopy]
+    settled: list[tuple[int, int]]
     saved: list[tuple[int, int]]
     resumed: list[tuple[int, int]]
     masked: list[int]
@@ -202,6 +203,8 @@ class FakeRunner:
         self.bases = np.zeros(config.max_num_seqs, dtype=np.int64)  # of rows, see `in_one`
         # Of slots, if any, rows among them: key, position.
         self.states: dict[int, tuple[int, int]] = {}
+        # of rows whose drafts the last step verified: states after each token of their runs
+        self.runs: dict[int, list[tuple[int, int]]] = {}
         self.news: dict[int, NewRow] = {}
         self.places: dict[int, dict[int, tuple[Image, int]]] = {}  # of rows, as of the last launch
         self.encoded: dict[bytes, int] = {}  # digest -> CRC of the pixels, of embeddings it has
@@ -241,6 +244,7 @@ class FakeRunner:
             list(batch.new_blocks),
             [(row, first, list(drafts)) for row, first, drafts in batch.drafts],
             list(batch.prefixes),
+            list(batch.settled),
             list(batch.saved_states),
             list(batch.resumed_states),
             list(batch.masked),
@@ -376,6 +380,9 @@ class FakeRunner:
             self.encoded[image.digest] = self.pictures[image.digest] = crc32(image.pixels)
         size = self.config.block_size
         assert len({slot for _, slot in step.saved}) == len(step.saved), "a snapshot is saved twice"
+        for row, count in step.settled:
+            self.states[row] = self.runs[row][count - 1]
+        self.runs = {row: [] for row, _, _ in step.drafts}
         for row, slot in step.saved:
             self.states[slot] = self.states[row]
         for row, slot in step.resumed:
@@ -413,9 +420,14 @@ class FakeRunner:
                 if at < start:
                     continue
                 if self.config.snapshots is not None:
-                    before, last = self.states[row] if at else (0, -1)
+                    run = self.runs.get(row)
+                    before, last = (run[-1] if run else self.states[row]) if at else (0, -1)
                     assert last == at - 1, "a request goes on from the state of another place"
-                    self.states[row] = key_of(before, int(token)), at
+                    state = key_of(before, int(token)), at
+                    if run is None:
+                        self.states[row] = state
+                    else:
+                        run.append(state)
                 for group, kind in enumerate(self.config.kinds):
                     if not kind.by_position:  # a state: it goes on from the token before only
                         block = self.table[row, group]
@@ -441,7 +453,8 @@ class FakeRunner:
                 first = begin // size * size
                 read += self.kv[table].ravel()[begin - first : end - first].tolist()
             if self.config.snapshots is not None:
-                read.append(self.states[row][0])
+                after = {at: key for key, at in self.runs.get(row, [self.states.get(row, (0, -1))])}
+                read.append(after[end - 1])
             if new.params.prompt_logprobs is not None:
                 upper = min(end, new.num_prompt_tokens - 1)
                 lower = max(start, new.num_virtual) + 1

@@ -16,6 +16,7 @@ from engine.runner.caches.kv_cache import KVCache, in_views
 from engine.runner.images import StepImages
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.request_rows import RequestRows
+from engine.runner.state_runs import StateVerification
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, OwnTokens
 
@@ -101,6 +102,9 @@ class ModelForward:
         self.link = link
         self.images = images
         self.device = rows.tokens.device
+        self.state_runs: StateVerification | None = None  # in models that keep states
+        if kv.states is not None:
+            self.state_runs = StateVerification(rows.pad_row, self.device)
         self.cuda = self.device.type == "cuda"
 
     def set_row(self, new: NewRow) -> None:
@@ -128,6 +132,8 @@ class ModelForward:
             step.own = self.own.assemble(batch, self.lora)
         if self.images is not None:
             self.images.place(batch, step)
+        if self.state_runs is not None:
+            self.state_runs.lay_out(batch, step.metas)
         return step
 
     def stage_input(self, step: DeviceStep) -> Tensor:

@@ -108,7 +108,7 @@ class StepGraphs:
         self._inputs: CudaInputs = forward.inputs
         self._own_inputs: CudaInputs | None = None if forward.own is None else forward.own.inputs
         self._decodes = sorted(sizes)
-        drafts = drafts and forward.own is None
+        drafts = drafts and forward.own is None and forward.state_runs is None
         self._with_drafts = draft_sizes(self._decodes) if drafts else []
         self._max_tokens = max_tokens
         # Padding may have one token less than a size, and must fit into the padding row.

@@ -66,7 +66,8 @@ class EagerStep:
 class ProgramStep:
     """The launch of decodes on the CPU as a recorded program; see programs.py.
 
-    Other steps, and steps that cannot be recorded, are launched kernel by kernel.
+    Other steps, and steps that cannot be recorded, are launched kernel by kernel. So are drafts of
+    models with states.
     """
 
     def __init__(self, forward: ModelForward, programs: StepPrograms) -> None:
@@ -79,7 +80,8 @@ class ProgramStep:
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
         states, are_logits = None, False
-        if batch.num_decodes == len(batch.rows) and not forward.sees_images(batch):
+        alone = batch.num_decodes == len(batch.rows) and step.metas[0].state_runs is None
+        if alone and not forward.sees_images(batch):
             views = in_views(forward.kv.groups, step.metas, forward.kv.block_size)
             states = programs.through(step.token_ids, views, entered)
         if states is None:
@@ -95,7 +97,10 @@ class ProgramStep:
 
 
 class GraphStep:
-    """The launch of a step as a CUDA graph; see graphs.py."""
+    """The launch of a step as a CUDA graph; see graphs.py.
+
+    Drafts of models with states are launched kernel by kernel.
+    """
 
     def __init__(
         self,
@@ -112,7 +117,8 @@ class GraphStep:
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         size = None
-        if self._forward.sees_images(batch):
+        runs_of_states = bool(batch.drafts) and self._forward.state_runs is not None
+        if runs_of_states or self._forward.sees_images(batch):
             return self._otherwise.launch(batch)
         # A graph only returns the states of entries that sample.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):

@@ -107,6 +107,8 @@ class ModelRunner:
             encode_seconds = self.forward.images.encode(batch)
         if batch.prefixes:
             self._copy_prefixes(batch.prefixes)
+        if self.forward.state_runs is not None:
+            self.forward.state_runs.settle(batch.settled)
         if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)
@@ -178,6 +180,8 @@ class ModelRunner:
         """
         if self.forward.images is not None:
             self.forward.images.clear()
+        if self.forward.state_runs is not None:
+            self.forward.state_runs.forget()
         if self.forward.cuda:
             try:
                 torch.cuda.synchronize(self.forward.device)

@@ -30,10 +30,12 @@ def capture_graphs(
 
 
 @torch.inference_mode()
-def warm_up(runner: ModelRunner, num_tokens: int) -> None:
+def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> None:
     """Run the largest step on the padding row, with every sampling option.
 
     This compiles kernels and shows the peak of memory.
+
+    drafts: whether steps may have drafts.
     """
     pad, forward, sampling = runner.rows.pad_row, runner.forward, runner.sampling
     batch = largest_step(runner, num_tokens)
@@ -55,6 +57,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         _warm_up_images(runner, num_tokens)
     if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
+        if drafts:
+            _warm_up_verification(runner, num_tokens)
     if not runner.model.stage.first:
         return
     count, device = pad, forward.device
@@ -79,7 +83,7 @@ def launch_everything(
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
     try:
-        warm_up(runner, max_tokens)
+        warm_up(runner, max_tokens, drafts=drafts)
         if sizes:
             layers = runner.forward, runner.sampling
             drafter = runner.drafting is not None
@@ -137,6 +141,27 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
             forward.run_step(forward.inputs.assemble(batch))
     finally:
         forward.model = whole
+
+
+def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
+    """Verify a draft of as many rows as a step may have, beside a chunk; states keep nothing."""
+    forward, pad = runner.forward, runner.rows.pad_row
+    count = min(pad, num_tokens) // 2
+    if forward.state_runs is None or not count:
+        return
+    chunk = min(num_tokens - 2 * count, runner.rows.tokens.shape[1] - 1)
+    rows, chunks = [*range(count)] * 2, [chunk] * (chunk > 0)
+    batch = Batch(
+        -1,
+        rows + [pad] * len(chunks),
+        [0] * count + [1] * count + [0] * len(chunks),
+        [1] * 2 * count + chunks,
+        [True] * (2 * count + len(chunks)),
+        num_decodes=2 * count,
+        drafts=[(row, 1, [0]) for row in range(count)],
+    )
+    forward.run_step(forward.assemble(batch))
+    forward.state_runs.settle([(row, 1) for row in range(count)])
 
 
 def _warm_up_images(runner: ModelRunner, most: int) -> None:

@@ -53,6 +53,7 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_memory import RequestMemory
 from engine.scheduling.request_start import find_start
+from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
@@ -102,6 +103,8 @@ class Scheduler:
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
         self.pace = StepTarget(target) if target else PromptPace()
+        # of models with states, for the next batch: what its `settled` says
+        self._settled: list[tuple[int, int]] = []
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
@@ -185,6 +188,7 @@ class Scheduler:
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
+        self._settled.clear()
         self.verifying = False
         if self.speculation is not None:
             self.speculation.awaited = None
@@ -299,6 +303,8 @@ class Scheduler:
         No request is preempted for drafts, and each running request keeps a free block.
         """
         group = self.decoding
+        if self.memory.snapshots is not None:
+            self._take_snapshots(self.memory.snapshots, builder.batch.step)
         num_chunks = len(builder.sampling) + len(builder.prefill_only)
         tokens = self.token_limit - len(group) - builder.chunk_tokens
         room = min(self.rows - len(group) - num_chunks, tokens)
@@ -307,10 +313,21 @@ class Scheduler:
         ):
             request, drafts = verification.request, verification.drafts
             start = request.base + group.step_index + 1
+            if self.memory.snapshots is not None:
+                del drafts[self.memory.snapshots.room(request, start) :]
             places = self._places(request, start + 1 + len(drafts), builder)
             del drafts[max(0, places - start - 1) :]
             if drafts:
                 builder.verifications.append(verification)
+
+    def _take_snapshots(self, snapshots: Snapshots, step: int) -> None:
+        """Take the snapshots that are due of requests which drafts have given blocks in advance."""
+        index, size = self.decoding.step_index + 1, self.config.block_size
+        for request in self.decoding.requests:
+            position = request.base + index
+            if not position % size:
+                self.memory.pool(request).hash_blocks(request, position)
+                snapshots.decoded(request, position, step)
 
     def _add_proposals(self, speculation: Speculation, builder: StepBuilder) -> None:
         """Let the step compute drafts of requests that sample, as far as free blocks allow.
@@ -602,6 +619,7 @@ class Scheduler:
         group = self.decoding
         launched = builder.build(group)
         if self.memory.snapshots is not None:
+            builder.batch.settled, self._settled = self._settled, []
             builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
         if self.images is not None:
@@ -692,8 +710,11 @@ class Scheduler:
         """Move requests past the tokens that they gained by drafts, and count these."""
         for verification in launched.verifications:
             request = verification.request
-            if verification.gained and request.phase is RequestPhase.DECODING:
-                self.decode_groups[request.micro_batch].advance(request, verification.gained)
+            if request.phase is RequestPhase.DECODING:
+                if verification.gained:
+                    self.decode_groups[request.micro_batch].advance(request, verification.gained)
+                if self.memory.snapshots is not None:
+                    self._settled.append((request.row, 1 + verification.gained))
             self.counters.count_drafts(len(verification.drafts), verification.accepted)
         speculation.observe(launched.verifications)
 

@@ -184,6 +184,15 @@ class Snapshots:
         if position - marks.last >= self.plan.gap:
             self._take(request, marks, position, step, rolling=True)
 
+    def room(self, request: Computed, position: int) -> int:
+        """Return the most drafts of a decode at `position`, whose step may not pass a border where
+        a snapshot will be due."""
+        marks, size = request.marks, self._block_size
+        if marks is None or not request.cacheable or not self.plan.slots:
+            return self.plan.every
+        due = max(marks.last + self.plan.gap, position + 1)
+        return -(-due // size) * size - 1 - position
+
     def _take(
         self, request: Computed, marks: Marks, position: int, step: int, *, rolling: bool
     ) -> None:

@@ -116,7 +116,6 @@ def check_speculation(
     settings: SpeculationSettings | None,
     *,
     generates: bool,
-    recurrent: bool,
     stages: int,
     admission: str,
     most: int,
@@ -125,7 +124,6 @@ def check_speculation(
 
     settings: what the configuration asks for; None = off.
     generates: whether the model writes text.
-    recurrent: whether a layer keeps a state.
     stages: pipeline stages.
     most: entries that a step has room for.
     Raises ConfigError if the configuration asks for what the engine cannot do. With "auto" it is
@@ -134,9 +132,7 @@ def check_speculation(
     why = ""
     if settings is None or not generates:
         return None
-    if recurrent:
-        why = "the model has recurrent states, which a step cannot take back"
-    elif stages > 1:
+    if stages > 1:
         why = "pipeline stages compute several steps at a time"
     elif admission == "peak":
         why = "engine.admission peak counts on one token a step"

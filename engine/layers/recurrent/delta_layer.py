@@ -1,7 +1,7 @@
 """DeltaRuleLayer: the base class of Gated DeltaNet and Kimi Delta Attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -9,10 +9,11 @@ from torch import Tensor
 from engine.layers.build import Builder
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.norm import Norm
+from engine.layers.recurrent.runs import compute_runs
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
 
 
 class DeltaRuleLayer(ABC):
@@ -39,14 +40,32 @@ class DeltaRuleLayer(ABC):
 
     @abstractmethod
     def attend(
-        self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, pending_updates: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Sequence[Tensor],
+        lora: LoraStep | None,
+        states: Sequence[Tensor],
+        meta: AttentionMeta,
+    ) -> Tensor:
         """Apply the delta rule; return the input of `out`.
 
         parts: the pieces of the first matmul's output, as views.
-        tail: the last inputs of the convolution.
+        states: the layer's own, as of `kv`.
         """
+
+    def apply(
+        self,
+        rule: Callable[[DeltaInputs, AttentionMeta], Tensor],
+        activations: Sequence[Tensor],
+        states: Sequence[Tensor],
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Return rule of x, z, a and b of `DeltaInputs`."""
+
+        def kernel(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
+            x, z, a, b = inputs
+            return rule(DeltaInputs(x, z, a, b, self.heads, *own), part)
+
+        return compute_runs(kernel, activations, states, meta)
 
     def forward(
         self,
@@ -61,11 +80,9 @@ class DeltaRuleLayer(ABC):
 
         residual: if given, residual + self(norm(x)) is written over it.
         """
-        tail, state, pending_updates = kv[0], kv[1], kv[2] if len(kv) > 2 else None
-        assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        assert pending_updates is None or isinstance(pending_updates, Tensor)
+        states = [state for state in kv if isinstance(state, Tensor)]
         projected = self.into.forward(x, meta.lora, norm=norm)
         ends = accumulate(self.sizes, initial=0)
         parts = [projected[:, begin:end] for begin, end in pairwise(ends)]
-        attended = self.attend(parts, meta.lora, tail, state, meta, pending_updates)
+        attended = self.attend(parts, meta.lora, states, meta)
         return self.out.forward(attended, meta.lora, residual=residual)

@@ -8,7 +8,7 @@ from engine.architectures.recurrent.delta_net import DeltaNet
 from engine.layers.build import Builder
 from engine.layers.recurrent.delta_layer import DeltaRuleLayer
 from kernels.metadata import AttentionMeta, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
+from kernels.recurrent.delta_rule import DeltaHeads
 
 
 class GatedDelta(DeltaRuleLayer):
@@ -56,9 +56,11 @@ class GatedDelta(DeltaRuleLayer):
         return 2 * self.into.spec.out_features + 4 * self.inner
 
     def attend(
-        self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, pending_updates: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Sequence[Tensor],
+        lora: LoraStep | None,
+        states: Sequence[Tensor],
+        meta: AttentionMeta,
+    ) -> Tensor:
         mixed, gate, b, a = parts
-        inputs = DeltaInputs(mixed, gate, a, b, self.heads, tail, state, pending_updates)
-        return self.kernels.gated_delta(inputs, meta)
+        return self.apply(self.kernels.gated_delta, (mixed, gate, a, b), states, meta)

@@ -8,7 +8,7 @@ from engine.architectures.recurrent.kimi import Kimi
 from engine.layers.build import Builder
 from engine.layers.recurrent.delta_layer import DeltaRuleLayer
 from kernels.metadata import AttentionMeta, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs
+from kernels.recurrent.delta_rule import DeltaHeads
 
 
 class KimiDelta(DeltaRuleLayer):
@@ -54,11 +54,13 @@ class KimiDelta(DeltaRuleLayer):
         return 2 * self.into.spec.out_features + 8 * self.inner
 
     def attend(
-        self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, pending_updates: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Sequence[Tensor],
+        lora: LoraStep | None,
+        states: Sequence[Tensor],
+        meta: AttentionMeta,
+    ) -> Tensor:
         mixed, b, narrow_a, narrow_z = parts
         a = self.decays.forward(narrow_a.contiguous(), lora)
         z = self.gates.forward(narrow_z.contiguous(), lora)
-        inputs = DeltaInputs(mixed, z, a, b, self.heads, tail, state, pending_updates)
-        return self.kernels.kimi_delta(inputs, meta)
+        return self.apply(self.kernels.kimi_delta, (mixed, z, a, b), states, meta)

@@ -1,5 +1,6 @@
 """A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba: time steps, B and C have norms."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from engine.architectures.recurrent.jamba import Mamba1
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
+from engine.layers.recurrent.runs import compute_runs
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
@@ -72,13 +74,23 @@ class Mamba1Mixer:
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         projected = self.into.forward(x, meta.lora, norm=norm)
         mixed, gate = projected.chunk(2, dim=1)
-        own = self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta, silu=True)
+
+        def conv(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
+            weights, bias = self.conv, self.conv_bias
+            return self.kernels.causal_conv(inputs[0], weights, bias, own[0], part, silu=True)
+
+        own = compute_runs(conv, [mixed], [tail], meta)
         selected = self.select.forward(own.to(x.dtype), meta.lora).split(self.sizes, dim=1)
         dt, b, c = (part.contiguous() for part in selected)
         for_dt, for_b, for_c = self.norms
         dt, b, c = self.step.forward(dt, meta.lora, norm=for_dt), for_b(b), for_c(c)
-        inputs = Mamba1Inputs(own, dt, b, c, self.rates, self.skip, gate, state)
-        scanned = self.kernels.mamba1(inputs, meta)
+
+        def scan(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
+            x, dt, b, c, gate = inputs
+            every = Mamba1Inputs(x, dt, b, c, self.rates, self.skip, gate, own[0])
+            return self.kernels.mamba1(every, part)
+
+        scanned = compute_runs(scan, [own, dt, b, c, gate], [state], meta)
         return self.out.forward(scanned, meta.lora, residual=residual)
 
 

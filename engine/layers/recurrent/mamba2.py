@@ -1,5 +1,6 @@
 """A layer of Mamba-2 between its projections (`kernels.recurrent.mamba2`)."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
+from engine.layers.recurrent.runs import compute_runs
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
@@ -114,7 +116,13 @@ class Mamba2Mixer:
             projected[:, ends[0] : ends[1]],
             projected[:, ends[1] :],
         )
-        scanned = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).view(len(x), -1)
+
+        def scan(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
+            mixed, dt = inputs
+            tail, state = own
+            return self.kernels.mamba2(mixed, dt, self.heads, tail, state, part)
+
+        scanned = compute_runs(scan, [mixed, dt], [tail, state], meta).view(len(x), -1)
         scanned = self.kernels.gated_norm(
             scanned, gate, self.norm, self.mixer.groups, self.eps, self.mixer.gate_last
         )

@@ -1,10 +1,13 @@
 """A layer of a short convolution between two gates (`kernels.recurrent.convolution`)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from engine.architectures.recurrent.lfm2 import ShortConv
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
+from engine.layers.recurrent.runs import compute_runs
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
@@ -59,5 +62,10 @@ class GatedConvolution:
         assert isinstance(tail, Tensor)
         projected, size = self.into.forward(x, meta.lora, norm=norm), self.channels
         b, c, inner = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
-        mixed = self.kernels.short_conv(inner, b, c, self.conv, self.bias, tail, meta)
+
+        def conv(inputs: Sequence[Tensor], own: Sequence[Tensor], part: AttentionMeta) -> Tensor:
+            x, before, behind = inputs
+            return self.kernels.short_conv(x, before, behind, self.conv, self.bias, own[0], part)
+
+        mixed = compute_runs(conv, [inner, b, c], [tail], meta)
         return self.out.forward(mixed.to(x.dtype), meta.lora, residual=residual)

@@ -19,8 +19,10 @@ from engine.config.kv_groups import Full, Window
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore
 from engine.scheduling.snapshots import SnapshotPlan, Snapshots
+from engine.scheduling.speculation import Speculation
+from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
-from tests.fakes import FakeRunner, make_core, make_request, run
+from tests.fakes import FakeRunner, expected, make_core, make_request, run
 
 PLAN = SnapshotPlan(slots=8, every=16, gap=4)
 HYBRID = (Full(), Window(9))
@@ -82,9 +84,9 @@ def test_long_prompts_have_snapshots_on_their_way() -> None:
     core, _ = core_with()
     prompt = make_request(1, 70).token_ids
     run(core, [make_request(1, prompt.copy(), max_tokens=1)])
-    for length, expected in ((60, 48), (40, 32), (17, 16), (10, 0)):
+    for length, cached in ((60, 48), (40, 32), (17, 16), (10, 0)):
         request = make_request(length, prompt[:length], max_tokens=1)
-        assert run(core, [request])[length].cached == expected
+        assert run(core, [request])[length].cached == cached
 
 
 def test_short_prompts_are_not_cut() -> None:
@@ -234,6 +236,42 @@ def test_random_lives(admission: str, slots: int) -> None:
     assert (hits > 0) == (slots > 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives_with_drafts(kind: str) -> None:
+    """Bug: a state keeps a rejected draft or lacks an accepted one, when a snapshot is taken of it,
+    its request is preempted, or its row is another's."""
+    preemptions = hits = accepted = 0
+    for seed in range(6):
+        driver = random_run(
+            seed,
+            kinds=(HYBRID, (Full(),))[seed % 2],
+            num_blocks=30 * (2 - seed % 2),
+            snapshots=SnapshotPlan((3, 0, 40)[seed % 3], every=12, gap=(4, 9)[seed // 3]),
+            prefix_caching=seed % 3 != 1,
+            async_scheduling=bool(seed % 2),
+            speculation=(told(kind, [7, 3, 0, 1]), computed([7, 3, 0, 1]))[seed // 3],
+            drafts=kind,
+        )
+        preemptions += driver.scheduler.counters.preemptions
+        hits += driver.scheduler.counters.prefix_hits
+        accepted += sum(driver.scheduler.counters.accepted_by_position)
+    assert preemptions and hits and (accepted > 0) == (kind != "wrong")
+
+
+def test_drafts_end_where_a_snapshot_is_due() -> None:
+    """Bug: accepted drafts take a request past a border, and the next turn computes the answer."""
+    core, _ = core_with(speculation=told("right", [7]), async_scheduling=False)
+    request = make_request(1, 9, max_tokens=60, ignore_eos=True)
+    answer = expected(request, core.config)[0]
+    tokens = [*request.token_ids, *answer]
+    core.add_request(request)
+    core.scheduler.requests[1].prediction = answer
+    run(core)
+    assert core.stats().step < 25, "most drafts are accepted"
+    (output,) = run(core, [make_request(1, [*tokens, 3, 5], max_tokens=2)]).values()
+    assert output.cached >= len(tokens) - PLAN.gap - 4
+
+
 STEM = [2 + i * i % 47 for i in range(60)]
 
 
@@ -254,11 +292,19 @@ class HybridMachine(RuleBasedStateMachine):
         every=st.sampled_from([12, 24]),
         gap=st.sampled_from([1, 4, 10]),
         worth=st.sampled_from([0, 20]),
+        drafts=st.sampled_from(["", *KINDS]),
+        by_model=st.booleans(),
     )
     def start(
         self, block_size: int, budget: int, spare: int, window: int, slots: int, every: int,
-        gap: int, worth: int, **changes: Any,
+        gap: int, worth: int, drafts: str, by_model: bool, **changes: Any,
     ) -> None:  # fmt: skip
+        if drafts:
+            drafter = ToldDrafter(drafts)
+            drafter.trusted = False  # what `resume` expects lacks the tokens that were sent
+            by_host = Speculation(drafter, ListedLengths([7, 0, 3]))
+            changes["speculation"] = computed([7, 0, 3]) if by_model else by_host
+            changes["drafts"] = drafts
         self.texts: list[list[int]] = []
         self.driver = Driver(
             block_size=block_size,

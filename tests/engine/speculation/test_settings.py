@@ -103,10 +103,9 @@ def test_memory_is_bounded() -> None:
 
 
 def test_who_never_speculates() -> None:
-    """Bug: a model whose states cannot be taken back verifies drafts."""
+    """Bug: an engine that counts on one token a step verifies drafts."""
     able: dict[str, Any] = {
         "generates": True,
-        "recurrent": False,
         "stages": 1,
         "admission": "sum",
         "most": 2,
@@ -115,7 +114,6 @@ def test_who_never_speculates() -> None:
     assert check_speculation(asked, **able) is asked and check_speculation(None, **able) is None
     assert check_speculation(asked, **able | {"generates": False}) is None
     for changes, word in (
-        ({"recurrent": True}, "states"),
         ({"stages": 2}, "stages"),
         ({"admission": "peak"}, "peak"),
         ({"most": 1}, "max_num_seqs"),

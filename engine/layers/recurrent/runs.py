@@ -1,0 +1,31 @@
+"""Runs kernels that write states, where a step verifies drafts (`kernels.metadata.StateRuns`)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+
+# (inputs [num_tokens, ...], states [rows, ...], layout) -> outputs [num_tokens, ...]
+Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], AttentionMeta], Tensor]
+
+
+def compute_runs(
+    kernel: Kernel, inputs: Sequence[Tensor], states: Sequence[Tensor], meta: AttentionMeta
+) -> Tensor:
+    """Return kernel(inputs, states, meta), in which drafts change no state.
+
+    states: the tensors that the kernel writes, [rows, ...] each.
+    """
+    runs = meta.state_runs
+    if runs is None:
+        return kernel(inputs, states, meta)
+    own = [tensor.index_select(0, runs.tokens) for tensor in inputs]
+    copies = [state.index_select(0, runs.rows) for state in states]
+    outputs = kernel(own, copies, runs.meta)
+    runs.replays.append(lambda layout: kernel(own, states, layout))
+    if len(runs.others):
+        rest = [tensor.index_select(0, runs.others) for tensor in inputs]
+        outputs = torch.cat((kernel(rest, states, runs.others_meta), outputs))
+    return outputs.index_select(0, runs.back)
