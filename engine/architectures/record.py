@@ -87,6 +87,7 @@ class Mtp:
     hidden_first: whether the hidden state comes before the embedding in the matrix's columns.
     copies: tensors that repeat the model's own, and are not read.
     count: the key of config.json with the number of these layers.
+    absent: their number where config.json lacks the key.
     """
 
     layer: str
@@ -97,6 +98,7 @@ class Mtp:
     hidden_first: bool = False
     copies: tuple[str, ...] = ()
     count: str = "num_nextn_predict_layers"
+    absent: int = 0
 
 
 _NEXT = "model.layers.{layers}."

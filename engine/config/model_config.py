@@ -267,15 +267,16 @@ class ModelConfig:
     def with_mtp(self) -> "ModelConfig":
         """Return this configuration with its multi-token-prediction layer as one more layer.
 
-        The layer is like the last one.
+        The layer is like the last one, and its attention like that of the last one that has any.
         """
         last, experts = self.num_layers - 1, self.experts
+        attending = [layer for layer in self.attention if layer.mixer is None]
         if experts is not None and last in experts.layers:
             experts = replace(experts, layers=(*experts.layers, self.num_layers))
         return replace(
             self,
             num_layers=self.num_layers + 1,
-            attention=(*self.attention, self.attention[last]),
+            attention=(*self.attention, attending[-1]),
             experts=experts,
             mlp_sizes=(*self.mlp_sizes, *self.mlp_sizes[last:]),
         )
@@ -363,7 +364,7 @@ class ModelConfig:
             attention=tuple(layers),
             experts=experts,
             generates=generates,
-            mtp_layers=0 if mtp is None else config.count(mtp.count),
+            mtp_layers=0 if mtp is None else config.count(mtp.count, mtp.absent),
         )
 
     @property

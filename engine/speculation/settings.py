@@ -17,8 +17,16 @@ MAX_SHARED_TOKENS = 2**24
 _ANSWER_TOKENS = 256  # tokens that an answer counts as, where a setting counts answers
 _METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")  # one drafter; vLLM's names are aliases
 _MODEL_TOKENS = 3  # of a draft by a model, each of which is a pass of that model
-# vLLM names MTP layers by model, too: deepseek_mtp, glm4_moe_mtp, mimo_mtp
-_MTP_NAMES = ("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_mtp")
+# vLLM names MTP layers by model, too
+_MTP_NAMES = (
+    "mtp",
+    "deepseek_mtp",
+    "glm4_moe_mtp",
+    "glm4_moe_lite_mtp",
+    "mimo_mtp",
+    "qwen3_next_mtp",
+    "qwen3_5_mtp",
+)
 # vLLM's name -> ours
 _ALIASES = {
     "num_speculative_tokens": "tokens",

@@ -75,8 +75,39 @@ def mimo(layers: int) -> Any:
     return t.Qwen2ForCausalLM(t.Qwen2Config(**SIZES, num_hidden_layers=layers))
 
 
+MIXED: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+
+
+def qwen_next(layers: int) -> Any:
+    import transformers as t
+
+    kinds = ["linear_attention", *["full_attention"] * (layers - 1)]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts |= {"shared_expert_intermediate_size": 40}
+    config = t.Qwen3NextConfig(
+        **SIZES, **MIXED, **experts, num_hidden_layers=layers, layer_types=kinds
+    )
+    return t.Qwen3NextForCausalLM(config)
+
+
+def qwen_35(layers: int) -> Any:
+    import transformers as t
+
+    kinds = ["linear_attention", *["full_attention"] * (layers - 1)]
+    config = t.Qwen3_5TextConfig(**SIZES, **MIXED, num_hidden_layers=layers, layer_types=kinds)
+    return t.Qwen3_5ForCausalLM(config)
+
+
+HYBRID = (qwen_next, qwen_35)
 # of the norms of embedding and state, the matrix and the last norm
 NEXTN = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 MIMO = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
 
 
@@ -85,7 +116,7 @@ class Made:
 
     def __init__(self, make: Callable[[int], Any], folder: Path, *, built: bool = False) -> None:
         torch.manual_seed(0)
-        layers, size = (1 if built else 2), SIZES["hidden_size"]
+        layers, size = (1 if built and make not in HYBRID else 2), SIZES["hidden_size"]
         self.big = make(layers + 1).float().eval()  # its last layer becomes the MTP layer's
         for name, parameter in self.big.named_parameters():
             if "norm" in name:
@@ -98,31 +129,36 @@ class Made:
         embedding = self.big.model.embed_tokens.weight
         if built:  # tokens follow tokens, and the MTP layer is the model's own
             embedding.data *= embedding.data.pow(2).mean(-1, keepdim=True).rsqrt()
-            for layer in self.big.model.layers:
-                layer.self_attn.o_proj.weight.data.zero_()
-            self.layer.load_state_dict(self.big.model.layers[0].state_dict())
+            for name, parameter in self.big.model.layers.named_parameters():
+                first = layers == 2 and name.startswith("0.")  # the layer that keeps a state
+                if name.endswith(("o_proj.weight", "out_proj.weight")) or first:
+                    parameter.data.zero_()
+            self.layer.load_state_dict(self.big.model.layers[layers - 1].state_dict())
             self.norms = {"embedding": torch.ones(size), "hidden": torch.ones(size)}
-            self.norms["norm"] = self.big.model.norm.weight.data.clone()
+            self.norms["norm"] = self.big.model.norm.weight.data + (make in HYBRID)
             self.project = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
         self.hidden_first = make is mimo
         self.big.save_pretrained(folder)
         file = folder / "model.safetensors"
         tensors = load_file(file)
-        prefix = "model.mtp_layers.0." if make is mimo else f"model.layers.{layers}."
-        if make is mimo:
-            for name in list(tensors):
-                if name.startswith(f"model.layers.{layers}."):
-                    ours = name.replace(f"layers.{layers}.", "mtp_layers.0.")
-                    tensors[ours] = tensors.pop(name)
-        else:  # copies, which no reader needs
+        last = f"model.layers.{layers}."
+        prefix = {mimo: "model.mtp_layers.0.", **dict.fromkeys(HYBRID, "mtp.")}.get(make, last)
+        layer = f"{prefix}layers.0." if make in HYBRID else prefix
+        for name in [name for name in tensors if name.startswith(last)]:
+            tensors[layer + name.removeprefix(last)] = tensors.pop(name)
+        if prefix == last:  # copies, which no reader needs
             tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
             tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"]
         own = self.norms["embedding"], self.norms["hidden"], self.norms["norm"], self.project
-        names = MIMO if make is mimo else NEXTN
+        if make in HYBRID:  # files have norms less one
+            own = (*(norm - 1 for norm in own[:3]), self.project)
+        names = QWEN if make in HYBRID else MIMO if make is mimo else NEXTN
         tensors |= {f"{prefix}{n}.weight": tensor for n, tensor in zip(names, own, strict=True)}
         save_file({n: t.clone() for n, t in tensors.items()}, file, metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         config["num_hidden_layers"], config["num_nextn_predict_layers"] = layers, 1
+        if make in HYBRID:
+            config["mtp_num_hidden_layers"] = config.pop("num_nextn_predict_layers")
         for key in ("layer_types", "mlp_layer_types"):
             if key in config:
                 config[key] = config[key][:layers]
@@ -178,7 +214,7 @@ def prompts() -> list[list[int]]:
 PROMPTS = prompts()
 
 
-@pytest.mark.parametrize("make", [glm, deepseek, mimo])
+@pytest.mark.parametrize("make", [glm, deepseek, mimo, *HYBRID])
 def test_drafts_are_those_of_the_layer(
     make: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,11 +227,13 @@ def test_drafts_are_those_of_the_layer(
     assert count_equal(seen, checkpoint.drafts) > 60 and controller.drafted > 30
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_layer_like_the_model_is_always_right(tmp_path: Path, ahead: bool) -> None:
+@pytest.mark.parametrize(("make", "ahead"), [(glm, False), (glm, True), (qwen_next, True)])
+def test_layer_like_the_model_is_always_right(
+    make: Callable[[int], Any], tmp_path: Path, ahead: bool
+) -> None:
     """Bugs: drafts are drawn with the noise of another position, seed or choice, or without the
     request's penalties, bias and filters; the text changes."""
-    Made(glm, tmp_path, built=True)
+    Made(make, tmp_path, built=True)
     core, controller = drafting(tmp_path, 3, 7, 1, async_scheduling=ahead)
     sampling = [
         SamplingParams(**({"max_tokens": 30, "ignore_eos": True, "seed": 7} | fields))
@@ -313,10 +351,11 @@ def test_layer_in_eight_bits_as_files_have_it(make: Callable[[int], Any], tmp_pa
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("make", [glm, qwen_next])
 @pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
-def test_on_a_gpu(tmp_path: Path, cut: dict[str, Any]) -> None:
+def test_on_a_gpu(make: Callable[[int], Any], tmp_path: Path, cut: dict[str, Any]) -> None:
     """Bugs: a graph keeps only the states of sampled tokens; padding of a graph is drafted from."""
-    Made(glm, tmp_path, built=True)
+    Made(make, tmp_path, built=True)
     core, controller = drafting(tmp_path, 3, 7, 1, device="cuda", dtype="float32", **cut)
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)

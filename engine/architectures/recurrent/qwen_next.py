@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
 from engine.architectures.mixtures.families import QWEN2_MOE, qwen
 from engine.architectures.moe import Experts
-from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.architectures.record import Architecture, CheckpointTensor, Mtp, always
 from engine.architectures.recurrent.delta_net import DELTA_NET, DELTA_NET_BY_KEY_HEAD, hybrid
 from engine.config_reader import Reader
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 _SWITCHES = {"qk_norm": always("head"), "norm_offset": always(1.0)}
 _IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*")
+_MTP = Mtp(
+    "mtp.layers.0.",
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.fc",
+    "mtp.norm",
+    count="mtp_num_hidden_layers",
+)
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -36,6 +44,8 @@ ARCHITECTURES = (
         model_type="qwen3_next",
         switches=_SWITCHES,
         ignored=_IGNORED,
+        # Qwen's own config.json says nothing of the layer
+        mtp=replace(_MTP, count="num_nextn_predict_layers", absent=1),
         attention=hybrid,
         experts=_experts,
     ),
@@ -46,6 +56,7 @@ ARCHITECTURES = (
         model_type="qwen3_5_text",
         switches=_SWITCHES,
         ignored=_IGNORED,
+        mtp=_MTP,
         attention=hybrid,
     ),
     Architecture(
@@ -62,6 +73,7 @@ ARCHITECTURES = (
         switches=_SWITCHES,
         defaults={"norm_topk_prob": True, "intermediate_size": 1},
         ignored=_IGNORED,
+        mtp=_MTP,
         attention=hybrid,
         experts=_experts,
     ),

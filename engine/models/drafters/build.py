@@ -100,7 +100,7 @@ def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
         )
     if isinstance(drafter, MtpDrafter) and all(map(drafter.ignores, read_index(folder))):
         raise ConfigError(
-            f"speculation: config.json of {folder} has an MTP layer, and its files have no tensor "
+            f"speculation: by its config.json {folder} has an MTP layer, and its files have no tensor "
             "of it; set speculation: auto or off",
             param="speculation",
         )

@@ -25,7 +25,7 @@ def test_on(value: Any) -> None:
     assert settings.lookup == SpeculationSettings().lookup and settings.tokens == 7
 
 
-@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp"])
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp", "qwen3_next_mtp"])
 def test_layers_of_the_checkpoint(method: str) -> None:
     """Bugs: a name of vLLM's is refused, its number lost; the numbers of YAML become floats."""
     config = msgspec.convert(
