@@ -100,8 +100,8 @@ def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:
         )
     if isinstance(drafter, MtpDrafter) and all(map(drafter.ignores, read_index(folder))):
         raise ConfigError(
-            f"speculation: by its config.json {folder} has an MTP layer, and its files have no tensor "
-            "of it; set speculation: auto or off",
+            f"speculation: by its config.json {folder} has an MTP layer, and its files have no "
+            "tensor of it; set speculation: auto or off",
             param="speculation",
         )
     return read_named(drafter, folder, tell=False)
