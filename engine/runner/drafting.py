@@ -150,8 +150,8 @@ class Drafting:
         """
         tokens = self._rows.tokens
         table = self._uploaded(_table(batch, places))
-        row, last, index, first_draft, counts = table[:, :_FIELDS].unbind(1)
-        drafts = table[:, _FIELDS:]
+        row, last, index, first_draft, counts = table[:_FIELDS].unbind(0)
+        drafts = table[_FIELDS:].T
         if drafts.shape[1]:
             after = last[:, None] + 1 + torch.arange(drafts.shape[1], device=tokens.device)
             accepted = (tokens[row[:, None], after] == drafts).long().cumprod(1).sum(1)
@@ -223,16 +223,16 @@ class Drafting:
 
 
 def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the proposals as numbers, [n, 5 + most drafts] int64; missing drafts are -1.
+    """Return the proposals as numbers, [5 + most drafts, n] int64; missing drafts are -1.
 
-    A line has the row, the position of the last token before its drafts, its places (see
-    `_propose`), the number of new drafts, and the drafts.
+    A column has the row, the position of the last token before its drafts, its places (see
+    `_propose`), the number of new drafts, and the drafts. Kernels read lines as contiguous tensors.
     """
     most = max(len(proposal.drafts) for proposal in batch.proposals)
-    table = np.full((len(batch.proposals), _FIELDS + most), -1, np.int64)
-    for line, place, proposal in zip(table, places, batch.proposals, strict=True):
+    table = np.full((_FIELDS + most, len(batch.proposals)), -1, np.int64)
+    for column, place, proposal in zip(table.T, places, batch.proposals, strict=True):
         entry, drafts = proposal.entry, proposal.drafts
         last = batch.starts[entry] + batch.lengths[entry] - 1
         fields = proposal.row, last, *place, proposal.count
-        line[: _FIELDS + len(drafts)] = (*fields, *drafts)
+        column[: _FIELDS + len(drafts)] = (*fields, *drafts)
     return table

@@ -248,12 +248,13 @@ class Sampler:
         """Choose a token for each entry.
 
         logits: [S, vocab], float32, bfloat16 or float16; may be overwritten.
-        rows: [S] int64 on the logits' device, the row of each entry.
-        positions: [S] int64 on the logits' device, the position of each new token.
+        rows: [S] int64 on the logits' device, contiguous, the row of each entry.
+        positions: [S] int64 on the logits' device, contiguous, the position of each new token.
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
         plan: a plan with at least the operations of these rows.
         masked: masks of these samples, applied after all other edits.
         """
+        assert rows.is_contiguous() and positions.is_contiguous()
         self.flush()
         if self._rows.device_words is None:
             return self._sample_on_host(logits, rows, positions, tokens, plan, masked)
