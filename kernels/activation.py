@@ -90,7 +90,8 @@ def _add_opened_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute `add_opened`, one token a program: its columns wait for the token's gate number."""
+    """Compute `add_opened`, one program per token, which computes the token's gate before its
+    columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

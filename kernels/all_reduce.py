@@ -40,7 +40,7 @@ PATIENCE = 1 << 29  # polls for a signal, of about a microsecond each: minutes
 
 
 class Region(NamedTuple):
-    """A rank and the layout of regions, as one `tl.constexpr`.
+    """The rank, and the layout of every rank's region of shared memory, as one `tl.constexpr`.
 
     rank, size: this rank and how many there are.
     head: bytes before the slots.
@@ -320,7 +320,7 @@ class PeerMemory:
 
     @property
     def slot(self) -> int:
-        """The most bytes that a program brings."""
+        """The bytes of a program's slot: the most that it passes to other ranks in one call."""
         return LARGEST // self.programs // 256 * 256
 
     def _options(self, device: torch.device) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class PeerMemory:
         return onto
 
     def norm_fits(self, x: Tensor) -> bool:
-        """Whether rows [n, columns] are short enough for `norm_one_shot`, and any."""
+        """Whether there are rows [n, columns], and they are short enough for `norm_one_shot`."""
         rows, columns = x.shape
         return rows > 0 and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 
@@ -385,7 +385,7 @@ class PeerMemory:
         return onto
 
     def gather(self, x: Tensor, ranks: int) -> Tensor:
-        """Return x of the first so many ranks, stacked: [ranks, *x.shape]. Arguments as in
+        """Gather x of the first `ranks` ranks, stacked: [ranks, *x.shape]. Arguments as in
         one_shot.
         """
         out, block = x.new_empty((ranks, *x.shape)), _block(x, self.programs)

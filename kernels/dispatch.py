@@ -22,7 +22,7 @@ _BACK_ENDS = {
 
 @cache
 def kernels_for(device: str, deterministic: bool = False) -> Kernels:
-    """The back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
+    """Return the back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
     module, name = _BACK_ENDS[device, deterministic]
     back_end: Kernels = getattr(import_module(module), name)()
     return back_end

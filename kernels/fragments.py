@@ -1,5 +1,5 @@
-"""The order of 4-bit floats (e2m1) in which a thread's one load is what its matrix instruction
-takes.
+"""Fragments: an order of 4-bit floats (e2m1) in which one load by a thread is the operand of its
+matrix instruction.
 
 A tile is 16 outputs by 64 inputs. Of lane 4 * g + c it has four words of 32 bits: outputs g and
 8 + g, of each the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 and of its second. The
@@ -41,7 +41,7 @@ def _lanes(words: Tensor) -> Tensor:
 
 
 def restored(words: Tensor) -> Tensor:
-    """The codes of `arranged`."""
+    """Invert `arranged`."""
     tiles, steps, _, _ = words.shape
     rows, width = tiles * ROWS, steps * INPUTS
     ordered = words.view(tiles, steps, 8, 4, 2, 2).permute(0, 4, 2, 1, 5, 3)
@@ -62,7 +62,7 @@ def arranged_scales(scale: Tensor) -> Tensor:
 
 
 def restored_scales(scale: Tensor) -> Tensor:
-    """The scales of `arranged_scales`."""
+    """Invert `arranged_scales`."""
     tiles, steps, _, _ = scale.shape
     parts = scale.view(tiles, steps, 8, 2, 2).permute(0, 3, 2, 1, 4)
     return parts.reshape(tiles * ROWS, 2 * steps)

@@ -75,7 +75,7 @@ class AttentionMeta:
         return cos_sin if self.rotary.table is None else self.rotary.table, self.rotary.rows
 
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
-        """Return this step for layers whose keys are in other blocks; its plan is not made yet."""
+        """Return a copy for layers whose keys lie in other blocks, not planned yet."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
 
 

@@ -235,7 +235,8 @@ class PackedWeight:
         return self
 
     def to_fragments(self) -> None:
-        """Rearrange e2m1 codes in groups of 32 into fragments; `fill` is over for them."""
+        """Rearrange e2m1 codes in groups of 32 into fragments, after which `fill` cannot be
+        called."""
         codes, scale = self.codes, self.scale
         self.codes = torch.empty(
             self.shape[0] // fragments.ROWS,
@@ -258,7 +259,7 @@ class PackedWeight:
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)
 
     def decoded(self) -> Decoded:
-        """Return what `fill` was given for all rows."""
+        """Return the numbers of all rows in the form that `fill` took."""
         form = self.form
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)
@@ -272,5 +273,5 @@ class PackedWeight:
         return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1), scale, self.offset
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weights [out, in] in this dtype, rounded once."""
+        """Return the dequantised weights [out, in] in this dtype, rounded once."""
         return unpacked(self.form, self.decoded()).to(dtype)

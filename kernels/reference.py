@@ -163,8 +163,8 @@ class Kernels:
         return (x.mul_(silu(gate.float())) if gate_last else x).to(gate.dtype)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """A function of each element, in float32: "silu", "gelu" (of the error function),
-        "gelu_pytorch_tanh", "relu", "relu2" (its square), "sigmoid", "softplus". A new
+        """Apply an elementwise function, in float32: "silu", "gelu" (of the error function),
+        "gelu_pytorch_tanh", "relu", "relu2" (its square), "sigmoid", "softplus". Returns a new
         tensor of x's dtype."""
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
@@ -258,8 +258,8 @@ class Kernels:
         return y if gate is None else self.GATES[gate](y)
 
     def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
-        """Whether packed_linear of as many tokens as x has computes an x_gate on the way, so that
-        it costs less there than behind the product before."""
+        """Whether packed_linear fuses an x_gate for as many tokens as x has, where it costs less
+        than after the previous matmul."""
         return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
@@ -334,7 +334,8 @@ class Kernels:
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Attend in both directions in texts that are whole in this step; nothing is kept.
+        """Compute bidirectional attention within texts that are whole in this step; nothing is
+        cached.
 
         A token sees all tokens of its text, or with window > 0 those up to so many places away.
 
@@ -362,9 +363,9 @@ class Kernels:
         cache: Tensor,  # [num_blocks, 1, block_size, rank + rope], written at meta.slots
         meta: AttentionMeta,
     ) -> Tensor:
-        """The first `rank` elements of a latent are normed, the `rope` behind them are a key that
-        all heads share; it and the last `rope` elements of queries are rotated. Latents go to
-        the cache.
+        """Norm and rotate latents, write them to the cache, and rotate queries. The first `rank`
+        elements of a latent are normed. The `rope` elements after them are a key that all heads
+        share; it and the last `rope` elements of queries are rotated.
 
         q and latents may have rows of any stride. Returns q, contiguous.
         """
@@ -390,7 +391,7 @@ class Kernels:
         scale: float,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Causal attention of each entry's queries over its latents, this step's included.
+        """Compute causal attention of each entry's queries over its latents, this step's included.
 
         q: of latent_write. up [heads, nope + value, rank]: its products with a latent are a head's
         key, before the shared one, and its value. Returns [num_tokens, heads * value]; of padding
@@ -410,7 +411,7 @@ class Kernels:
         return out.flatten(1)
 
     def gated_delta(self, inputs: DeltaInputs, meta: AttentionMeta) -> Tensor:
-        """The gated delta rule over each entry's tokens, from the state that its row has.
+        """Compute the gated delta rule over each entry's tokens, from the state in its row.
 
         silu(convolution of x) are queries, keys and values; queries and keys are divided by their
         length. For each token: state *= decay; state += k (beta (v - k^T state))^T; the

@@ -197,8 +197,8 @@ def _chunk(text: str) -> bytes:
 def _beside(
     fields: dict[str, Any], tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
 ) -> float:
-    """Return the CPU seconds of the engine's process for the same steps. All requests arrive at
-    once.
+    """Return the engine process's CPU seconds where another process detokenises. All requests
+    arrive at once.
     """
     with LLM(**fields, tokenizer=tokenizer) as llm:
         begin = _processor_seconds(llm.pid)

@@ -178,7 +178,8 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One launch for each routing. check: returns the distance of the first result from float64."""
+    """A way to compute a matmul or layer, with one launch for each routing. check: returns the
+    distance of the first result from float64."""
 
     calls: list[Callable[[], Tensor]]
     check: Callable[[Tensor], float]

@@ -1,4 +1,4 @@
-"""The kernels of attention, in order of preference (`kernels.candidates`), a tuple a question.
+"""The kernels of attention, one tuple per operation, in order of preference (`kernels.candidates`).
 
 `fits` takes the inputs (`kernels.attention.inputs`) and the step's AttentionMeta; `run` takes these
 and the tensor that it fills, like q. Tokens are those of one request.

@@ -111,7 +111,7 @@ def _merge_kernel(
 
 @triton.jit
 def run_of(items, item, exists):
-    """Position of the first query of an item's run, and the run's number of queries."""
+    """Return the position of the first query of an item's run, and the run's number of queries."""
     last = tl.load(items + item * 8 + 5, mask=exists, other=0)
     return last, tl.load(items + item * 8 + 6, mask=exists, other=1)
 
@@ -131,8 +131,8 @@ def _attend_own_keys(
     begin, count, head, scale_log2, cap_log2,
     HEADS: tl.constexpr, DIMS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Add a run's `count` keys behind its first query, from position `begin` on, to the sums of the
-    queries that see them. Returns the top scores, denominators and outputs."""
+    """Attend to the `count` keys of a run's own tokens, from position `begin` on, in the queries
+    that see them. Returns the top scores, denominators and outputs."""
     PAGE: tl.constexpr = HEADS.num_kv_heads * HEADS.block_size * HEADS.head_dim
     offsets = tl.arange(0, 16)
     dims = tl.arange(0, DIMS)

@@ -104,8 +104,9 @@ def _later(a, b):
 
 @triton.jit
 def _runs(kv_len, rows, index, num_entries, length, QUERIES: tl.constexpr):
-    """Find the runs of entries. Returns each entry's place in its run, and how many entries the run
-    has from it on, up to QUERIES."""
+    """Find runs: consecutive entries of one request, such as a token and the drafts after it.
+    Returns each entry's place in its run, and how many entries the run has from it on, up to
+    QUERIES."""
     real = index < num_entries
     row = tl.load(rows + index, mask=real, other=-1)
     before = real & (index > 0)
@@ -236,7 +237,7 @@ def plan(
     chunk: int = 0,
     rows: Tensor | None = None,  # [num_entries] int32: the entries' rows; None: no runs
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes, those that window and chunk let their queries see.
+    """Split the keys that a step's decodes see (as window and chunk let them) over programs.
 
     Runs are planned as one where a tile has room for several queries, in caches of the model's own
     numbers whose keys are all seen.
@@ -271,7 +272,7 @@ def cut(
     chunk: int = 0,
     rows: Tensor | None = None,
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes for a kernel whose launch is given.
+    """Split the keys of a step's decodes over the programs of the given launch.
 
     sizes: query heads, parts of the heads that each walk an entry's keys, elements of a head's
         result.

@@ -181,7 +181,8 @@ def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 
 
 def without_gates(inputs: RopeInputs) -> RopeInputs:
-    """Return the inputs without the gates that stand behind queries, if there are any."""
+    """Return the inputs without the output gates that follow each head's queries, if there are
+    any."""
     if not inputs.gated:
         return inputs
     qkv, num_heads, head_dim = inputs.qkv, inputs.num_heads, inputs.k_cache.shape[3]

@@ -219,7 +219,7 @@ def _masked(
     score, start, row_position, KEYS: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the keys from `start` on, -inf where a row does not see a key."""
+    """Return the scores of the keys from `start` on, with -inf where a row does not see a key."""
     position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
     score = gl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
     if WINDOW or CHUNK:
@@ -230,7 +230,8 @@ def _masked(
 
 @gluon.jit
 def _weigh(score, top, denominator, scale_log2):
-    """Return the weights of a tile, the rows' new maxima and sums, and what shrinks older sums."""
+    """Return the weights of a tile, the rows' new maxima and sums, and the factor for older
+    sums."""
     new_top = gl.maximum(top, gl.max(score, axis=1) * scale_log2)
     weight = gl.exp2(score * scale_log2 - new_top[:, None])
     shrink = gl.exp2(top - new_top)
@@ -465,7 +466,8 @@ def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bo
 
 @lru_cache
 def _queue(device: torch.device) -> Tensor:
-    """Counters of the launches on a device, which run one after another."""
+    """Return a device's counters, by which the programs of a launch take work; launches follow one
+    another."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 

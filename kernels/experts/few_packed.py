@@ -113,7 +113,8 @@ def _multiply(
     TILE: tl.constexpr,  # `PairShape`
     SUMS: tl.constexpr,
 ):
-    """Return decoded codes times x, lifted, of each unit; SUMS: and the sums of x."""
+    """Return the dot products of decoded codes and scaled-up x by unit; with SUMS also the sums of
+    x."""
     PTX: tl.constexpr = TILE.ptx
     total = tl.zeros(w.shape, tl.float32)
     x_sums = tl.zeros(x_at.shape, tl.float32)
@@ -347,7 +348,7 @@ def _in_one(weight: PackedWeight, units: int) -> int:
 
 
 def up_tile(weight: PackedWeight) -> PairTile:
-    """Return the tile of the up matmul, swept for one token and for eight as `MOST` was.
+    """Return the tile of the up matmul, the best of sweeps with one token and with eight.
 
     A row takes more units at a time where that leaves no turn with less than all its codes.
     """
@@ -357,7 +358,7 @@ def up_tile(weight: PackedWeight) -> PairTile:
 
 
 def down_tile(weight: PackedWeight, tokens: int) -> PairTile:
-    """Return the tile of the down matmul, whose rows are of each of a token's experts.
+    """Return the tile of the down matmul, in which a program has rows of all experts of a token.
 
     One token and eight were swept. One token has few programs, and takes short rows in one turn.
     """

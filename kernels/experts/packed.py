@@ -214,8 +214,8 @@ def tiles_for(pairs: int, experts: int) -> PackedTiles:
 
 
 def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled_floats` gives these codes their scale without a digit lost: of powers of two,
-    or of numbers that bfloat16 has."""
+    """Whether `scaled_floats` scales these codes exactly: scales are powers of two, or bfloat16
+    numbers that leave products exact."""
     form = weight.form
     plain = code_of(weight) == E2M1_CODE and form.scale == torch.bfloat16
     return x.is_cuda and x.dtype == torch.bfloat16 and plain and form.offset == "none"

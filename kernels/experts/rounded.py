@@ -31,8 +31,8 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 
 def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether the products are made for these: e4m3 weights with a scale an output in formats that
-    round x too, and x of 16 bits on a device that multiplies such numbers."""
+    """Whether `rounded_experts` supports these: e4m3 weights with one scale per output in formats
+    that also quantise x, and 16-bit x on a device with e4m3 matmuls."""
     return x.dtype.itemsize == 2 and all(
         bytes_fit(weight) and weight.form.rounds_experts(compute_capability(x.device))
         for weight in (stack.gate_up, stack.down)

@@ -15,7 +15,7 @@ def up_rows(size: int, act: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """chosen: experts of a token.
+    """The rule by which a router's logits choose a token's experts. chosen: their number.
 
     score: "softmax" or "sigmoid" of the router's logits; the chosen ones are the highest scores
         plus the correction, if there is one, and the weights are the scores without it. "mixer"

@@ -134,8 +134,8 @@ class Matmul:
         return [algorithms[i] for i in range(count.value) if algorithms[i].state == 0]
 
     def fitted(self, algorithm: Algorithm) -> Algorithm | None:
-        """A copy for this product of an algorithm that was found for another; None if the library
-        cannot run it here."""
+        """Return a copy for this matmul of an algorithm that was found for another one; None if the
+        library cannot run it here."""
         checked = Algorithm()
         if self._lib.lib.cublasLtMatmulAlgoCheck(
             *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),

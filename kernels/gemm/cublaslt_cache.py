@@ -33,7 +33,7 @@ def file_for(device: str, version: int, search: str) -> Path:
 
 
 def read(path: Path) -> Found:
-    """Return what the file has, empty if there is no valid file."""
+    """Return the file's algorithms by name; {} if there is no valid file."""
     try:
         entries = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The search for the fastest of cuBLASLt's algorithms; kernels/gemm/cublaslt.py says what for.
+"""The search for the fastest of cuBLASLt's algorithms, for the matmuls of kernels/gemm/cublaslt.py.
 
 At some numbers of rows, the landmarks, a list of tiles is tried besides what the library's
 heuristic offers. Between them only what led at the two nearest is: the search belongs to an

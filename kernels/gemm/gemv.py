@@ -212,7 +212,8 @@ def gemv(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """One pass over the weights. Returns [1, out] in x's dtype, accumulated in float32."""
+    """Multiply one token by the weight, with norm, gate or residual fused. Returns [1, out] in x's
+    dtype, accumulated in float32."""
     rows, columns = weight.shape
     num_rows, num_columns, warps = config or tile(rows, columns)
     outs = rows // 2 if gate else rows
@@ -243,5 +244,5 @@ def gemv(
 
 
 def fits(x: Tensor) -> bool:
-    """One token, in a 16-bit type: where this beats the library."""
+    """Whether x is one token of a 16-bit type, for which `gemv` beats the library."""
     return x.shape[0] == 1 and x.dtype in (torch.bfloat16, torch.float16)

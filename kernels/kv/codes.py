@@ -61,8 +61,8 @@ def pairs(cache: QuantizedKV) -> Tensor:
 
 @triton.jit
 def shift_of(query, odd):
-    """[rows]: log2 of what brings a row's elements between -1 and 1, whole, so that float16 holds a
-    bfloat16's digits."""
+    """Return log2 of the power of two that brings a row's elements between -1 and 1: [rows].
+    Divided by it, bfloat16 numbers keep their digits in float16."""
     most = tl.maximum(tl.max(tl.abs(query), axis=1), tl.max(tl.abs(odd), axis=1))
     return tl.ceil(tl.log2(tl.maximum(most, 1e-30)))
 

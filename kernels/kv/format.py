@@ -1,11 +1,12 @@
-"""KVFormat: in how many bits keys and values are kept. No torch here."""
+"""KVFormat: the number format of keys and values in the cache. No torch here."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """name: "int8", "fp8" or "int4", or "" for numbers of the model's own type.
+    """The number format of cached keys and values. name: "int8", "fp8", "int4", or "" for the
+    model's type.
 
     bits: of an element. words: bfloat16 numbers beside each token and head (`quantized`).
     hadamard: elements that queries and keys are rotated in by Hadamard's matrix before keys are

@@ -97,7 +97,7 @@ def _store(
 
 @triton.jit
 def _bounds(x, count):
-    """The least and the greatest of the first `count` elements of each head."""
+    """Return the least and the greatest of the first `count` elements of each head."""
     real = (tl.arange(0, x.shape[1]) < count)[None, :]
     low = tl.min(tl.where(real, x, float("inf")), axis=1)
     return low, tl.max(tl.where(real, x, float("-inf")), axis=1)
@@ -120,7 +120,7 @@ def _store_key(
     ROTARY_DIM: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """in_block [heads]: rows of the block."""
+    """Quantise one token's keys and store them. in_block [heads]: rows of the block."""
     half: tl.constexpr = ROTARY_DIM // 2
     low, high = _bounds(first, half)
     more_low, more_high = _bounds(second, half)

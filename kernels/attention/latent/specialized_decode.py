@@ -131,8 +131,8 @@ def _store(
 
 @gluon.jit
 def _listed(at):
-    """An item of the plan: its entry, its first key, the one behind its last, and how many splits
-    the entry has."""
+    """Return an item of the plan: its entry, its first key and its end key, and the entry's number
+    of splits."""
     entry = gl.load(at).to(gl.int64)
     return entry, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
 
@@ -143,7 +143,7 @@ def _half(
     PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """The elements from RANK / 2 on, with the weights of `_scores`."""
+    """Multiply the weights of `_scores` by the latents' elements from RANK / 2 on."""
     counted, items = listed
     weights, shrinks = handed
     full, free, weighed, taken = barriers

@@ -1,5 +1,5 @@
-"""The second product of experts in fragments: what the expert of each pair gives, or the sums of a
-few tokens' experts."""
+"""The down matmul of experts whose weights lie in fragments (`kernels.fragments`): one result per
+pair of a token and its expert, or summed by token for a few tokens."""
 
 import torch
 import triton

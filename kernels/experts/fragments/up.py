@@ -1,5 +1,5 @@
-"""The first product of experts, of weights in fragments (`kernels.fragments`): act(gate) * up of
-pairs of a token and its expert.
+"""The gate and up matmul of experts whose weights lie in fragments (`kernels.fragments`): act(gate)
+* up of each pair of a token and its expert.
 """
 
 import torch

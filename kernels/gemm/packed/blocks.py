@@ -86,8 +86,8 @@ def _block_dot_kernel(
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `block_linear` is made for these: e4m3 weights with a float32 scale for 128 x 128, in
-    a format that rounds x too, and x of 16 bits on a device that multiplies such numbers."""
+    """Whether `block_linear` supports these: e4m3 weights with one float32 scale per 128 x 128
+    block, in a format that also quantises x, and 16-bit x on a device with e4m3 matmuls."""
     form = weight.form
     return (
         form.code == "e4m3"

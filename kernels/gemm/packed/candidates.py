@@ -106,7 +106,7 @@ def _kernel(
     tokens: Callable[[Format], tuple[int, float]],
     fuses: frozenset[Fusion],
 ) -> Candidate[Format]:
-    """Return the candidate whose functions of `calls` are called after it."""
+    """Return the candidate that runs the function `name` of `calls` where `<name>_fits`."""
     run = Lazy(f"kernels.gemm.packed.calls:{name}")
     return Candidate(name, operands, takes, tokens, Lazy(f"{run.path}_fits"), run, fuses)
 

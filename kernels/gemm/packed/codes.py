@@ -116,7 +116,7 @@ def _twice(half: int) -> str:
 
 
 def _bfloat16(value: float) -> int:
-    """The upper half of a float32, for numbers that need no more."""
+    """Return the bits of a number that bfloat16 represents exactly."""
     return int.from_bytes(struct.pack(">f", value)[:2], "big")
 
 
@@ -169,7 +169,7 @@ def scaled_floats(at: int) -> str:
 
 
 def integers_fit(weight: PackedWeight) -> bool:
-    """Whether `four_nibbles` is made for these 4-bit codes."""
+    """Whether `four_nibbles` decodes these 4-bit codes."""
     return code_of(weight) == INT and weight.form.zero < 128
 
 

@@ -358,8 +358,8 @@ def decoding(
 
 
 def scale_codes_fits(weight: PackedWeight, step: int) -> bool:
-    """Whether the codes of each step of these 4-bit weights are its columns, in x's order: nibble
-    0 of all words, then nibble 1, and so on."""
+    """Whether a step of these 4-bit weights decodes to columns in x's order: nibble 0 of all words,
+    then nibble 1, and so on."""
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
 
 
@@ -398,9 +398,9 @@ def tile(
 
 
 def scale_codes_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
-    """Whether one product of a step, of scaled numbers, took less than a product for each nibble,
-    whose sums are scaled: an offset needs a product with ones beside each of these. Without one it
-    is where a tile of all tokens and 128 outputs leaves no multiprocessor without work."""
+    """Whether one matmul of scaled numbers per step is faster than one per nibble whose sums are
+    scaled. With offsets each of the latter needs another with ones. Without offsets it is where a
+    tile of all tokens and 128 outputs leaves no multiprocessor without work."""
     if weight.form.offset != "none":
         return tokens > 32
     return tokens > 128 and triton.cdiv(weight.shape[0], 128) >= sms

@@ -58,7 +58,7 @@ def _decoded(words, TILE: gl.constexpr, AT: gl.constexpr):
 
 @gluon.jit
 def _part(word, AT: gl.constexpr, TYPE: gl.constexpr):
-    """The 16 bits at 16 * AT as a number of this type."""
+    """Return the 16 bits at 16 * AT as a number of this type."""
     return (word >> (16 * AT)).to(gl.int16).to(TYPE, bitcast=True)
 
 
@@ -208,8 +208,8 @@ def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
 
 
 def few_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the kernel is made for these: 4-bit integers by groups of 128 with float16 scales, or
-    8 bits with a float32 scale an output, whole tiles, and bfloat16 of a few tokens."""
+    """Whether `packed_few` supports these: 4-bit integers in groups of 128 with float16 scales, or
+    8 bits with one float32 scale per output, whole tiles, and bfloat16 of a few tokens."""
     form, (rows, columns) = weight.form, weight.shape
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
         return False

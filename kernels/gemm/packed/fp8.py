@@ -48,7 +48,7 @@ def group_of(weight: PackedWeight) -> int:
 
 
 def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled` is made for these: torch's product takes bfloat16, a device of compute
+    """Whether `scaled` supports these. torch's scaled matmul takes bfloat16, a device of compute
     capability 9.0, and scales of rows and outputs with sizes of multiples of 16, or scales of 128
     inputs of x and of 128 x 128 weights with whole blocks, and no bias."""
     form, (outputs, width) = weight.form, weight.shape

@@ -1,6 +1,6 @@
-"""The matrix products of one lone token with 4-bit integers by groups: `kernels.gemm.gemv` with
-words of sixteen codes, for which x comes in words of four numbers, so that a thread has what
-belongs together and nothing is moved between threads.
+"""Matmuls of a single token with 4-bit integers in groups: `kernels.gemm.gemv` with words of
+sixteen codes, for which x comes in words of four numbers, so that a thread has what belongs
+together and nothing is moved between threads.
 
 A nibble becomes a float16 by its place. In the low bits of the mantissa of 1024 it is
 1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and every
@@ -230,8 +230,8 @@ def tile(rows: int, words: int) -> tuple[int, int, int]:
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether the kernel is made for these: one token of 16 bits, with a norm of the same type, and
-    4-bit integers by groups of 32 or more."""
+    """Whether `gemv4` supports these: one token of 16 bits, with a norm of the same type, and 4-bit
+    integers in groups of 32 or more."""
     return (
         fits(x)
         and weight.form.bits == 4
@@ -252,8 +252,8 @@ def gemv4(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32. Only what
-    `gemv4_fits` says."""
+    """Multiply one token by 4-bit weights, with norm, gate or residual fused. Returns [1, out] in
+    x's dtype, accumulated in float32. Only for operands that `gemv4_fits` accepts."""
     assert gate is None or gate in GATES
     form, (rows, columns) = weight.form, weight.shape
     num_rows, words, warps = config or tile(rows, columns // _WORD)

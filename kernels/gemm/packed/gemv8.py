@@ -1,6 +1,6 @@
-"""The matrix products of one lone token with 8-bit floats that have a scale an output, or one for a
-block of outputs and inputs: `kernels.gemm.gemv` with words of four codes, for which x comes in
-words too, so that a thread has what belongs together and nothing is moved between threads.
+"""Matmuls of a single token with 8-bit floats that have one scale per output, or per block of
+outputs and inputs: `kernels.gemm.gemv` with words of four codes, for which x comes in words too, so
+that a thread has what belongs together and nothing is moved between threads.
 """
 
 import torch
@@ -23,7 +23,7 @@ cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
 
 @triton.jit
 def converted(w, HOW: tl.constexpr):
-    """The four codes of each word as float32, by the PTX of `decoder`."""
+    """Convert the four codes of each word to float32, by the PTX of `decoder`."""
     return tl.inline_asm_elementwise(
         HOW,
         "=f,=f,=f,=f,r",
@@ -36,7 +36,7 @@ def converted(w, HOW: tl.constexpr):
 
 @triton.jit
 def number(words, AT: tl.constexpr, TYPE: tl.constexpr):
-    """The 16 bits at 16 * AT as a number of this type, in float32."""
+    """Convert the 16 bits at 16 * AT, a number of this type, to float32."""
     return (words >> (16 * AT)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
 
@@ -173,8 +173,8 @@ def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
 
 
 def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether the kernel is made for these: one token of 16 bits, with a norm of the same type, and
-    8-bit floats with a float32 scale an output or a block, which the device converts."""
+    """Whether `gemv8` supports these: one token of 16 bits, with a norm of the same type, and 8-bit
+    floats that the device converts, with one float32 scale per output or block."""
     form = weight.form
     blocks = form.rows % _BAND == 0 and weight.shape[0] % form.rows == 0
     return (
@@ -204,8 +204,8 @@ def gemv8(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32. Only what
-    `gemv8_fits` says."""
+    """Multiply one token by 8-bit floats, with norm, gate or residual fused. Returns [1, out] in
+    x's dtype, accumulated in float32. Only for operands that `gemv8_fits` accepts."""
     assert gate is None or gate in GATES
     rows, columns = weight.shape
     blocks = not bytes_fit(weight)

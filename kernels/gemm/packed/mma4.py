@@ -352,7 +352,7 @@ def _mma4_kernel(
 
 
 def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
-    """Return the tile of `TILES` for a launch; None: `gemv4` takes less time.
+    """Return a launch's tile from `TILES`, or None where `gemv4` takes less time.
 
     outputs: rows of the matrix, gates included. tokens: up to TOKENS.
     """
@@ -364,8 +364,8 @@ def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
 
 
 def form_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the kernel is made for these: one to eight tokens of 16 bits, and 4-bit
-    integers by groups that are whole spans of 128."""
+    """Whether `mma4` can multiply these: one to eight tokens of 16 bits, and 4-bit integers in
+    groups of whole spans of 128."""
     form = weight.form
     return (
         0 < x.shape[0] <= TOKENS
@@ -381,7 +381,8 @@ def form_fits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def mma4_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether these are multiplied by the kernel: `form_fits`, and a table and a device say so."""
+    """Whether `mma4` is to multiply these: `form_fits` accepts them, and so do `TILES` and the
+    device."""
     return (
         x.is_cuda
         and compute_capability(x.device) >= (8, 0)
@@ -398,8 +399,8 @@ def mma4(
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: MmaTile | None = None,
 ) -> Tensor:
-    """One pass over the codes. Returns [tokens, out] in x's dtype, accumulated in float32. Only
-    what `form_fits` says, on CUDA."""
+    """Multiply up to eight tokens by 4-bit weights. Returns [tokens, out] in x's dtype, accumulated
+    in float32. Only on CUDA, for operands that `form_fits` accepts."""
     assert gate is None or gate in GATES
     form, (rows, width), tokens = weight.form, weight.shape, x.shape[0]
     chosen = config or tile(tokens, rows, width) or LONE
