@@ -37,7 +37,7 @@ _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
-    """The application: ``await app(scope, receive, send)``."""
+    """Return the ASGI application: ``await app(scope, receive, send)``."""
     return Api(backend, options or ApiOptions())
 
 

@@ -10,9 +10,9 @@ from deployments.api.options import ApiOptions
 
 
 def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
-    """The caller: exactly one ``Authorization: Bearer <key>``, or without that header one
-    ``x-api-key: <key>``, whose SHA-256 is among the keys' digests, if there are keys for this kind
-    of route.
+    """Return the caller, by the key in exactly one ``Authorization: Bearer <key>``, or without that
+    header in one ``x-api-key: <key>``. If there are keys for this kind of route, the key's SHA-256
+    must be among their digests.
 
     The only reader of these headers: turns, prefix cache, ownership and rights follow the Caller,
     so that no spelling of the header makes another one of the same key.
@@ -46,7 +46,7 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
 
 
 def known_caller(id: str, options: ApiOptions) -> Caller | None:
-    """The caller with this Caller.id as the keys are now; None: its key is gone."""
+    """Return the caller with this Caller.id by the present keys; None if its key is gone."""
     if not id:
         return ANYONE
     for digests in (options.admin_keys, options.api_keys):

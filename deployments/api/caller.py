@@ -41,9 +41,10 @@ NO_RULE = KeyRule()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """id: names the key, however its header was spelt; "" for all callers where keys are not used.
-    admin: may change what is served and see the requests of all keys. least_priority: of its
-    requests. rule: of its key. tenant: whose its requests are, if not whose `limits.share_by` says.
+    """The client of a request, by its API key. id: names the key, however its header was spelt; ""
+    for all callers where keys are not used. admin: may change what is served and see the requests
+    of all keys. least_priority: of its requests. rule: of its key. tenant: whose its requests are,
+    if not whose `limits.share_by` says.
     """
 
     id: str = ""
@@ -58,7 +59,7 @@ class Caller:
         return self.rule.name or self.id[:8]
 
     def may_use(self, model: str) -> bool:
-        """model: the name of a served model or adapter."""
+        """Whether the caller may use a model. model: the name of a served model or adapter."""
         models = self.rule.models
         return not models or any(fnmatchcase(model, pattern) for pattern in models)
 

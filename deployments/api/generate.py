@@ -132,7 +132,7 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
 async def _images(
     request: ChatRequest | TextRequest, card: ModelCard, intake: ImageIntake, ignored: list[str]
 ) -> ChatImages | None:
-    """Read the images of a chat; None for a request without, which costs no call more."""
+    """Read the images of a chat; return None at once for a request without images."""
     if isinstance(request, TextRequest):
         return None
     for message in request.messages:

@@ -86,7 +86,8 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
-    """strict: refuse unknown request fields instead of naming them in x-ignored-fields.
+    """The operator's choices for the HTTP API, and the services behind its routes. strict: refuse
+    unknown request fields instead of naming them in x-ignored-fields.
 
     api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
         keys set, every route but /health and /ready needs one.
@@ -163,7 +164,7 @@ class ApiOptions:
 
     @property
     def max_image_body_bytes(self) -> int:
-        """Bytes of a body where a served model takes images."""
+        """The most bytes of a body where a served model takes images."""
         return max(self.max_body_bytes, self.images.limits.body_bytes)
 
     def __post_init__(self) -> None:

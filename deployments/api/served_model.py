@@ -26,8 +26,8 @@ _WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # wildcards of a pattern
 
 
 async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
-    """The model or adapter of this name: an adapter has two, "name" and "model:name", and a model
-    has its aliases. None or "" is the model where one is served.
+    """Return the model or adapter of this name. An adapter has two names, "name" and "model:name",
+    and a model has its aliases. None or "" is the model where one is served.
 
     Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
     model_not_found: the caller's key may not use it.
@@ -57,7 +57,8 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
 
 
 def allowed(card: ModelCard, caller: Caller) -> ModelCard:
-    """The card again. Raises ApiError 403 model_not_found, in OpenAI's words."""
+    """Check that the caller may use a model, and return its card again. Raises ApiError 403
+    model_not_found, in OpenAI's words."""
     if caller.may_use(card.id):
         return card
     message = f'Key "{caller.name}" does not have access to model {shown(card.id)}'
@@ -65,14 +66,14 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 
 def _served(names: Collection[str]) -> str:
-    """A few names for a message, and where to find the others."""
+    """Return a few names for a message, and where to find the others."""
     first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
     more = len(names) - MAX_NAMED
     return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
 
 
 def _bases(backend: Backend) -> list[ModelCard]:
-    """The models without their adapters."""
+    """Return the models without their adapters."""
     return [card for card in backend.models().values() if card.parent is None]
 
 

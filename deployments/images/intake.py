@@ -149,7 +149,7 @@ class ImageIntake:
 
 
 class _Turns:
-    """Pixels that may be decoded at once, given out in order."""
+    """A budget of pixels that may be decoded at once, granted in the order of requests."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -90,7 +90,7 @@ class LiteqwenRequest(DialectRequest):
         return adapter if adapter and not self._kwargs.skip_lora else fields.model
 
     async def admit(self, exchange: HttpExchange) -> None:
-        """Raises ApiError 409 duplicate_request_id."""
+        """Check that the request's id is not in use. Raises ApiError 409 duplicate_request_id."""
         assert self._body is not None
         if self._body.request_id is None:
             return
@@ -153,7 +153,7 @@ class LiteqwenWriter:
             self._say(self._begin)
 
     def note(self, delta: Delta) -> None:
-        """The likeliest tokens at each position, before the delta is read."""
+        """Record the likeliest tokens at each position of a delta, before its text is parsed."""
         if not self._wants_logits:
             return
         for scored in delta.logprobs or ():

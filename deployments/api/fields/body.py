@@ -176,7 +176,7 @@ def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -
 
 
 def told_of(name: str, expected: str, code: str = "invalid_value") -> Meta:
-    """Return the Meta of objects whose own errors are told of their field `name`.
+    """Return the Meta of objects whose errors name their field `name`.
 
     expected: what the field must be
     """

@@ -145,7 +145,7 @@ class InnerTool(Known[FunctionTool | CustomTool]):
 
 
 class Namespace(Struct, gc=False):
-    """Tools whose names go behind that of their namespace."""
+    """Tools whose names follow that of their namespace."""
 
     name: Annotated[str, Meta(min_length=1), expects("a string")]
     tools: list[InnerTool]

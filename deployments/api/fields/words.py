@@ -29,7 +29,7 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
 
 
 def words(schema: Schema) -> str:
-    """A schema in a few words. What is deep inside is left to the document."""
+    """Describe a schema in a few words. What is deep inside is left to the document."""
     if "anyOf" in schema:
         # Of several objects the document shows the properties by which they differ.
         objects = [form for form in schema["anyOf"] if form.get("type") == "object"]

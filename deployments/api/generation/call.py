@@ -253,7 +253,7 @@ def template_options(
     opens: bool | None = None,
     continues: bool | None = None,
 ) -> TemplateOptions:
-    """Return how a chat is rendered. Raises ApiError 400.
+    """Return the options with which a chat is rendered. Raises ApiError 400.
 
     variables: chat_template_kwargs
     opens: add_generation_prompt; None: unless the model goes on with the last message
@@ -316,7 +316,7 @@ def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
 
 
 def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
-    """Set prompts in which the model sees the text behind its answer (fill in the middle)."""
+    """Set prompts in which the model sees the text after its answer (fill in the middle)."""
     marks = FillMarks.of(call.tokenizer)
     if marks is None:
         raise invalid(

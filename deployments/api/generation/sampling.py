@@ -121,7 +121,8 @@ def agreed(name: str, value: int | None, other: str, same: int) -> int:
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of a word at the beginning of a text, behind a space and behind a line break."""
+    """Return the token ids of a word at the beginning of a text, after a space and after a line
+    break."""
     word = word.lstrip()
     line = tokenizer.encode("\n", add_special_tokens=False)
     behind = tokenizer.encode("\n" + word, add_special_tokens=False)

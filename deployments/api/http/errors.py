@@ -125,7 +125,8 @@ def internal() -> ApiError:
 
 
 def from_backend(error: ApiError | MantaError) -> ApiError:
-    """The answer for an error of the router or the engine. Their messages are our own templates."""
+    """Return the answer for an error of the router or the engine. Their messages are our own
+    templates."""
     if isinstance(error, ApiError):
         return error
     status = _BACKEND_STATUS.get(error.code) or next(
@@ -151,7 +152,7 @@ def from_backend(error: ApiError | MantaError) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """A caller's value as it may appear in a message: short, printable, quoted."""
+    """Return a caller's value as it may appear in a message: short, printable, quoted."""
     text = "".join(c if c.isprintable() else "?" for c in str(value)[:64])
     return f'"{text}{"..." if len(str(value)) > 64 else ""}"'
 

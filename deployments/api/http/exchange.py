@@ -43,8 +43,8 @@ class ClientDisconnected(Exception):
 
 
 def request_id(given: Sequence[bytes] = ()) -> str:
-    """The first of the ids that came with a request, with nothing in it that is unsafe in a header
-    or a log; or a new one."""
+    """Return the first of the ids that came with a request, without characters that are unsafe in a
+    header or a log; without ids a new one."""
     text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
     return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
 
@@ -137,7 +137,7 @@ class HttpExchange:
             )
 
     async def body(self, limit: int, timeout_s: float) -> bytes:
-        """The whole JSON body, as it was sent: `encoding` is how it is compressed. limit: bytes;
+        """Return the whole JSON body as it was sent, perhaps compressed (`encoding`). limit: bytes;
         timeout_s: seconds until its last byte.
 
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
@@ -201,7 +201,7 @@ class HttpExchange:
     async def answer(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
     ) -> None:
-        """A whole answer at once. Raises ClientDisconnected."""
+        """Send a whole answer at once. Raises ClientDisconnected."""
         fields = self._fields(content_type, headers)
         fields.append((b"content-length", b"%d" % len(body)))
         await self._out({"type": "http.response.start", "status": status, "headers": fields})
@@ -211,7 +211,7 @@ class HttpExchange:
         await self._out({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """The error's answer. Raises ClientDisconnected.
+        """Answer with an error. Raises ClientDisconnected.
 
         Before a connection is closed, what the client still sends is read for a moment: closing
         with unread data resets the connection, and the client may never see the answer.
@@ -309,7 +309,7 @@ _CLOSE: Headers = (("connection", "close"),)
 
 
 def closing(status: int, code: str, message: str, param: str | None = None) -> ApiError:
-    """Return an error behind which the connection is closed, as not all of the request was read."""
+    """Return an error after which the connection is closed, as not all of the request was read."""
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 
@@ -319,7 +319,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:
-    """The body that was sent compressed. encoding: of ENCODINGS. limit: bytes.
+    """Decompress a body. encoding: of ENCODINGS. limit: bytes.
 
     A few KB are unpacked at once, more off the event loop, and never more than the limit: of a body
     that unpacks to gigabytes nothing else is made.

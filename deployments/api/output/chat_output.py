@@ -17,7 +17,7 @@ _OPEN = '"input"'
 
 
 class TextReader:
-    """A custom tool takes a text; models write it as the one argument of a function."""
+    """A reader of a custom tool's text, which models write as the one argument of a function."""
 
     def __init__(self) -> None:
         self._held = ""

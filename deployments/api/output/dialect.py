@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class DialectReader:
-    """The conversion of a dialect's value to JSON. end: the text behind a call's last value."""
+    """The conversion of a dialect's value to JSON. end: the text after a call's last value."""
 
     def __init__(self, dialect: Dialect, end: str) -> None:
         self._dialect = dialect
@@ -73,7 +73,7 @@ class DialectReader:
         self._open = ""  # brackets
 
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
-        """Convert a text; return the JSON, the text that is left, and what comes behind the value.
+        """Convert a text; return the JSON, the text that is left, and what comes after the value.
 
         "next" is another value behind the comma. "end" is the end of the call, which is left in the
         text. "" means that the value is not complete.
@@ -107,7 +107,7 @@ class DialectReader:
         return "".join(out), text, ""
 
     def _other(self, text: str, final: bool, out: list[str]) -> str:
-        """Convert a part that is no string; return the text behind it, or all if it may go on."""
+        """Convert a part that is no string; return the text after it, or all if it may go on."""
         char, rest = text[0], text[1:]
         if char in "[{(":
             self._open += char
@@ -131,7 +131,7 @@ class DialectReader:
         return rest
 
     def _string(self, text: str, final: bool, out: list[str]) -> str:
-        """Convert a part of a string; return the text behind it."""
+        """Convert a part of a string; return the text after it."""
         quote = self._quote
         if self._dialect.raw and quote == self._dialect.quotes[0]:
             at = text.find(quote)

@@ -137,7 +137,7 @@ class _Builder:
             self._calls(format, functions, parallel)
 
         def body(name: str, starts: tuple[str, ...] = ()) -> None:
-            """Add the rule of the output behind reasoning."""
+            """Add the rule of the output after reasoning."""
             parts = []
             if functions and not trigger:
                 starts += ("{",)

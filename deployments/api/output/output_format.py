@@ -34,9 +34,8 @@ NUMBER = "\0"
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The calls of one message are
-
-        opening (begin NAME middle ARGUMENTS end), again after each separator, closing
+    """The calls of one message are opening (begin NAME middle ARGUMENTS end), again after each
+    separator, closing
 
     trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
         where a call is only told from text by being the whole message.
@@ -96,7 +95,7 @@ class Reasoning:
 
     @property
     def known_by(self) -> str:
-        """The mark that tells a template with this reasoning.
+        """The mark by which a chat template is recognised as one with this reasoning.
 
         The end of a message says nothing of it.
         """

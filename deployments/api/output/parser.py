@@ -59,7 +59,7 @@ class OutputParser(StepParser):
         return events
 
     def _show(self, kind: Kind, text: str) -> None:
-        """Show a part without the space at its end, and at its beginning behind another part."""
+        """Show a part without the space at its end, and at its beginning after another part."""
         text = self._spaces + text
         body = text.rstrip()
         self._spaces = text[len(body) :]
@@ -101,7 +101,7 @@ class OutputParser(StepParser):
         return True
 
     def _begin(self) -> bool:
-        """Choose the step for the text behind the reasoning."""
+        """Choose the step for the text after the reasoning."""
         if self._limited:
             return self._begin_limited()
         if self._format is None or self._format.trigger:

@@ -114,7 +114,7 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
 
 
 def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
-    """Tell of tools in a message: the template has no words for them."""
+    """Describe the tools in a message, as the template does not show them."""
     declarations = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(declarations))
     if messages[0]["role"] == "system" or known.told == "user":
@@ -176,7 +176,7 @@ def _short(id: str) -> str:
 
 
 def _one_call_each(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Split a message of several calls into one message a call, each with its results behind."""
+    """Split a message of several calls into one message a call, each followed by its results."""
     out: list[TemplateMessage] = []
     at = 0
     while at < len(messages):

@@ -38,7 +38,7 @@ INDEX = "index.html"
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """tag: of this content, as in an ETag header."""
+    """A file of the page. tag: of this content, as in an ETag header."""
 
     content: bytes
     content_type: bytes

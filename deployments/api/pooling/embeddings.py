@@ -127,7 +127,8 @@ async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: str) -> None:
-    """kind: of an item; name: of its vector."""
+    """Answer with a list of vectors. kind: the items' `object`; name: of the field with an item's
+    vector."""
     body, classes = call.body, call.pooling.labels
     form, size = VectorFormat.of(body), body.dimensions
     if size is not None:

@@ -21,7 +21,7 @@ PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, with what is below the fi
 
 
 async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
-    """GET: all, or those of one model. POST: add one, or read it again."""
+    """Answer GET with all adapters, or those of one model. For POST add one, or read it again."""
     directory = context.backend.adapters
     if exchange.method != "POST":
         await directory.refresh()
@@ -51,7 +51,7 @@ async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
-    """GET: one. DELETE: take it away."""
+    """Answer GET with one adapter. For DELETE remove it."""
     directory = context.backend.adapters
     name = exchange.path[len(PATH) + 1 :]
     if exchange.method == "DELETE":
@@ -99,19 +99,19 @@ async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 def _model(exchange: HttpExchange) -> str:
-    """The base model that the query names; "" for none."""
+    """Return the base model that the query names; "" for none."""
     return exchange.parameters().get("model", "")
 
 
 def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
-    """The base model of an adapter that was found, or added to this one."""
+    """Return the base model's name of an adapter: `model`, or the model that has it."""
     bases = (base for base, one in context.backend.adapters.by_model() if one.name == record.name)
     return model or next(bases, "")
 
 
 def _shown(record: AdapterRecord, base: str) -> JsonObject:
-    """base: its model's name. revision null: no request has named it yet, so its files were not
-    read."""
+    """Return an adapter as JSON. base: its model's name. revision null: no request has named it
+    yet, so its files were not read."""
     return {
         "id": record.name,
         "object": "adapter",

@@ -100,7 +100,7 @@ class BackgroundRun:
         return not self.ended
 
     async def wait_for_event(self, seconds: float | None) -> bool:
-        """Whether another event comes, or the end, within so long."""
+        """Wait for another event or the end; return whether it came within `seconds`."""
         more = self._more
         try:
             async with asyncio.timeout(seconds):
@@ -153,8 +153,8 @@ class BackgroundRuns:
 async def stream_run(
     exchange: HttpExchange, run: BackgroundRun, after: int, keepalive: float
 ) -> None:
-    """The events behind `after`, and those that come, until the answer ends. A client that leaves
-    does not end it."""
+    """Stream the events after event `after`, those to come included, until the answer ends. A
+    client that leaves does not end the generation."""
     await exchange.start(EVENT_STREAM, STREAM_HEADERS)
     async with UntilDisconnect(exchange.receive, lambda: None):
         while True:

@@ -38,7 +38,7 @@ class ScoredTexts(Struct, gc=False):
 
 
 class RankedToken(Struct, gc=False):
-    """A token at a place of the prompt, as vLLM tells it."""
+    """A token at a place of the prompt, in vLLM's form."""
 
     logprob: float
     rank: int
@@ -51,7 +51,8 @@ PromptLogprobs = list[dict[str, RankedToken] | None]
 def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs], *, by_id: bool = False
 ) -> list[ScoredToken]:
-    """choices[].logprobs.content: each token with its alternatives, best first, and their bytes.
+    """Return choices[].logprobs.content: each token with its alternatives, best first, and their
+    bytes.
 
     by_id: a token's name is ``token_id:N``, as vLLM's `return_tokens_as_token_ids` has it.
     """
@@ -80,7 +81,7 @@ def completion_logprobs(
     *,
     by_id: bool = False,
 ) -> ScoredTexts:
-    """choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
+    """Return choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
     that are no whole characters are written ``bytes:\\xNN``, so that two of them stay apart.
@@ -113,7 +114,7 @@ def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-    """One item a prompt token: token id -> its rank; null for the first."""
+    """Return prompt_logprobs, by prompt token: token id -> its rank; null for the first."""
     listed: PromptLogprobs = []
     for item in items:
         if item is None:
@@ -138,6 +139,6 @@ def own_logprobs(items: Sequence[TokenLogprobs | None]) -> list[float | None]:
 
 
 def with_first(items: list[TokenLogprobs | None], length: int) -> list[TokenLogprobs | None]:
-    """One item for each of length prompt tokens; the first, without prediction, may be missing."""
+    """Return one item for each of `length` prompt tokens, with None for a first that is missing."""
     missing: list[TokenLogprobs | None] = [None] * (length - len(items))
     return missing + items[:length]

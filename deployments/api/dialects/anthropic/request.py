@@ -110,7 +110,7 @@ def messages_request(
 
 
 def _user(metadata: Any, ignored: list[str]) -> str | None:
-    """Return the user, by whom requests may take turns."""
+    """Return `metadata.user_id`, by which requests may be queued fairly; ignore other metadata."""
     if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
         user: str = metadata["user_id"]
         ignored.append("metadata.user_id")  # only used for taking turns among users

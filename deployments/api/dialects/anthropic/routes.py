@@ -45,7 +45,8 @@ async def create(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def count(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the number of tokens of a request's prompt: clients compact by it."""
+    """Answer with the number of tokens of a request's prompt, by which clients decide to
+    compact."""
     tokens = await count_prompt(context, exchange, MessagesDialect(context, counts=True))
     await exchange.answer(200, msgspec.json.encode({"input_tokens": tokens}))
 

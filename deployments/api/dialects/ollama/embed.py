@@ -35,7 +35,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
-    """One vector, as the model makes it. Raises ApiError, MantaError."""
+    """Answer /api/embeddings with one vector, not rescaled. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, EMBEDDINGS, served_name) as call:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")

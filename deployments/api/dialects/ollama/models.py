@@ -67,7 +67,8 @@ async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]
 
 
 async def _tag(card: ModelCard) -> JsonObject:
-    """The digest is of the name and its time, as the files' own is not known here."""
+    """Return a model as /api/tags lists it. Its digest is of the name and its time, as the files'
+    own is not known here."""
     return {
         "name": card.id,
         "model": card.id,
@@ -83,7 +84,7 @@ def _modified(card: ModelCard) -> str:
 
 
 def _details(card: ModelCard, count: int) -> JsonObject:
-    """count: of parameters."""
+    """Return the object `details` of a model. count: number of parameters."""
     facts = card.facts
     return {
         "parent_model": card.parent or "",
@@ -96,7 +97,7 @@ def _details(card: ModelCard, count: int) -> JsonObject:
 
 
 def _human(count: int) -> str:
-    """A number of parameters in Ollama's words; "" if it is not known."""
+    """Format a number of parameters as Ollama does; "" if it is not known."""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count else ""

@@ -9,7 +9,8 @@ _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 
 def served_name(name: Any, backend: Backend) -> Any:
-    """Return the name without the tag that says nothing, unless it is one that is served."""
+    """Return the name without the tag `:latest`, unless a model is served under the name with
+    it."""
     if isinstance(name, str) and name.endswith(_LATEST) and name not in backend.models():
         return name.removesuffix(_LATEST)
     return name

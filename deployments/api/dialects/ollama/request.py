@@ -202,7 +202,7 @@ def _add_images(builder: ChatBuilder, images: Any, place: str) -> None:
 
 
 def _answered(message: ToolMessage, waiting: list[tuple[str, str]], place: str) -> str:
-    """Return the id of the call whose result this is; it waits no longer."""
+    """Return the id of the call that this message answers, and mark the call as answered."""
     id, name = message.tool_call_id, message.tool_name
     named = [(own, of) for own, of in waiting if (own == id if id else of == name)]
     if not waiting or (id and not named):

@@ -116,7 +116,7 @@ async def generate_text(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer that what is served is there already.
+    """Answer a request to pull a model: a served one is there already.
 
     Raises ApiError 400 for anything else, which is not fetched.
     """

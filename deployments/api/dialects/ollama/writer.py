@@ -108,7 +108,7 @@ class GenerateWriter(OllamaWriter):
 
 
 def loaded(model: str, *, chat: bool) -> bytes:
-    """Return the answer to a request that only wants the model to be there."""
+    """Return the answer to a request that only asks to load the model."""
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
 

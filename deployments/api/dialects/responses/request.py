@@ -351,7 +351,7 @@ def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _echo(body: Mapping[str, Any], *, store: bool, background: bool) -> Mapping[str, Any]:
-    """Fields of the answer that say what was asked; null where nothing was."""
+    """Return the fields of the answer that repeat the request's; null for those that it lacks."""
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
     tools = [

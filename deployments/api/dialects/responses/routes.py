@@ -157,8 +157,8 @@ async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
-    """The conversation before an answer, in the form of OpenAI's list: contents are parts, and each
-    item has a type, an id and, but for thoughts, a status."""
+    """Return the conversation before an answer, in the form of OpenAI's list: contents are parts,
+    and each item has a type, an id and, but for thoughts, a status."""
     listed = []
     for i, item in enumerate(items):
         kind = item.get("type") or "message"
@@ -178,8 +178,8 @@ def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
 
 
 def _page(query: dict[str, str], items: list[SentItem]) -> JsonObject:
-    """Items, the newest first, as `order`, `after` and `limit` of the query say. Raises ApiError
-    400."""
+    """Return a page of items by `order`, `after` and `limit` of the query, by default the newest
+    first. Raises ApiError 400."""
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
