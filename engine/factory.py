@@ -204,7 +204,8 @@ def build(
 
 
 def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
-    """Return what replaces the weights; None for a model with a head of embeddings beside it."""
+    """Return the loader by which `update_weights` replaces the weights; None for a pooling model,
+    whose head it would not replace."""
     if part.pooling is not None:
         return None
     return part.refill if ranks is None else RankedRefill(part.refill, ranks)

@@ -263,8 +263,7 @@ class Kernels:
         return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-        """Search a faster way for linear (with `add`: linear_add) with these weights, all of one
-        shape.
+        """Search for a faster linear (with `add`: linear_add) with these weights, all of one shape.
 
         It is for these numbers of rows of x, and may do nothing.
         """

@@ -92,7 +92,7 @@ def search(
         bool, typer.Option(help="Take runs in which the client was the bottleneck, too.")
     ] = False,
 ) -> None:
-    """Search the highest load that keeps an SLO, or sweep over loads: rates, or concurrency."""
+    """Search for the highest load that keeps an SLO, or sweep over loads: rates, or concurrency."""
     with failing():
         from loadtest import search as searching
         from loadtest.errors import ScenarioError

@@ -288,7 +288,7 @@ def highest(
     tolerance: float = 0.05,
     whole: bool = False,
 ) -> Search:
-    """Search the highest load that keeps the SLO.
+    """Search for the highest load that keeps the SLO.
 
     whole: loads are integers, as for concurrency.
     If `start` is too much, loads down to a thousandth of it are tried. Raises RunError.

@@ -413,7 +413,7 @@ def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
 
 
 def _begins(report: Report) -> str:
-    """Describe the first layer beyond the bound, and which of its blocks are.
+    """Describe the first layer beyond the bound, and name its blocks beyond the bound.
 
     Some of transformers' blocks add the residual themselves. Such a block is judged only by its
     layer.

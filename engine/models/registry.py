@@ -109,7 +109,7 @@ class Model(Protocol):
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Search the fastest GEMMs for steps of these sizes; does nothing except on CUDA.
+        """Search for the fastest GEMMs for steps of these sizes; does nothing except on CUDA.
 
         tokens: numbers of tokens of a step.
         samples: numbers of sampling tokens, for the head.

@@ -176,7 +176,7 @@ class LinearMethod(ABC):
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
-        """Search a faster `apply` for states of one shape, before CUDA graphs are captured.
+        """Search for a faster `apply` for states of one shape, before CUDA graphs are captured.
 
         sizes: numbers of rows of x.
         add: whether to tune `apply_add`.

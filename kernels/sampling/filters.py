@@ -88,7 +88,7 @@ def _search(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Search the largest key such that tokens with this key or a larger one number at least
+    """Search for the largest key such that tokens with this key or a larger one number at least
     need_count and sum to at least need_mass.
 
     [lo, hi) brackets the key and shrinks fourfold per pass: first by equal steps of value, as

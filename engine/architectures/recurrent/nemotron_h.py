@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is one block behind one norm.
+"""Nemotron-H: each layer is one norm and one block.
 
 The block is Mamba-2, attention without positions, or an MLP or mixture of experts without gates.
 """

@@ -211,5 +211,6 @@ class Eagle3Drafter:
 
 
 def _no_offset(tensor: Tensor, generator: torch.Generator) -> None:
-    """Draw a vocabulary: the model's first tokens."""
+    """Fill a random drafter's table of token ids with zero offsets: its tokens are the model's
+    first."""
     tensor.zero_()

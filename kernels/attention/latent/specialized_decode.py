@@ -211,7 +211,7 @@ def _score_rest(score, q_second, q_shared, second, shared):
 
 @gluon.jit
 def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
-    """Clear the part of an entry's last tile that lies behind its `count` latents."""
+    """Clear the part of an entry's last tile that lies after its `count` latents."""
     PIECES: gl.constexpr = 4
     for piece in range(PIECES):
         clear_rows_from(pieces_first.index(place * PIECES + piece), count, KEYS)
