@@ -90,7 +90,8 @@ class Drafting:
         return self._propose(batch, rows, places)
 
     def _follow(self, batch: Batch) -> Tensor | None:
-        """Let a draft model read what it lacks of chunks, and of rows that are to have drafts."""
+        """Run a draft model over tokens that it has not seen: of chunks, and of rows that are to
+        have drafts."""
         for new in batch.new_rows:
             self._read[new.row] = -1
         # entry -> the tokens to read

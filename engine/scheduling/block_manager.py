@@ -249,7 +249,7 @@ class BlockManager:
             self._refs[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Count one request less for each block of a request's table.
+        """Release each block of a request's table, which may be shared with other requests.
 
         Blocks with a hash stay matchable until they are evicted. The tail is evicted before the
         head, because a head without its tail is still a prefix.

@@ -90,7 +90,7 @@ class ImageCache:
 
     @staticmethod
     def _release(counts: Counter[bytes], digest: bytes) -> bool:
-        """Count one request less; return whether it was the last."""
+        """Count one request fewer for an image; return whether it was the last."""
         counts[digest] -= 1
         if counts[digest]:
             return False

@@ -331,13 +331,14 @@ class Speculation:
 
 
 def _room(request: Request) -> int:
-    """Return the most drafts of a request, with which it gets as many tokens and one."""
+    """Return the most drafts of a request that can still count: a step adds one token more than
+    drafts."""
     return request.limit - len(request.token_ids) - 1
 
 
 def _cut(chosen: list[Verification], room: int) -> list[Verification]:
-    """Cut the longest drafts until at most `room` are left; none is cut to nothing before all are
-    one long."""
+    """Shorten the longest drafts until at most `room` tokens are left; a request loses its last
+    draft only when none has more."""
     longest = max((len(verification.drafts) for verification in chosen), default=0)
     while longest > 1 and sum(min(longest, len(v.drafts)) for v in chosen) > room:
         longest -= 1

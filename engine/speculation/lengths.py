@@ -187,7 +187,8 @@ class _StepCosts:
         self.block, self.settling = self.left, _SETTLING
 
     def end_early(self) -> bool:
-        """Whether drafts lose so much, or so long gave nothing, that a block of them is over."""
+        """Whether to end a block of steps with drafts early, as they lose time or have long gained
+        nothing."""
         steps = self.block - self.left
         if steps >= (_REST if self._entries <= _FEW else _SETTLING + _MEASURED) and (
             self.gain < _LEAST_GAIN
@@ -311,7 +312,7 @@ class DraftLengths:
         self._accepted += accepted
 
     def observe_forced(self, accepted: int) -> None:
-        """Note accepted drafts that were no drafter's, and tell nothing of one."""
+        """Note accepted tokens that a grammar forced, which say nothing of the drafter."""
         self._accepted += accepted
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Look-up: drafts are what followed the end of the text before, as in edits, summaries and code.
+"""Look-up: drafts the tokens that followed an earlier occurrence of the text's end, as in edits,
+summaries and code.
 
 Sources, the longest match first: the client's `prediction`, the prompt and the answer so far, and
 earlier answers of the same key. A draft is no longer than its match (times `factor`), which gives
@@ -173,7 +174,7 @@ class LookupDrafts:
         return text
 
     def _forget(self) -> Suffixes[list[int]]:
-        """Keep the newest tokens of a long text alone."""
+        """Keep only the newest tokens of a long text."""
         text = self._text
         self._lookup.room += text.num_indexed
         cut = len(text.tokens) - _WINDOW

@@ -19,7 +19,7 @@ Tokens = TypeVar("Tokens", list[int], "array[int]")
 
 
 class Suffixes(Generic[Tokens]):
-    """The places of all pairs of tokens in a text, and of single tokens their last ones.
+    """The places of all pairs of tokens in a text, and the last place of each single token.
 
     tokens: the text. It may grow; `index` makes new tokens known. Ids are below 2**24.
     """
@@ -34,7 +34,7 @@ class Suffixes(Generic[Tokens]):
         self._singles: dict[int, int] = {}
 
     def index(self, end: int) -> None:
-        """Make the tokens before `end` places, unless they are."""
+        """Index the places before `end` that are not indexed yet."""
         tokens, chain, pairs, singles = self.tokens, self._chain, self._pairs, self._singles
         for place in range(self.num_indexed, end):
             if place < 2:
