@@ -133,7 +133,7 @@ class Region:
         try:
             _call("cuMemCreate", *create, ctypes.c_uint64(0))
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch may keep as much for later
+            torch.cuda.empty_cache()  # torch's cache may hold as much
             _call("cuMemCreate", *create, ctypes.c_uint64(0))
         zero = ctypes.c_size_t(0)
         try:

@@ -28,8 +28,8 @@ FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the major number of the compute capability
 
-_TILES = 512  # tiles of fragments that are ordered at a time
-_SQUARE = 128  # outputs and inputs of a block with a scale that products of e4m3 know
+_TILES = 512  # tiles of fragments that are reordered at a time
+_SQUARE = 128  # sides of a block with one scale, as matmuls of e4m3 take it
 
 Code = Literal["int", "e4m3"]
 

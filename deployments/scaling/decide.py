@@ -192,7 +192,7 @@ def decide(
                 count < have
                 and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
             ):
-                # The work for which the pool grew is not yet in the mean behind the smaller count.
+                # The mean that gave the smaller count lacks the work for which the pool has grown.
                 count, reason = have, ScalingReason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], observed[main], pool, demand, objective)

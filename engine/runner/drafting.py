@@ -55,13 +55,13 @@ class Drafting:
         max_tokens: the most tokens of a step.
         """
         self._inputs, self._max_tokens = inputs, max_tokens
-        # of each row the tokens that a draft model has read; -1 = none of this request's
+        # number of each row's tokens that a draft model has read; -1 = none of this request's
         self._read = [-1] * (rows.pad_row + 1)
         self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
         self._rows, self.kv, self._group = rows, kv, group
         self._attention = kv.groups.groups[0].attention
         self.reads_states = drafter.reads_states
-        # how far the token that a row reads lies behind the row's own
+        # positions by which the token that a row reads lies after the row's own
         self._ahead = 1 if drafter.reads_states else 0
         self._vocab = vocab
         self._cuda = rows.tokens.device.type == "cuda"

@@ -47,7 +47,7 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
     """Return the places [3, end] of the tokens up to the last image's end, and the delta.
 
     The axes are time, row and column. Text stands at p on all axes, then an image of (h, w) from p
-    on at (p, p + row, p + column), and the text behind it from p + max(h, w) on. A later token of
+    on at (p, p + row, p + column), and the text after it from p + max(h, w) on. A later token of
     index i stands at i + delta.
     """
     end = max((image.start + image.length for image in images), default=0)

@@ -195,7 +195,7 @@ class _Copy:
         elif _owns(new) and id(new) not in self._seen:
             self._seen.add(id(new))
             for name, value in _attributes(new):
-                # The rows of `lookup` behind `embedding` belong to adapters.
+                # The rows of `lookup` after those of `embedding` belong to adapters.
                 if isinstance(value, FunctionType):  # a library's matmul, with its packed weight
                     setattr(old, name, value)
                 elif name not in ("lookup", "ahead"):

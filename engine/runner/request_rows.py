@@ -23,7 +23,7 @@ class RequestRows:
     block_table: Tensor
     pad_row: int
     num_groups: int = 1
-    # [max_num_seqs + 1] int32: a token behind a row's images stands at index + delta for rotary
+    # [max_num_seqs + 1] int32: a token after a row's images stands at index + delta for rotary
     # embeddings. None: tokens stand at their index.
     deltas: Tensor | None = None
 

@@ -23,14 +23,14 @@ Two decisions, both of figures that the engine measures:
 import math
 
 _SETTLING = 2  # steps after a change of state that are not measured: one may be in flight
-_MEASURED = 4  # steps of a short block that are
-_REST, _LONGEST_REST = 64, 256  # steps without drafts where drafts do not pay
+_MEASURED = 4  # steps of a short block that are measured
+_REST, _LONGEST_REST = 64, 256  # steps without drafts after drafts did not pay
 _KEEPS = 0.994  # tokens a second with drafts / without, above which drafts go on
 _LOSES = 0.97  # the same, below which a block ends early and rests become longer
 _MARGIN = 1.15  # how much more than its price a draft token has to be worth
 _NOISE = 0.1  # by how much chance may move that ratio, at one decode a step
 _STEP_WEIGHT = 0.15  # of a step with drafts in the running means; less with few decodes
-_PLAIN_WEIGHT = 0.15  # of a step without, which blocks have few of
+_PLAIN_WEIGHT = 0.15  # of a step without drafts, of which blocks have few
 _HIT_WEIGHT = 0.04  # of a draft in the running mean of acceptance
 _FADING = 0.97  # of earlier steps in the line of prices
 _RETURNING = 0.994  # the same in a step without drafts, when the line returns to the guess

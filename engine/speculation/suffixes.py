@@ -28,7 +28,7 @@ class Suffixes(Generic[Tokens]):
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens: Tokens = tokens
-        self.num_indexed = 0  # leading tokens that are places
+        self.num_indexed = 0  # leading tokens whose places are indexed
         self._chain = array("i")
         self._pairs: dict[int, int] = {}
         self._singles: dict[int, int] = {}

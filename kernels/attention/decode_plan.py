@@ -82,7 +82,7 @@ class DecodePlan:
 
     count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
     # [max splits, 8] int32: first entry of a run, first key, end key, splits of the run, its first
-    # item, position of its first query, number of queries. No split has keys behind that position.
+    # item, position of its first query, number of queries. No split has keys after that position.
     items: Tensor
     entries: Tensor  # [num_entries, 3] int32: first item and splits of its run, place in the run
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers

@@ -179,7 +179,7 @@ def _quantized_decode_kernel(
             new_top = tl.maximum(top, tl.max(scaled, axis=1))
             own = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
-            # In parts that no two threads share: they are added up once, behind the loop.
+            # In parts that no two threads share: they are added up once, after the loop.
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
             denominator = denominator * shrink[:, None] + part
             if HEADS.head_dim < DIMS:

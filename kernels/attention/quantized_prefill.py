@@ -172,7 +172,7 @@ def _walk(
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
         own = tl.exp2(score * row_factor - base[:, None])
         shrink = tl.exp2(top - base)
-        # In parts that no two threads share: they are added up once, behind the loop.
+        # In parts that no two threads share: they are added up once, after the loop.
         part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]

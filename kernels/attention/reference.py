@@ -243,7 +243,7 @@ def _plan_decodes(
     at = first // block_size + torch.arange(blocks, device=device)  # [n, blocks]
     table = meta.block_table.index_select(0, index)
     table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
-    # What stands in a table before and behind the entry's own blocks means nothing.
+    # A table's ids before and after the entry's own blocks mean nothing.
     rows = block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
     position = first // block_size * block_size
     position = position + torch.arange(blocks * block_size, device=device)

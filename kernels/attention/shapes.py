@@ -69,7 +69,7 @@ class Scores(NamedTuple):
     slopes: a head's scores fall with the distance (ALiBi).
     window: tokens that a query sees, itself included; 0: all before it.
     chunk: tokens of a chunk, where a query sees its own chunk alone; 0: no chunks.
-    last_keys: each query has a last key, which may lie behind it.
+    last_keys: each query has a last key, which may lie after it.
     """
 
     softcap: bool

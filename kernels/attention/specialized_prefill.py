@@ -134,7 +134,7 @@ def _produce(
         head = at % HEADS
         index = blocks - 1 - at // HEADS
         entry, begin, first = _entry_of(query_start, first_entry, num_entries, index, QUERIES)
-        query_len = num_tokens - begin  # of the padding behind the last entry, which gets zeros
+        query_len = num_tokens - begin  # of the padding after the last entry, which gets zeros
         length = 0
         if entry < num_entries:
             query_len = gl.load(query_start + entry + 1) - begin
@@ -284,7 +284,7 @@ def _attend(
             num_queries = _field(fields, 5)
             head = _field(fields, 6)
             query = queries.index(slot * 2 + HALF)
-            # Rows behind the last query look at what the last one sees.
+            # Rows after the last query look at what the last one sees.
             own = gl.minimum(HALF * OWN + score_row % OWN, num_queries - 1)
             row_position = first_position + own
             lowest_position = first_position + HALF * OWN
@@ -300,7 +300,7 @@ def _attend(
                 mbarrier.wait(full_k.index(place), step // PLACES & 1)
                 key = keys.index(place).permute((1, 0))
                 score = warpgroup_mma(query, key, zero, use_acc=False, is_async=True)
-                if start + KEYS > end:  # the last block's places behind the entry's last key
+                if start + KEYS > end:  # the last block's places after the entry's last key
                     mbarrier.wait(full_v.index(place), step // PLACES & 1)
                     for piece in gl.static_range(PIECES):
                         clear_rows_from(
@@ -416,7 +416,7 @@ def _prefill_specialized_kernel(
         mbarrier.init(free_v.index(place), count=2)
     fence_async_shared()
     barrier()
-    # A tile's elements lie 64 by 64, each 64 of all its rows behind the 64 before.
+    # A tile's elements lie 64 by 64: 64 elements of all its rows, then the next 64.
     boxes = (
         reinterpret(queries, dtype, [SLOTS * 2 * PIECES * GROUP, 64 // GROUP, 64], SWIZZLED),
         reinterpret(keys, dtype, [PLACES * PIECES * BOXES, BOX, 64], SWIZZLED),

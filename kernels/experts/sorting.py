@@ -34,7 +34,7 @@ class Sorted(NamedTuple):
 def _sort_kernel(
     ids,  # [pairs]
     order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert, and that behind the last one's
+    starts,  # [EXPERTS + 1]: the first place of each expert, and the end of the last one
     pairs,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,7 +97,7 @@ def _place_kernel(
     earlier,  # of `_count_kernel`
     counts,
     order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert, and that behind the last one's
+    starts,  # [EXPERTS + 1]: the first place of each expert, and the end of the last one
     pairs,
     runs,
     EXPERTS: tl.constexpr,

@@ -189,7 +189,7 @@ TILES = {
 }
 
 
-GATES = ("silu", "gelu_pytorch_tanh")  # those that can ride along
+GATES = ("silu", "gelu_pytorch_tanh")  # the gates that the kernel fuses
 
 
 def tile(rows: int, columns: int) -> tuple[int, int, int]:

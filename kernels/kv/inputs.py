@@ -17,7 +17,7 @@ class RopeInputs(NamedTuple):
     eps: epsilon of these norms.
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots.
     num_heads: query heads.
-    gated: whether qkv has a gate of head_dim behind each query, which is left alone.
+    gated: whether qkv has a gate of head_dim after each query, which is left alone.
     """
 
     qkv: Tensor

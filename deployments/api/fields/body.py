@@ -52,7 +52,7 @@ _NAMES: Mapping[type[inspect.Type], str] = {
 class Fault(ValueError):
     """A value that a `Shape` does not take.
 
-    message: the text behind the path of the field
+    message: the text after the path of the field
     place: the path inside the value, such as ``[3]``
     """
 

@@ -75,7 +75,7 @@ class DialectReader:
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
         """Convert a text; return the JSON, the text that is left, and what comes after the value.
 
-        "next" is another value behind the comma. "end" is the end of the call, which is left in the
+        "next" is another value after the comma. "end" is the end of the call, which is left in the
         text. "" means that the value is not complete.
         """
         out: list[str] = []

@@ -456,7 +456,7 @@ def _check_name(name: str, read: str, end: str) -> None:
     """Refuse the name of an argument that would be read as another. Raises InvalidRequest.
 
     read: the name as its parser has it
-    end: the text behind the name
+    end: the text after the name
     """
     if name != read or not name or end in name + end[:-1]:
         raise InvalidRequest(

@@ -16,7 +16,7 @@ class OutputParser(StepParser):
     format: the format of calls; None if no tool may be called
     raw: of each function, the string arguments that tagged formats write as they are; all others
         are JSON
-    thinking: where the prompt leaves off: inside reasoning, where it may begin, or behind it
+    thinking: where the prompt leaves off: inside reasoning, where it may begin, or after it
     wrapper: the marks around content, which are no part of it
     limited: whether a request limits the content. Then calls come at once or never, and content may
         hold any mark that it does not begin or end with

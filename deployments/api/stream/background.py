@@ -1,7 +1,7 @@
 """BackgroundRuns: answers of /v1/responses that are generated without a connection.
 
 A run's events are recorded in order, each under its sequence_number, so that any number of streams
-can begin behind any of them. A run belongs to its router, as kept answers do, and ends with it.
+can begin after any of them. A run belongs to its router, as kept answers do, and ends with it.
 """
 
 import asyncio

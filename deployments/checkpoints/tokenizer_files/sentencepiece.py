@@ -40,7 +40,7 @@ _PLAIN = frozenset(
         "YiTokenizer",
     }
 )
-# ChatGLM's class numbers these behind the pieces, and begins each text with two of them.
+# ChatGLM's class numbers these after the pieces, and begins each text with two of them.
 _GLM = "ChatGLMTokenizer"
 _GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -135,7 +135,7 @@ def _parts(folder: TokenizerFolder, model: PieceModel) -> dict[str, Any]:
         ends = {"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""}
         runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
         before += [ends, runs]
-    # `legacy: false` of Llama's class: no space behind a special token.
+    # `legacy: false` of Llama's class: no space after a special token.
     once = model.prefix and folder.settings.get("legacy") is False
     parts = pieces(model.prefix and not once, before)
     splits: list[dict[str, Any]] = []

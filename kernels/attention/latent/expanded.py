@@ -3,7 +3,7 @@
 Each head's key and value are computed from each latent. They are shorter than latents, so this pays
 for many queries.
 
-The keys of all entries lie behind each other, and are made a piece at a time, so that long contexts
+The keys of all entries lie one after another, and are made a piece at a time, so that long contexts
 take no more memory than a step's own tokens. What queries found in a piece goes on to the next: the
 launches depend on how many keys there are, which the host must know. A graph cannot.
 """

@@ -43,7 +43,7 @@ def _latent_write_kernel(
         slot = tl.load(slots + token)
         if slot >= 0:
             row = latents + token * latent_stride
-            target = cache + slot * (RANK + ROPE)  # blocks lie behind each other
+            target = cache + slot * (RANK + ROPE)  # blocks are contiguous
             dims = tl.arange(0, RANKS)
             mask = dims < RANK
             latent = tl.load(row + dims, mask=mask, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ def _fragments_up_kernel(
     inner,  # [pairs, SIZE]: in the order of ids, or sorted
     limit,
     LONE: gl.constexpr,  # a program has one pair
-    OTHERS: gl.constexpr,  # LONE: pairs of expert EXPERTS are another rank's
+    OTHERS: gl.constexpr,  # LONE: the expert number EXPERTS marks another rank's pairs
     MIXTURE: gl.constexpr,  # `Mixture`
     BLOCK: gl.constexpr,
     TILE: gl.constexpr,  # `FragmentTile`

@@ -85,7 +85,7 @@ class Nibbles(NamedTuple):
     ptx: str  # of `decoder`
     zero: int
     offset: int
-    group: int  # words of a scale
+    group: int  # words whose codes share a scale
     run: int  # words of a span; also the distance in x between two nibbles of a word
 
 

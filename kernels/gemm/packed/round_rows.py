@@ -84,8 +84,8 @@ def round_rows(
     gate: a key of `Kernels.GATES`; not together with a norm.
     group: inputs that share a scale, a power of two that divides size: scales are [tokens, size /
         group], those of one group adjacent in memory. 0 = a scale for each row, [tokens, 1], which
-        is the row's largest magnitude / TOP. With groups both results have a multiple of 16
-        rows; those behind x's are undefined.
+        is the row's largest magnitude / TOP. With groups both results have a multiple of 16 rows;
+        those after x's are undefined.
     """
     assert norm is None or gate is None
     tokens, size = x.shape

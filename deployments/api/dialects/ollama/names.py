@@ -5,7 +5,7 @@ from typing import Any
 from deployments.api.fields.ollama import Show
 from deployments.backend import Backend
 
-_LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
+_LATEST = ":latest"  # what Ollama's clients append to a name that has no tag
 
 
 def served_name(name: Any, backend: Backend) -> Any:

@@ -28,7 +28,7 @@ def take_after(query: dict[str, str]) -> int:
 def events_of(response: JsonObject) -> list[bytes]:
     """Return the events of an answer that was not recorded, each text in one piece.
 
-    They are the same in each call, so that a stream can go on behind any of them.
+    They are the same in each call, so that a stream can go on after any of them.
     """
     events = ItemEvents()
     unknown = dict.fromkeys(("completed_at", "incomplete_details", "error", "usage"))
