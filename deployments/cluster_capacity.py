@@ -40,7 +40,7 @@ class _Demand:
     least: number of replicas at the start
     count: number of replicas that must fit
     nodes: number of nodes that each replica spans
-    each: what a replica reserves on each of its nodes, by resource
+    per_node: what a replica reserves on each of its nodes, by resource
     counted: configuration key of the number of replicas
     """
 
@@ -48,7 +48,7 @@ class _Demand:
     least: int
     count: int
     nodes: int
-    each: Mapping[str, float]
+    per_node: Mapping[str, float]
     labels: Mapping[str, str]
     counted: str
 
@@ -56,7 +56,7 @@ class _Demand:
         """Return how many replicas a node has room for, considering only the named resources."""
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
-        wanted = [(node.resources.get(name, 0), self.each[name]) for name in names]
+        wanted = [(node.resources.get(name, 0), self.per_node[name]) for name in names]
         return min((math.floor(has / amount + 1e-6) for has, amount in wanted), default=math.inf)
 
 
@@ -124,7 +124,7 @@ def _demand(
         least=least,
         count=count,
         nodes=config.divisions(pool)[-1],
-        each={name: amount for name, amount in resources.items() if amount > 0},
+        per_node={name: amount for name, amount in resources.items() if amount > 0},
         # Only Ray can match label operators such as !value and in(a, b).
         labels={k: v for k, v in pool.labels.items() if not set(v) & set("!(,")},
         counted=counted if named else "replicas",
@@ -135,7 +135,7 @@ def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
     """Check that one pool's replicas fit, without other pools. Raises ConfigError."""
     if not demand.count:
         return
-    names = list(demand.each)
+    names = list(demand.per_node)
     room = [demand.places(node, names) for node in nodes]
     hosts = sum(places > 0 for places in room)
     places = sum(room) // demand.nodes if hosts >= demand.nodes else 0
@@ -158,7 +158,7 @@ def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
                 param=f"{demand.pool}.labels",
             )
     scarce = min(names, key=lambda name: sum(demand.places(node, [name]) for node in nodes))
-    amount = demand.each[scarce]
+    amount = demand.per_node[scarce]
     there = sum(node.resources.get(scarce, 0) for node in nodes)
     reserve = "reserves {}" if demand.count == 1 else "reserve {} each"
     text = f"{what} {reserve.format(_amount(amount, scarce))}, and {_where(nodes)} {there:g}"
@@ -174,9 +174,11 @@ def _fault_of_all(
     config: MantaConfig, demands: Sequence[_Demand], nodes: Sequence[RayNode]
 ) -> ConfigError | None:
     """Return the error of pools that fit one by one but not together; None if all fit."""
-    for name in dict.fromkeys(name for demand in demands for name in demand.each):
+    for name in dict.fromkeys(name for demand in demands for name in demand.per_node):
         routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
-        engines = sum(other.least * other.nodes * other.each.get(name, 0.0) for other in demands)
+        engines = sum(
+            other.least * other.nodes * other.per_node.get(name, 0.0) for other in demands
+        )
         there = sum(node.resources.get(name, 0.0) for node in nodes)
         if engines + routers <= there + 1e-6:
             continue

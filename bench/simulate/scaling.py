@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Shape, float]] = {
 class ScalingRun:
     """The result of a policy.
 
-    cost: GPU replica hours; CPU hours count by their price. kept: share of requests within the
+    cost: GPU replica hours; CPU hours count by their price. in_time: share of requests within the
     target.
     turns: changes of direction of the GPU count.
     minutes: per minute, requests that arrived in it, and those within the target.
@@ -92,7 +92,7 @@ class ScalingRun:
     case: str
     policy: str
     cost: float = 0.0
-    kept: float = 1.0
+    in_time: float = 1.0
     turns: int = 0
     worst: float = 0.0
     at: list[tuple[float, float, int, int, float]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class ScalingRun:
             "case": self.case,
             "policy": self.policy,
             "cost_gpu_hours": round(self.cost, 3),
-            "slo_kept": round(self.kept, 4),
+            "slo_kept": round(self.in_time, 4),
             "changes_of_direction": self.turns,
             "longest_wait_s": round(self.worst, 1),
             "most_gpus": max(gpus for _, _, gpus, _, _ in self.at),
@@ -270,7 +270,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
         if tick % 10 == 0:
             run.at.append((now, shape(now), ready["gpu"], ready["cpu"], waiting))
     served += sum(requests for _, _, requests in queue)
-    run.kept = in_time / served if served else 1.0
+    run.in_time = in_time / served if served else 1.0
     return run
 
 
@@ -296,10 +296,10 @@ def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
     rows = [
         RoutingRow(
             f"{case}/slo_kept",
-            round(ours.kept, 4),
-            round(default.kept, 4),
+            round(ours.in_time, 4),
+            round(default.in_time, 4),
             "share",
-            round(ours.kept / max(1e-9, default.kept), 3),
+            round(ours.in_time / max(1e-9, default.in_time), 3),
             "Serve's target_ongoing_requests",
         ),
         RoutingRow(
@@ -308,7 +308,7 @@ def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
             round(best.cost, 3),
             "GPU h",
             round(ours.cost / best.cost, 3),
-            f"clairvoyant, which keeps {best.kept:.4f}; Serve's {default.cost:.3f}",
+            f"clairvoyant, which keeps {best.in_time:.4f}; Serve's {default.cost:.3f}",
         ),
         RoutingRow(
             f"{case}/changes_of_direction",

@@ -47,12 +47,12 @@ class Entry(msgspec.Struct):
     """A stored file or batch.
 
     owner: the Caller.id of its key
-    told: the object as OpenAI has it
+    fields: the object as OpenAI has it
     keep: the seconds for which a batch's results are kept; None: as the settings say
     """
 
     owner: str
-    told: JsonObject
+    fields: JsonObject = msgspec.field(name="told")  # the name in stored files
     keep: float | None = None
 
 
@@ -119,13 +119,13 @@ class BatchFolder:
 
     # -- batches
 
-    def add_batch(self, told: JsonObject, owner: str, keep: float | None) -> Entry:
-        entry = Entry(owner, {"id": f"batch_{secrets.token_hex(16)}", **told}, keep)
+    def add_batch(self, fields: JsonObject, owner: str, keep: float | None) -> Entry:
+        entry = Entry(owner, {"id": f"batch_{secrets.token_hex(16)}", **fields}, keep)
         self.save(entry)
         return entry
 
     def save(self, entry: Entry) -> None:
-        _write(self._batches / f"{entry.told['id']}.json", entry)
+        _write(self._batches / f"{entry.fields['id']}.json", entry)
 
     def open_batches(self, ended: set[str]) -> list[Entry]:
         """Return the unfinished batches of all keys, the oldest first.
@@ -135,26 +135,26 @@ class BatchFolder:
         entries = []
         for path in self._batches.glob("*.json"):
             if path.stem not in ended and (entry := _load(path)) is not None:
-                if entry.told["status"] in RUNNING:
+                if entry.fields["status"] in RUNNING:
                     entries.append(entry)
                 else:
                     ended.add(path.stem)
-        entries.sort(key=lambda entry: (entry.told["created_at"], entry.told["id"]))
+        entries.sort(key=lambda entry: (entry.fields["created_at"], entry.fields["id"]))
         return entries
 
     def batch(self, id: str, owner: str) -> Entry | None:
         entry = _read(self._batches, id, owner)
-        return None if entry is None else self._as_told(entry)
+        return None if entry is None else self._with_cancel(entry)
 
     def batches(self, owner: str) -> list[Entry]:
         """Return the owner's batches, the newest first."""
-        return [self._as_told(entry) for entry in _list(self._batches, owner)]
+        return [self._with_cancel(entry) for entry in _list(self._batches, owner)]
 
-    def _as_told(self, entry: Entry) -> Entry:
-        if entry.told["status"] in RUNNING:
-            since = self.cancelled_at(entry.told["id"])
+    def _with_cancel(self, entry: Entry) -> Entry:
+        if entry.fields["status"] in RUNNING:
+            since = self.cancelled_at(entry.fields["id"])
             if since is not None:
-                entry.told |= {"status": "cancelling", "cancelling_at": since}
+                entry.fields |= {"status": "cancelling", "cancelling_at": since}
         return entry
 
     def cancel(self, id: str) -> None:
@@ -175,7 +175,7 @@ class BatchFolder:
 
     def in_use(self) -> set[str]:
         """Return the ids of the files that unfinished batches still read."""
-        return {entry.told["input_file_id"] for entry in self.open_batches(set())}
+        return {entry.fields["input_file_id"] for entry in self.open_batches(set())}
 
     def sweep(self) -> None:
         """Remove expired files, batches that ended keep_seconds ago, and remains of cut uploads.
@@ -185,8 +185,8 @@ class BatchFolder:
         now, keep = time.time(), self.settings.keep_seconds
         used = self.in_use()
         for entry in _list(self._files, None):
-            if entry.told["expires_at"] < now and entry.told["id"] not in used:
-                self.remove_file(entry.told["id"])
+            if entry.fields["expires_at"] < now and entry.fields["id"] not in used:
+                self.remove_file(entry.fields["id"])
         ended: set[str] = set()
         self.open_batches(ended)
         for id in ended:
@@ -247,7 +247,7 @@ def _list(folder: Path, owner: str | None) -> list[Entry]:
         for path in folder.glob("*.json")
         if (entry := _load(path)) is not None and owner in (None, entry.owner)
     ]
-    entries.sort(key=lambda entry: (-entry.told["created_at"], entry.told["id"]))
+    entries.sort(key=lambda entry: (-entry.fields["created_at"], entry.fields["id"]))
     return entries
 
 

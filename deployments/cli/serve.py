@@ -183,7 +183,10 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
                 return
             # The application of one of several models.
             of = f" of {app_name}" if "." in app_name else ""
-            messages = [*(one.message for one in app.deployments.values()), app.message]
+            messages = [
+                *(deployment.message for deployment in app.deployments.values()),
+                app.message,
+            ]
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
                 raise ServeError(f"the deployment{of} failed: {why_failed(messages)}")
             counts = []

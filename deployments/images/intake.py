@@ -190,7 +190,7 @@ class _Turns:
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of work that is done at once; its first error ends the rest."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return [await task for task in tasks]
     finally:

@@ -166,7 +166,7 @@ class BatchWorker:
     async def _begin(self) -> None:
         now = time.monotonic()
         for entry in await asyncio.to_thread(self.folder.open_batches, self._ended):
-            id = entry.told["id"]
+            id = entry.fields["id"]
             if len(self._batches) >= MAX_AT_ONCE:
                 return
             if id not in self._batches and self._again.get(id, now) <= now:
@@ -197,8 +197,8 @@ class _Run:
         self._worker = worker
         self._folder = worker.folder
         self._entry = entry
-        self._batch = entry.told
-        self._counts = entry.told["request_counts"]
+        self._batch = entry.fields
+        self._counts = entry.fields["request_counts"]
         self._files: dict[str, IO[bytes]] = {}
         self._saved = 0.0
         # Monotonic time before which no new request is sent, as there was no room.

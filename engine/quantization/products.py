@@ -118,7 +118,7 @@ def _kernels(
     table: Sequence[Candidate[Format]], form: Format, capability: tuple[int, int] | None
 ) -> str:
     """Describe how a table's kernels multiply a format, and the GPU that its 8-bit GEMMs need."""
-    able = [each for each in _CAPABILITIES if _rounding(table, form, each)]
+    able = [other for other in _CAPABILITIES if _rounding(table, form, other)]
     kernel = _rounding(table, form, capability) if capability else None
     if kernel is not None:
         first, _ = kernel.tokens(form)

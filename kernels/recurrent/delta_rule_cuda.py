@@ -150,7 +150,7 @@ def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: t
 
 @triton.jit
 def _renewed(
-    tile, matrix, goes_on, q, k, v, kept, beta, late, since, late_keys, first, KEY: tl.constexpr,
+    tile, matrix, goes_on, q, k, v, decay, beta, late, since, late_keys, first, KEY: tl.constexpr,
     VALUE: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr,
     ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
@@ -163,13 +163,13 @@ def _renewed(
     pieces = tl.arange(0, PIECES)[:, None]
     in_key = tl.arange(0, tile.shape[0]) < KEY
     if BY_KEY:
-        kept = kept[:, None]
+        decay = decay[:, None]
     outputs = tl.zeros([PIECES, COLUMNS], tl.float32)
     for piece in tl.static_range(PIECES):
         # Load before this piece is stored, as later loads may not be moved before the store.
         following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
         wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
-        matrix = matrix * kept
+        matrix = matrix * decay
         for i in tl.static_range(LATE):
             at = late + i * ENTRY + KEY + piece * COLUMNS + own
             mask = (own < VALUE - piece * COLUMNS) & (since + own * 0 > i)

@@ -43,8 +43,8 @@ class TemplateOutput:
     """The output formats of a model, and what its chat template takes.
 
     calls: the format of tool calls; None if the model's format is not known
-    told: how messages tell of tools that the template does not know: "system": in a message of that
-        role; "user": the template takes none of that role; "": the template knows tools
+    described_in: the role of the message that describes tools which the template does not show;
+        "user" where the template takes no "system"; "": the template shows tools
     history: the format in which calls of the history become content, for a template that shows none
     text_arguments: whether arguments of calls in the history are JSON in a string
     empty_content: whether the template wants content beside these calls
@@ -67,7 +67,7 @@ class TemplateOutput:
     plan: str = ""
     variables: frozenset[str] = frozenset()
     special_ids: frozenset[int] = frozenset()
-    told: Literal["", "system", "user"] = ""
+    described_in: Literal["", "system", "user"] = ""
     history: OutputFormat | None = None
     wrapper: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -132,17 +132,17 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
             special_ids=_special_ids(tokenizer, calls, reasoning),
             **more,
         )
-    told_in: Literal["", "system", "user"] = ""
+    described_in: Literal["", "system", "user"] = ""
     if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
-        told_in = "system" if _takes_system(tokenizer) else "user"
-    calls = _TOLD if told_in else None
+        described_in = "system" if _takes_system(tokenizer) else "user"
+    calls = _TOLD if described_in else None
     special = _special_ids(tokenizer, calls, reasoning)
     return TemplateOutput(
         calls,
         reasoning,
         shape.text_arguments,
         shape.empty_content,
-        told=told_in,
+        described_in=described_in,
         history=None if shapes else _TOLD,
         special_ids=special,
         **more,

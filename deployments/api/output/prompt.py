@@ -55,11 +55,11 @@ def render_options(
         template = tokenizer.chat_template
         if past and template is not None and "tool_use" in template.sources:
             options["tools"] = []  # takes the template that shows calls
-    elif known.told:
+    elif known.described_in:
         if tools.mode != "none":
             _tell(messages, tools, known)
     elif known.calls is not None:
-        options["tools"] = [tool.given for tool in tools.tools]
+        options["tools"] = [tool.declaration for tool in tools.tools]
     elif tools.mode != "none":
         problems = "".join(f"; {problem}" for problem in known.problems)
         raise invalid(
@@ -115,9 +115,9 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
 
 def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
     """Describe the tools in a message, as the template does not show them."""
-    declarations = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
+    declarations = [json.dumps(tool.declaration, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(declarations))
-    if messages[0]["role"] == "system" or known.told == "user":
+    if messages[0]["role"] == "system" or known.described_in == "user":
         messages[0]["content"] = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
     else:
         messages.insert(0, {"role": "system", "content": text})

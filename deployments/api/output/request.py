@@ -25,14 +25,14 @@ _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required
 class RequestedTool:
     """A tool of a request.
 
-    given: the tool as the template gets it
+    declaration: the tool as the template gets it
     schema: the schema of the arguments, not yet looked into
     custom: whether the tool takes a text, which is the one argument, `input`
     grammar: the grammar of that text, in Lark; "" for none
     """
 
     name: str
-    given: JsonObject
+    declaration: JsonObject
     schema: Any
     strict: bool
     where: str

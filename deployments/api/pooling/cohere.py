@@ -37,7 +37,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
         name, texts = _texts(body)
         prompt_name = _prompt(body.input_type, call.pooling)
         prompts = await take_prompts(call, TextInput(texts, True), name, prompt_name)
-        vectors = [call.vector(one, size) for one in await call.vectors(prompts)]
+        vectors = [call.vector(vector, size) for vector in await call.vectors(prompts)]
         tokens = sum(map(len, prompts))
 
         def answer() -> bytes:
@@ -46,7 +46,7 @@ async def embed(context: ApiContext, exchange: HttpExchange) -> None:
                 response["embeddings"] = [vector.tolist() for vector in vectors]
                 response["response_type"] = "embeddings_floats"
             else:
-                written = {kind: [_written(one, kind) for one in vectors] for kind in kinds}
+                written = {kind: [_written(vector, kind) for vector in vectors] for kind in kinds}
                 response |= {"embeddings": written, "response_type": "embeddings_by_type"}
             version = "1" if older else "2"
             response["meta"] = cohere_meta(version, {"input_tokens": tokens}, tokens)

@@ -105,7 +105,9 @@ def _model(exchange: HttpExchange) -> str:
 
 def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
     """Return the base model's name of an adapter: `model`, or the model that has it."""
-    bases = (base for base, one in context.backend.adapters.by_model() if one.name == record.name)
+    bases = (
+        base for base, other in context.backend.adapters.by_model() if other.name == record.name
+    )
     return model or next(bases, "")
 
 

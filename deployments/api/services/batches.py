@@ -48,7 +48,7 @@ async def files(context: ApiContext, exchange: HttpExchange) -> None:
         return
     owned = await asyncio.to_thread(folder.files, owner)
     purpose = exchange.parameters().get("purpose")
-    entries = [entry for entry in owned if purpose in (None, entry.told["purpose"])]
+    entries = [entry for entry in owned if purpose in (None, entry.fields["purpose"])]
     await _answer_list(exchange, entries, 10_000, 10_000)
 
 
@@ -81,7 +81,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
             raise invalid(f"there is no file {shown(name)}", "input_file_id", "not_found")
         entries = await asyncio.to_thread(folder.batches, owner)
         most = folder.settings.key_batches
-        if sum(entry.told["status"] in RUNNING for entry in entries) >= most:
+        if sum(entry.fields["status"] in RUNNING for entry in entries) >= most:
             raise ApiError(
                 429,
                 "rate_limit_exceeded",
@@ -104,8 +104,8 @@ async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
     if entry is None or rest not in ("", "cancel"):
         raise _missing("batch", id)
     if rest:
-        if entry.told["status"] not in (*RUNNING, "cancelling"):
-            raise invalid(f"this batch is {entry.told['status']} already", "id")
+        if entry.fields["status"] not in (*RUNNING, "cancelling"):
+            raise invalid(f"this batch is {entry.fields['status']} already", "id")
         await asyncio.to_thread(folder.cancel, id)
         entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry
     await _answer_one(exchange, entry)
@@ -142,7 +142,7 @@ def _new_batch(body: Batch) -> JsonObject:
 
 
 async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
-    await exchange.answer_json(entry.told)
+    await exchange.answer_json(entry.fields)
 
 
 async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
@@ -151,12 +151,12 @@ async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int,
     limit, after = query.get("limit", str(usual)), query.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
         raise invalid(f"limit must be 1 to {most}", "limit")
-    ids = [entry.told["id"] for entry in entries]
+    ids = [entry.fields["id"] for entry in entries]
     if after is not None:
         if after not in ids:
             raise invalid(f"there is no {shown(after)}", "after")
         entries = entries[ids.index(after) + 1 :]
-    page = [entry.told for entry in entries[: int(limit)]]
+    page = [entry.fields for entry in entries[: int(limit)]]
     listing = {
         "object": "list",
         "data": page,
@@ -194,7 +194,7 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
             "content-type",
         )
     owner, most = exchange.caller.id, folder.settings.key_bytes
-    held = sum(entry.told["bytes"] for entry in await asyncio.to_thread(folder.files, owner))
+    held = sum(entry.fields["bytes"] for entry in await asyncio.to_thread(folder.files, owner))
     if held >= most:
         raise closing(
             413,

@@ -83,9 +83,9 @@ class MtpDrafter:
     def ignores(self, stored: str) -> bool:
         """Whether the layer does not use the checkpoint's tensor of this name."""
         name = self._model.config.tensor_name(stored)
-        own = {self._numbered(each) for each in (self._mtp.layer, *self._outside)}
-        copies = {self._numbered(each) for each in self._mtp.copies}
-        mine = any(name.startswith(each) for each in own)
+        own = {self._numbered(module) for module in (self._mtp.layer, *self._outside)}
+        copies = {self._numbered(module) for module in self._mtp.copies}
+        mine = any(name.startswith(module) for module in own)
         return not mine or name.rpartition(".")[0] in copies or name.endswith(".inv_freq")
 
     @property

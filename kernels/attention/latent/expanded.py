@@ -33,7 +33,7 @@ def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
     lengths.
     """
     num_tokens = len(inputs.q)
-    _, each, rank = inputs.up.shape  # elements expanded from a latent for a head
+    _, elements, rank = inputs.up.shape  # elements expanded from a latent for a head
     starts, lengths = meta.query_start_host, meta.kv_len_host
     if starts is None or lengths is None:
         return False
@@ -42,7 +42,7 @@ def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
     spared = 0
     for entry in range(meta.num_decodes, len(lengths)):
         tokens, keys = starts[entry + 1] - starts[entry], lengths[entry]
-        spared += tokens * keys * (2 * rank - each) - (keys - tokens) * rank * each
+        spared += tokens * keys * (2 * rank - elements) - (keys - tokens) * rank * elements
     return spared > 0
 
 

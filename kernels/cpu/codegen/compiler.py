@@ -107,30 +107,30 @@ def has_int8() -> bool:
 
 class _Recording(threading.local):
     calls: list[tuple[int, list[int]]] | None = None
-    kept: list[object] | None = None
+    memories: list[object] | None = None
 
 
 _recording = _Recording()
 
 
 @contextlib.contextmanager
-def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterator[None]:
+def recording(calls: list[tuple[int, list[int]]], memories: list[object]) -> Iterator[None]:
     """Record this thread's calls of native functions within the context.
 
     calls: receives each call's address and arguments, in order.
-    kept: receives the memory that the calls use (`keep`).
+    memories: receives the memory that the calls use (`keep`).
     """
-    _recording.calls, _recording.kept = calls, kept
+    _recording.calls, _recording.memories = calls, memories
     try:
         yield
     finally:
-        _recording.calls = _recording.kept = None
+        _recording.calls = _recording.memories = None
 
 
 def keep(memory: object) -> None:
     """Keep this memory alive with the recording of this thread's calls, if there is one."""
-    if _recording.kept is not None:
-        _recording.kept.append(memory)
+    if _recording.memories is not None:
+        _recording.memories.append(memory)
 
 
 def bits(number: float) -> int:

@@ -292,8 +292,10 @@ def test_what_is_over_time_is_told_by_line(tmp_path: Path) -> None:
         worker.ask = slow
         entry = folder.batch(batch["id"], "")
         assert entry is not None
-        entry.told["expires_at"] = int(time.time()) + 1
+        entry.fields["expires_at"] = int(time.time()) + 1
         folder.save(entry)
+        (stored,) = (folder.path / "batches").glob("*.json")
+        assert "told" in json.loads(stored.read_bytes())  # or an update loses batches
         await worker.work()
         batch = await look(client, f"/v1/batches/{batch['id']}")
         assert batch["status"] == "expired" and batch["expired_at"]
@@ -333,9 +335,9 @@ def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
         assert folder is not None
         entry = folder.batch(batch["id"], digest.hex()[:32])
         assert entry is not None
-        failed = entry.told["error_file_id"]
+        failed = entry.fields["error_file_id"]
         failures = folder.data(failed).read_bytes().splitlines() if failed else []
-        return entry.told, [json.loads(raw)["response"] for raw in failures], api
+        return entry.fields, [json.loads(raw)["response"] for raw in failures], api
 
     outcome, _, api = asyncio.run(case(KeyRule(requests=120, priority=40), 122))
     assert outcome["request_counts"]["completed"] == 122  # the last of them half a second late
