@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from deployments.api.context import ApiContext, Handler
-from deployments.api.generation.call import GenerationCall, check_context, prepare
+from deployments.api.generation.call import GenerationCall, check_limits, prepare
 from deployments.api.generation.images import ChatImages, read_images
 from deployments.api.generation.request import ChatRequest, ImagePart, TextRequest
 from deployments.api.generation.tenancy import queue_place
@@ -94,12 +94,12 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
     try:
         card = await context.admit(place.key, request.model, exchange.caller)
         images = undecoded = await _images(request, card, options.images, exchange.ignored)
-        call = await prepare(request, exchange.body_size, card, backend, options, images)
+        call = await prepare(request, exchange.body_size, card, backend, images)
         exchange.ignored += call.ignored
         if call.card.parent is not None:
             call.common.adapter = await context.pin(call.card.id, place.deadline)
             call.card = backend.models().get(call.card.id, call.card)
-        check_context(call)
+        check_limits(call, options.max_choices)
         if call.output is not None and call.output.needs_grammar(request.constraint):
             grammar, ignored = await output_grammar_of(call.output, request.constraint, call.card)
             call.change_params(structured=grammar, thinking=call.output.thinking_budget)
@@ -187,7 +187,7 @@ async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: Dia
         images = await _images(request, card, options.images, exchange.ignored)
         if images is not None:
             exchange.on_end.append(images.held.release)
-        call = await prepare(request, exchange.body_size, card, backend, options, images)
+        call = await prepare(request, exchange.body_size, card, backend, images)
     except (ApiError, MantaError) as error:
         raise request.own_error(error) from None
     return len(call.prompts[0])

@@ -121,7 +121,7 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
         "seen_ago_s": round(now - state.seen, 3) if state.seen else None,
         "stats": msgspec.structs.asdict(state.stats),
         "ours": state.held,
-        "room": state.room() if state.available else 0,
+        "room": state.room()[0] if state.available else 0,
         "tokens_per_second": _finite(state.rate()),
         "cost": {
             "wait_ms": _ms(fixed),

@@ -234,7 +234,7 @@ class Fleet:
         running = stats.running
         # The other routers see the same stats and choose alike, which shows only in the next frame.
         routers = max(1, stats.routers)
-        sequences = running + stats.waiting + routers * replica.booked
+        sequences = running + stats.waiting + routers * len(replica.bookings)
         limit = stats.rows or 2**31
         crowd = min(sequences, limit)
         step = cost.base + cost.sequence * crowd

@@ -87,7 +87,7 @@ class ReplicaState:
         self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
         self.booked_tokens = 0  # prompt tokens of booked choices
         self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
-        self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two sums
+        self.bookings: dict[int, tuple[int, int]] = {}  # choice -> its part of these two sums
         self._ours: set[int] = set()  # this router's choices at the replica
         self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
         # Fading mean of the seconds from sending a choice to its first token.
@@ -96,8 +96,7 @@ class ReplicaState:
         self._sharing = 0  # number of routers that a new replica will soon have
         self._opened = 0.0
         self._changed: set[ReplicaState] = set() if changed is None else changed
-        self._room: int | None = None  # None: to be computed
-        self._free_rows = 0.0  # computed with the room
+        self._room: tuple[int, float] | None = None  # result of `room`; None: to be computed
         self._part = FadingRate()  # this router's share of all choices there, while it is full
         self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
         # tokens/s of prompts (computed or cached) and outputs, while it is full
@@ -138,16 +137,11 @@ class ReplicaState:
         self._touch()
         self.stats = EngineStats()
         self.booked_tokens = self.uncached_tokens = 0
-        self._booked.clear()
+        self.bookings.clear()
         self._ours.clear()
         self._unbegun.clear()
 
     # -- what is sent
-
-    @property
-    def booked(self) -> int:
-        """The number of choices that were sent but are not in the replica's stats yet."""
-        return len(self._booked)
 
     @property
     def held(self) -> int:
@@ -162,7 +156,7 @@ class ReplicaState:
         """
         self._room = None
         self._changed.add(self)
-        self._booked[choice] = tokens, uncached
+        self.bookings[choice] = tokens, uncached
         self._ours.add(choice)
         self._unbegun[choice] = adapter
         self.booked_tokens += tokens
@@ -172,7 +166,7 @@ class ReplicaState:
         """Drop the bookings of choices that the stats now count, or that are gone. Idempotent."""
         settled = False
         for choice in choices:
-            booking = self._booked.pop(choice, None)
+            booking = self.bookings.pop(choice, None)
             if booking is not None:
                 self.booked_tokens -= booking[0]
                 self.uncached_tokens -= booking[1]
@@ -248,31 +242,20 @@ class ReplicaState:
         """The router's share of the choices that the replica can run at once; inf if unknown."""
         return -(-self.stats.rows // self.routers) or math.inf
 
-    def room(self) -> int:
-        """Return how many more choices this router should send; zero or negative: none.
+    def room(self) -> tuple[int, float]:
+        """Return how many more choices this router should send, and its share of the free rows.
 
-        Routers do not know of each other's requests. Each takes its share of the free rows, and
-        sees in the next frame what is left. It also sends its share of the choices that wait beyond
-        the rows, so that each router gets its turn.
+        Zero or fewer choices: none. Routers do not know of each other's requests. Each takes its
+        share of the free rows, and sees in the next frame what is left. It also sends its share of
+        the choices that wait beyond the rows, so that each router gets its turn.
+
+        Free rows are 0 while memory is short. Negative: the number of its choices that wait there
+        for a row. Other routers fill their shares at the same time, which shows only in the next
+        frame.
         """
-        if self._room is None:
-            self._room, self._free_rows = self._count_room()
-        return self._room
-
-    def free_rows(self) -> float:
-        """Return this router's share of the free rows; 0 while memory is short.
-
-        Negative: the number of its choices that wait there for a row. Other routers fill their
-            shares at
-        the same time, which shows only in the next frame.
-        """
-        if self._room is None:
-            self._room, self._free_rows = self._count_room()
-        return self._free_rows
-
-    def _count_room(self) -> tuple[int, float]:
-        """Return the room and this router's free rows."""
-        stats, booked = self.stats, len(self._booked)
+        if self._room is not None:
+            return self._room
+        stats, booked = self.stats, len(self.bookings)
         routers = max(1, stats.routers, self._sharing)
         tokens = stats.waiting_tokens + self.booked_tokens
         rows_left = stats.rows - stats.running - stats.waiting
@@ -285,20 +268,22 @@ class ReplicaState:
         else:
             free_rows = -(-rows_left // routers) - booked
         backlog = stats.waiting_tokens + routers * self.booked_tokens
-        if backlog and backlog > self._prompts_ahead():
-            return 0, free_rows
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
-        if not stats.rows:
-            return spare, free_rows
         free = -stats.waiting if short else rows_left
-        if free > 0:
+        if backlog and backlog > self._prompts_ahead():
+            room = 0
+        elif not stats.rows:
+            room = spare
+        elif free > 0:
             # Choices sent since the frame count against this router's share, not against all rows.
             # Otherwise a router would take half of the rest each time, and two routers would each
             # take all rows.
-            return spare - (-free // routers) - booked, free_rows
-        over, waiting = booked - free, stats.waiting + booked
-        room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
-        return room, free_rows
+            room = spare - (-free // routers) - booked
+        else:
+            over, waiting = booked - free, stats.waiting + booked
+            room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
+        self._room = room, free_rows
+        return self._room
 
     def _prompts_ahead(self) -> float:
         """Return how many prompt tokens may wait at the replica."""

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +183,18 @@ class ChatTemplate:
         if not sources:
             return None
         template = cls(sources, special_tokens)
-        if template.forms("default")["user"].silent:
+        if template.silent:
             logger.warning(
                 "the chat template of %s leaves out the text of messages, as a text and as a list "
                 "of parts: chats are refused",
                 folder,
             )
         return template
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether the template renders the user's messages without their text."""
+        return self.forms("default")["user"].silent
 
     def forms(self, name: str) -> dict[str, Form]:
         """Return role -> form of contents (text or parts) that this template renders."""

@@ -280,20 +280,6 @@ class Tokenizer:
     def _control(self) -> ControlTokens:
         return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.chat_template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a chat with the model's template.
-
-        options: as in `ChatTemplate.render`.
-        Raises InvalidRequest if the model has no template, or the template refuses the messages.
-        """
-        if self.chat_template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use completions with a prompt instead",
-                param="messages",
-                code="no_chat_template",
-            )
-        return self.chat_template.render(messages, **options)
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -310,7 +296,9 @@ class Tokenizer:
         message cannot end its turn or start another role with ``<|im_end|>``.
 
         max_tokens: the limit; a chat that surely has more tokens is not encoded.
-        Raises InvalidRequest as `render_chat` does, and TooManyTokens.
+        options: as in `ChatTemplate.render`.
+        Raises InvalidRequest if the model has no template, or the template refuses the messages;
+        TooManyTokens.
         """
         typed: dict[str, str] = {}  # from a control token to the mark that replaces it
         nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
@@ -330,15 +318,21 @@ class Tokenizer:
             tools = map_strings(tools, neutral)
         for name, value in options.items():
             options[name] = map_strings(value, neutral)
-        text = self.render_chat(
+        template = self.chat_template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use completions with a prompt instead",
+                param="messages",
+                code="no_chat_template",
+            )
+        text = template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **options,
         )
-        assert self.chat_template is not None
-        check_shown(text, messages, self.chat_template.forms("default")["user"].silent)
+        check_shown(text, messages, template.silent)
         if not typed:
             if max_tokens is not None:
                 self.check_length(text, max_tokens)

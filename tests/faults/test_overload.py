@@ -106,7 +106,7 @@ async def test_thousands_of_disconnects_leave_nothing():
         assert (queue.choices, queue.tokens, queue._queue.keys, queue._tickets) == (0, 0, 0, {})
         for client in two.dispatcher.replicas.values():
             state = client.state
-            assert not state.held and not state._unbegun and not state.booked
+            assert not state.held and not state._unbegun and not state.bookings
         for engine in two.engines.values():
             engine.core.check_integrity()
         assert metrics.finished.values[("abort",)] > 900

@@ -116,7 +116,6 @@ async def prepare(
     size: int,
     card: ModelCard,
     backend: Backend,
-    options: ApiOptions,
     images: ChatImages | None = None,
 ) -> GenerationCall:
     """Check a request against the model that it names, and encode its prompts.
@@ -126,7 +125,7 @@ async def prepare(
 
     Raises ApiError 400; InvalidRequest. These name fields by our names.
     """
-    work = partial(_prepared, request, card, backend.tokenizer(card.id), options, images)
+    work = partial(_prepared, request, card, backend.tokenizer(card.id), images)
     size += _WORD_CHARS * len(request.sampling.bad_words or ())
     try:
         return await in_thread(work, size)
@@ -140,7 +139,6 @@ def _prepared(
     request: ChatRequest | TextRequest,
     card: ModelCard,
     tokenizer: Tokenizer,
-    options: ApiOptions,
     images: ChatImages | None,
 ) -> GenerationCall:
     """Return the call with its prompts. Raises ApiError 400, InvalidRequest."""
@@ -167,11 +165,11 @@ def _prepared(
         prompt_logprobs=params.prompt_logprobs is not None,
         images=images,
     )
-    (_fill_chat if isinstance(request, ChatRequest) else _fill_texts)(call, options)
+    (_fill_chat if isinstance(request, ChatRequest) else _fill_texts)(call)
     return call
 
 
-def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
+def _fill_chat(call: GenerationCall) -> None:
     """Set the prompt of a chat and the plan of its answer. Raises as `prepare`."""
     request = call.request
     assert isinstance(request, ChatRequest)
@@ -196,7 +194,6 @@ def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
     if request.prediction:
         text = request.prediction[: limit * _MOST_TOKEN_CHARS]
         call.common.prediction = tokenizer.encode(text, add_special_tokens=False)[:limit]
-    check_choices(call, options)
     plan = plan_output(tokenizer, tools, ids, generation=request.template.opens)
     budget = None if request.thinking_budget == -1 else request.thinking_budget
     if budget is not None and (plan is None or plan.thinking == "no"):
@@ -297,7 +294,7 @@ def _cut(ids: list[int], tokens: int, cut: PromptCut) -> list[int]:
     return ids[-tokens:] if cut.keeps_end else ids[:tokens]
 
 
-def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
+def _fill_texts(call: GenerationCall) -> None:
     """Set the prompts of a completion. Raises as `prepare`."""
     request = call.request
     assert isinstance(request, TextRequest)
@@ -312,7 +309,6 @@ def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
         _fill_gaps(call, request)
     else:
         _fill_prompts(call, request)
-    check_choices(call, options)
 
 
 def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
@@ -363,27 +359,22 @@ def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
             raise invalid("prompt must not be empty: this model has no BOS token", "prompt")
 
 
-def check_choices(call: GenerationCall, options: ApiOptions) -> None:
-    """Check how many choices a request has. Raises ApiError 400 too_many_choices."""
-    n, most = call.common.params.n, options.max_choices
-    count = len(call.prompts) * n
-    if count > most:
-        raise invalid(
-            f"{len(call.prompts)} prompts with n {n} are {count} choices; one request "
-            f"takes {most} (limits.choices)",
-            "n",
-            "too_many_choices",
-        )
-
-
-def check_context(call: GenerationCall) -> None:
-    """Check the prompts against the model's context, and the number of prompt log-probabilities.
+def check_limits(call: GenerationCall, most_choices: int) -> None:
+    """Check the numbers of choices, of tokens in the context, and of prompt log-probabilities.
 
     Called when the card is known to be the adapter's, whose virtual tokens leave less room. Raises
     InvalidRequest context_length_exceeded, about the prompt if that alone is too long; ApiError 400
-    where the log-probabilities of the prompt are too many.
+    too_many_choices, or where the log-probabilities of the prompt are too many.
     """
     params = call.common.params
+    count = len(call.prompts) * params.n
+    if count > most_choices:
+        raise invalid(
+            f"{len(call.prompts)} prompts with n {params.n} are {count} choices; one request "
+            f"takes {most_choices} (limits.choices)",
+            "n",
+            "too_many_choices",
+        )
     limit, wanted = call.card.max_model_len, params.max_tokens
     where = call.request.prompt_name
     for ids in call.prompts:

@@ -19,6 +19,7 @@ from deployments.api.output.output_format import (
 )
 from deployments.api.output.response_template import DeclaredOutput, declared_output
 from engine.errors import InvalidRequest
+from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.api")
@@ -92,11 +93,12 @@ def template_output(tokenizer: Tokenizer) -> TemplateOutput:
 
 
 def _found(tokenizer: Tokenizer) -> TemplateOutput:
-    if tokenizer.chat_template is None:
+    template = tokenizer.chat_template
+    if template is None:
         return TemplateOutput(None, None)
-    source = "\n".join(tokenizer.chat_template.sources.values())
+    source = "\n".join(template.sources.values())
     shapes = [_Shape(*flags) for flags in _FLAGS] if "tool_calls" in source else []
-    declared = _declared(tokenizer, shapes)
+    declared = _declared(tokenizer, template, shapes)
     reasoning = next((form for form in REASONING if form.known_by in source), None)
     said = declared.reasoning
     if said is not None and (reasoning is None or reasoning.start.strip() != said.start):
@@ -110,14 +112,14 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
         "wrapper": wrapper,
         "problems": declared.problems,
     }
-    calls, shape = _shown(tokenizer, shapes, FORMATS)
+    calls, shape = _shown(template, shapes, FORMATS)
     if declared.calls is not None and shapes and not _same(calls, declared.calls):
         calls = declared.calls
-        _, shape = _shown(tokenizer, shapes, (calls,))
-        calls = _separated(calls, _rendered(tokenizer, shape, "again"))
+        _, shape = _shown(template, shapes, (calls,))
+        calls = _separated(calls, _rendered(template, shape, "again"))
     if calls is not None:
-        again = _rendered(tokenizer, shape, "again")
-        beside = _rendered(tokenizer, shape, "", "So.", "Hm.")
+        again = _rendered(template, shape, "again")
+        beside = _rendered(template, shape, "", "So.", "Hm.")
         plan = "tool_plan" if "tool_plan" in code else ""
         if not plan and "Hm." in beside and "So." not in beside:
             plan = "reasoning_content"
@@ -134,7 +136,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
         )
     described_in: Literal["", "system", "user"] = ""
     if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
-        described_in = "system" if _takes_system(tokenizer) else "user"
+        described_in = "system" if _takes_system(template) else "user"
     calls = _TOLD if described_in else None
     special = _special_ids(tokenizer, calls, reasoning)
     return TemplateOutput(
@@ -166,7 +168,7 @@ _FLAGS = [
 
 
 def _shown(
-    tokenizer: Tokenizer, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
+    template: ChatTemplate, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
 ) -> tuple[OutputFormat | None, _Shape]:
     """Return the first format in which the template writes a call, and the call's shape.
 
@@ -175,7 +177,7 @@ def _shown(
     """
     taken = None
     for shape in shapes:
-        rendered = _rendered(tokenizer, shape)
+        rendered = _rendered(template, shape)
         taken = taken or (shape if rendered else None)
         for format in formats:
             written = format.write(_NAME, _VALUES) in rendered and format.opening in rendered
@@ -184,11 +186,13 @@ def _shown(
     return None, taken or _Shape()
 
 
-def _declared(tokenizer: Tokenizer, shapes: Sequence[_Shape]) -> DeclaredOutput:
+def _declared(
+    tokenizer: Tokenizer, template: ChatTemplate, shapes: Sequence[_Shape]
+) -> DeclaredOutput:
     if tokenizer.response_template is None:
         return DeclaredOutput()
     ((key, value),) = _VALUES.items()
-    examples = [_rendered(tokenizer, shape) for shape in shapes if not shape.named_ids]
+    examples = [_rendered(template, shape) for shape in shapes if not shape.named_ids]
     ends = [tokenizer.token_text(id) for id in tokenizer.eos_token_ids]
     return declared_output(tokenizer.response_template, _NAME, key, value, examples, ends)
 
@@ -215,10 +219,10 @@ def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
     return bare[1].startswith(bare[0])
 
 
-def _takes_system(tokenizer: Tokenizer) -> bool:
+def _takes_system(template: ChatTemplate) -> bool:
     chat = [{"role": "system", "content": "A rule."}, {"role": "user", "content": "A question."}]
     try:
-        return "A rule." in tokenizer.render_chat(chat, max_seconds=1.0)
+        return "A rule." in template.render(chat, max_seconds=1.0)
     except InvalidRequest:
         return False
 
@@ -236,7 +240,7 @@ def _special_ids(
 
 
 def _rendered(
-    tokenizer: Tokenizer, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
+    template: ChatTemplate, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
 ) -> str:
     """Render a chat with a call, or two; "" if the template refuses the chat."""
     arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
@@ -259,6 +263,6 @@ def _rendered(
     ]
     chat = [{"role": "user", "content": "A question."}, turn, *results]
     try:
-        return tokenizer.render_chat(chat, tools=[_TOOL], max_seconds=1.0)
+        return template.render(chat, tools=[_TOOL], max_seconds=1.0)
     except InvalidRequest:
         return ""

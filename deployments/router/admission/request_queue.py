@@ -175,7 +175,7 @@ class RequestQueue:
 
     def hear_frame(self, replica: ReplicaState) -> None:
         """Place queued requests if this replica's last frame shows room."""
-        if self._queue.sequences and replica.room() > 0:
+        if self._queue.sequences and replica.room()[0] > 0:
             self.fill()
         if self._leaving is not None:
             self.replicas_changed()
@@ -203,9 +203,10 @@ class RequestQueue:
         for replica in self._fleet.replicas.values():
             if replica.available:
                 ready = True
-                if replica.room() > 0:
+                room, free_rows = replica.room()
+                if room > 0:
                     roomy.append(replica)
-                    free = free or replica.free_rows() > 0
+                    free = free or free_rows > 0
         return ready, roomy, free
 
     def _limit(self, request: GenerationRequest) -> int:
@@ -241,7 +242,7 @@ class RequestQueue:
                     Capacity(
                         rate=replica.rate(),
                         rows=replica.rows,
-                        free=replica.free_rows(),
+                        free=replica.room()[1],
                         first_seconds=replica.first_seconds,
                     )
                     for replica in known

@@ -96,7 +96,7 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        capacity = Capacity(state.rate(), state.rows, state.free_rows(), (), state.first_seconds)
+        capacity = Capacity(state.rate(), state.rows, state.room()[1], (), state.first_seconds)
         return Capacity.over([capacity], sorted(self._endings()))
 
     def _endings(self) -> Iterator[float]:
@@ -106,8 +106,8 @@ class Router:
 
     def offer(self, request: Request, now: float) -> None:
         request.router = self
-        roomy = not self.queue and self.state.room() > 0
-        if roomy and self.state.free_rows() > 0:
+        roomy = not self.queue and self.state.room()[0] > 0
+        if roomy and self.state.room()[1] > 0:
             self._send(request, now)
             return
         work = request.prompt + self.estimate.expected(request.limit)
@@ -123,7 +123,7 @@ class Router:
         self.queue.remove(self.tickets[request.id])
 
     def fill(self, now: float) -> None:
-        while self.queue.head() is not None and self.state.room() > 0:
+        while self.queue.head() is not None and self.state.room()[0] > 0:
             self._send(self.queue.pop(), now)
 
     def _send(self, request: Request, now: float) -> None:

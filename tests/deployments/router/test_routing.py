@@ -104,14 +104,17 @@ def test_what_was_just_sent_counts_until_the_figures_contain_it():
     counts = Counter(send(known_fleet, WORK, seed=n).replica for n in range(20))
     assert min(counts.values()) > 5
     state = known_fleet.replicas["a"]
-    before, fixed = state.booked, known_fleet.terms[0, state.column]
+    before, fixed = len(state.bookings), known_fleet.terms[0, state.column]
     assert before > 0
     see(known_fleet, "a", stats(), 30.0)
-    assert state.booked == before and known_fleet.terms[0, state.column] == fixed, (
+    assert len(state.bookings) == before and known_fleet.terms[0, state.column] == fixed, (
         "an old figure, said again"
     )
-    see(known_fleet, "a", stats(), 31.0, list(state._booked))
-    assert state.booked == 0 == state.uncached_tokens and known_fleet.terms[0, state.column] < fixed
+    see(known_fleet, "a", stats(), 31.0, list(state.bookings))
+    assert (
+        len(state.bookings) == 0 == state.uncached_tokens
+        and known_fleet.terms[0, state.column] < fixed
+    )
 
 
 def test_what_is_taken_back_before_it_was_counted_counts_no_more():
@@ -121,7 +124,7 @@ def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     fixed = known_fleet.terms[0, state.column]
     decision = route(WORK, known_fleet, Random(0), 0.0)
     known_fleet.send(state, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
-    assert (state.booked, state.booked_tokens, state.uncached_tokens) == (2, 200, 100)
+    assert (len(state.bookings), state.booked_tokens, state.uncached_tokens) == (2, 200, 100)
     known_fleet.refresh()
     assert known_fleet.terms[0, state.column] > fixed
     state.unbook(1)

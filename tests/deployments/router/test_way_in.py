@@ -19,8 +19,8 @@ from tests.deployments.router.fleet import Fleet, LocalEngine
 ROOT = Path(__file__).parents[3]
 PRODUCT = tuple(f"{ROOT / name}/" for name in ("deployments", "engine"))
 API = ("deployments/api/", "engine/text/", "engine/sampling_params.py", "engine/typecheck.py")
-# Calls and functions of each leg, with a few to spare. The goal for both is 250 of 140.
-BOUNDS = {"api": (114, 99), "router": (57, 50)}
+# Calls and functions of each leg, with one or two to spare: 161 of 141 together.
+BOUNDS = {"api": (112, 97), "router": (53, 46)}
 BODY = {
     "model": "m",
     "messages": [{"role": "user", "content": "Tell me something about the sea, please"}],

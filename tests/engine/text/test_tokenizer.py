@@ -83,7 +83,7 @@ def test_control_tokens_typed_by_a_user_are_text(tokenizer: Tokenizer) -> None:
         ]
         assert count[0] == count[1]
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        assert text == tokenizer.render_chat(chat)
+        assert text == tokenizer.chat_template.render(chat)
 
 
 def test_control_tokens_in_tools_and_options_are_text() -> None:
@@ -325,15 +325,15 @@ def test_template_files(tmp_path: Path) -> None:
     config = {"chat_template": named, "eos_token": {"content": "<|im_end|>"}, "add_bos_token": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = Tokenizer.load(tmp_path)
-    assert loaded.render_chat(CHATS[0]) == "one"
-    assert loaded.render_chat(CHATS[0], tools=[{}]) == "two"
+    assert loaded.chat_template.render(CHATS[0]) == "one"
+    assert loaded.chat_template.render(CHATS[0], tools=[{}]) == "two"
     assert loaded.eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert Tokenizer.load(tmp_path).eos_token_ids == (0, 2)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "three"}')
-    assert Tokenizer.load(tmp_path).render_chat(CHATS[0]) == "three"
+    assert Tokenizer.load(tmp_path).chat_template.render(CHATS[0]) == "three"
     (tmp_path / "chat_template.jinja").write_text("four {{ eos_token }}")
-    assert Tokenizer.load(tmp_path).render_chat(CHATS[0]) == "four <|im_end|>"
+    assert Tokenizer.load(tmp_path).chat_template.render(CHATS[0]) == "four <|im_end|>"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match="not valid"):
         Tokenizer.load(tmp_path)
