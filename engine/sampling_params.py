@@ -161,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("pooled needs max_tokens 0 and n 1", param="pooled")
         if self.pooled and not (self.prompt_logprobs is None and self.structured is None):
             raise InvalidRequest(
-                "pooled goes without prompt_logprobs and structured", param="pooled"
+                "pooled cannot be combined with prompt_logprobs or structured", param="pooled"
             )
 
     def _check_types(self) -> None:

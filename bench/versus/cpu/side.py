@@ -51,7 +51,13 @@ def measure(
             rate = len(rows[0]["prompt_ids"]) / best(rows, [1])
         elif column == "single":
             first = best(rows, [1])
-            rate = (counts[0] - 1) / (best(rows, counts) - first)
+            seconds = best(rows, counts) - first
+            if seconds <= 0:
+                raise SystemExit(
+                    f"single: {counts[0]} tokens took no longer than one; raise max_tokens of the "
+                    "first such request, or --repeat"
+                )
+            rate = (counts[0] - 1) / seconds
         else:
             rate = sum(counts) / best(rows, counts)
         figures[KEYS[column]] = round(rate, 1)

@@ -4,8 +4,11 @@ Weights are integers with a scale and an offset for each group of inputs (DashIn
 or with a scale for each output. Activations are quantised to 8 bits with a scale for each 32.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from engine.config.quant_formats import QuantFormat
 from engine.errors import ConfigError
@@ -20,6 +23,8 @@ from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import Kernels
 from kernels.packed import BLOCK, Format
 
+logger = logging.getLogger("manta.engine")
+
 _STEP = 4096  # rows that are quantised at once, a multiple of 64
 
 
@@ -32,6 +37,7 @@ class RoundedCpu(DenseCpu):
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
         super().__init__(kernels)
         self._quant = quant
+        self._dense_shapes: set[tuple[int, int]] = set()  # of matrices that stayed dense
 
     def format(self, width: int) -> Format:
         """Return the format of rows of this width, a multiple of 32."""
@@ -60,9 +66,23 @@ class RoundedCpu(DenseCpu):
     def finish(self, state: DenseState) -> Any:
         outputs, width = state.weight.shape
         if not self._packs(outputs, width):
+            self._log_dense(state.weight)
             return super().finish(state)
         form = self.format(width)
         packed = PackedBlocks(form, outputs, width, state.bias)
         for begin in range(0, outputs, _STEP):
             packed.fill(begin, *rounded(form, state.weight[begin : begin + _STEP]))
         return PackedState(packed)
+
+    def _log_dense(self, weight: Tensor) -> None:
+        """Warn once for each shape that matrices without a kernel stay dense."""
+        outputs, width = weight.shape
+        if (outputs, width) not in self._dense_shapes:
+            self._dense_shapes.add((outputs, width))
+            logger.warning(
+                "quantization %s has no GEMM here for matrices [%d, %d], which stay in %s",
+                self._quant.name,
+                outputs,
+                width,
+                str(weight.dtype).removeprefix("torch."),
+            )

@@ -98,3 +98,15 @@ def test_columns_are_what_they_say() -> None:
     single = [counts for lengths, counts in asked if lengths == [10]]
     assert single == [[4], [1], [1], [8], [8]]
     assert [counts for lengths, counts in asked if len(lengths) == 3][1:] == [[6, 6, 6]] * 2
+
+
+def test_tokens_that_take_no_time_have_no_rate() -> None:
+    """Bug: a division by zero, or a negative rate in a table."""
+    request = {"kind": "single", "prompt_ids": [1], "max_tokens": 1}
+    times = iter([0.0, 2.0, 0.0, 1.0])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(SystemExit, match="raise max_tokens"),
+    ):
+        patch.setattr(time, "perf_counter", lambda: next(times))
+        measure(lambda prompts, counts: None, [request], ["single"], 1)

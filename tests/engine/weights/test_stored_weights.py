@@ -404,6 +404,16 @@ def test_a_scale_an_output() -> None:
             assert ((got - x.double() @ want.T - bias).abs() <= bound(x, want)).all()
 
 
+def test_matrices_without_a_kernel_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: weights stay in 16 bits without a word, or with a line for each expert."""
+    method = METHODS["uint4-32"]["cpu"](kernels_for("cpu"))
+    for outputs, width in ((100, 576), (100, 576), (128, 100), (128, 576)):
+        method.finish(DenseState(torch.zeros(outputs, width, dtype=torch.bfloat16), None))
+    dense = [record.args for record in caplog.records if "no GEMM here" in record.message]
+    bfloat16 = [("uint4-32", 100, 576, "bfloat16"), ("uint4-32", 128, 100, "bfloat16")]
+    assert dense == bfloat16 if able() else dense[:2] == bfloat16
+
+
 @pytest.mark.parametrize("name", ["w8a8", "uint4-32"])
 def test_a_machine_that_cannot_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: weights stay in 16 bits without a word, or a CompilerUnavailable that names no key."""
