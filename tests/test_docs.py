@@ -394,8 +394,8 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     """HTTP by the openai client, a Ray job with Manta installed, and one without."""
     port, environment = served
-    *http, _ = examples("http.md")  # a batch needs a folder: tests of batches
-    for code in http:
+    for name in ("chat", "tools"):
+        code = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
         assert run(code.replace("8000", str(port)), **environment).strip()
     *_, installed, cut, plain, _ = examples("python.md")
     # Unseeded, an answer may be one word; the example's own answer is not what is tried.
