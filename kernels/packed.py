@@ -22,8 +22,8 @@ BLOCK = 32
 # e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
-# Compute capabilities of CUDA: the least that converts e4m3 numbers itself, the least whose
-# products of 8-bit integers Triton has, and the one whose scaled products of e4m3 torch has.
+# Compute capabilities of CUDA: the least that converts e4m3 itself, the least for which Triton has
+# matmuls of 8-bit integers, and the one for which torch has scaled matmuls of e4m3.
 FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the major number of the compute capability

@@ -177,7 +177,8 @@ class _StepCosts:
                 self.rest = min(longer, _REST if few else _LONGEST_REST)
         else:
             self.on = True
-            # A block without drafts costs what drafts give: few of them where that is much.
+            # A block without drafts loses what drafts would gain, so such blocks are rare where
+            # that is much.
             long = 128 if self.value < 1.1 else 512
             self.left = long if pays else _SETTLING + _MEASURED
             if not pays:  # another trial, on new figures

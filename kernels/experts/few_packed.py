@@ -34,7 +34,7 @@ class PairTile(NamedTuple):
     units: int  # of a row at a time
     num_warps: int
     ints: int = 2  # of 8-bit codes the 32-bit words of a unit
-    converts: bool = False  # 8-bit floats become numbers by the device's instruction
+    converts: bool = False  # whether the device's instruction converts 8-bit floats
 
 
 # Tiles for 8-bit weights, from a sweep with e4m3 on an H200: for gate and up; for down, (most

@@ -16,7 +16,8 @@ from kernels.launch.device import compute_capability
 from kernels.packed import PackedWeight
 
 # As `grouped.TILES`: what a sweep of bench.kernels.experts found on an H200 with 128 experts of
-# which 8 are chosen, at 1 to 4,096 tokens. One token too takes less time so than pair by pair.
+# which 8 are chosen, at 1 to 4,096 tokens. A single token, too, takes less time so than pair by
+# pair.
 TILES: tuple[tuple[float, Tiles], ...] = (
     (0.1, Tiles(Tile(16, 64, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, tma=True, swap=True))),
     (10, Tiles(Tile(16, 64, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, tma=True, swap=True))),

@@ -22,8 +22,8 @@ class FragmentTiles(NamedTuple):
     down: FragmentTile
 
 
-# Tokens up to which pairs are multiplied one by one, and tiles for that. The warps of a program
-# below each other are a token's experts in the second product.
+# Tokens up to which pairs are multiplied one by one, and tiles for that. In the down matmul a
+# program's warps with different outputs take a token's experts.
 MOST = 1
 FEW = FragmentTiles(FragmentTile(8, 1, 2, 4, 3), FragmentTile(8, 1, 8, 2, 6))
 # The pairs that an expert has on average -> tiles, the first that fits.

@@ -10,8 +10,8 @@ from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 _BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt has scales of blocks
-_FOUR = 4  # of the scales of a row or a column of blocks, that cuBLASLt reads at once
-_TILE = 128  # outputs, and rows of x, of a program of that product of blocks
+_FOUR = 4  # cuBLASLt reads the scales of a row or column of blocks by so many
+_TILE = 128  # outputs, and rows of x, that a program of cuBLASLt's matmul of blocks computes
 
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
