@@ -156,7 +156,7 @@ def exact(pools: Pools, copy: Copy) -> bool:
 
 
 def beside_products(copy: Copy | None) -> float:
-    """Return the milliseconds of 40 products of matrices, beside copies to the host if given."""
+    """Return the milliseconds of 40 matmuls, beside copies to the host if given."""
     left = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)

@@ -212,7 +212,8 @@ def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
 
 
 def _receiver(part: _Part) -> WeightTransfer | None:
-    """Return what takes weights from a trainer; None where not all ranks would find them."""
+    """Return the receiver of weights from a trainer; None where not all ranks would find its
+    folders."""
     resolved = part.resolved
     if part.pooling is not None or resolved.config.pipeline_nodes > 1:
         return None

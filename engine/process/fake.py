@@ -163,7 +163,7 @@ class FakeReceiver:
 
 
 class FakeMemory:
-    """Memory that is only said to be free."""
+    """The fake core's memory, which is freed and taken in name only."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
         """Do nothing."""

@@ -71,7 +71,8 @@ class StateVerification:
             meta.state_runs = self._runs
 
     def settle(self, settled: Sequence[tuple[int, int]]) -> None:
-        """Bring the states of rows to their texts, before a step or a snapshot reads them.
+        """Bring the states of rows up to the ends of their texts, before a step or a snapshot reads
+        them.
 
         settled: (row, how many tokens of the run the text got) of the last step's runs; without
             the rows whose requests have ended.

@@ -14,7 +14,7 @@ Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], AttentionMeta], Tensor]
 def compute_runs(
     kernel: Kernel, inputs: Sequence[Tensor], states: Sequence[Tensor], meta: AttentionMeta
 ) -> Tensor:
-    """Return kernel(inputs, states, meta), in which drafts change no state.
+    """Compute kernel(inputs, states, meta) so that drafts change no state.
 
     states: the tensors that the kernel writes, [rows, ...] each.
     """
