@@ -6,7 +6,6 @@ not sent again.
 """
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import json
@@ -28,7 +27,7 @@ from deployments.api.fields.pooled import BYTES, BYTES_ONLY
 from deployments.api.http.errors import ApiError, internal
 from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
-from deployments.router.serve.handle_call import AsgiApp, post
+from deployments.router.serve.handle_call import BATCH_PRIORITY, AsgiApp, post, wait_of
 
 logger = logging.getLogger("manta.router")
 
@@ -40,7 +39,6 @@ MAX_AT_ONCE = 64  # batches that run at once; they share `batch.in_flight`
 MAX_REQUESTS = 50_000  # most requests of a batch, as OpenAI's limit
 MAX_ERRORS = 100  # most errors listed for an invalid file
 MAX_TRIES = 5  # tries in a row of a batch whose work itself fails
-PRIORITY = 16  # behind all others: the lowest priority that a queue distinguishes
 
 _PARTS = (("output", "output_file_id", "completed"), ("errors", "error_file_id", "failed"))
 _REST = {
@@ -67,7 +65,7 @@ def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
             return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
         # A tenant of its own, so that the key's other requests do not queue behind its batches.
         caller = replace(caller, tenant=f"{owner}/batch")
-        priority = max(PRIORITY, caller.least_priority)
+        priority = max(BATCH_PRIORITY, caller.least_priority)
         # Not msgspec, which refuses integers beyond 64 bits and writes infinity as null.
         payload = json.dumps({**body, "priority": priority}).encode()
         return await post(app, path, payload, caller, id, seconds)
@@ -361,7 +359,7 @@ class _Run:
                 except Exception:  # a raised exception would repeat with each try of the batch
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
-            wait = _wait_of(status, headers)
+            wait = wait_of(status, headers)
             if wait is None or wait > left:
                 break
             self._resume_at = time.monotonic() + min(wait, 60.0)
@@ -420,21 +418,6 @@ class _Run:
         await self._becomes(ended)
         self._part("cancel").unlink(missing_ok=True)
         logger.info("batch %s: %s, %s", batch["id"], ended, self._counts)
-
-
-def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
-    """Return the seconds until a request is tried again; None: the answer is final.
-
-    A request is tried again after a lack of room or replicas, or when the key's limit per minute or
-    budget is used up.
-    """
-    if status not in (429, 503):
-        return None
-    if b"retry-after" not in headers:
-        return None if headers.get(b"x-should-retry") == b"false" else 1.0
-    with contextlib.suppress(ValueError):
-        return max(1.0, float(headers[b"retry-after"]))
-    return 1.0
 
 
 def _answer_line(

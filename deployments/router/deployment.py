@@ -49,6 +49,7 @@ from deployments.router.request_trace import context_of, spans_of
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import handle_call
 from deployments.router.serve.all_routers import AllRouters
+from deployments.router.serve.ray_data import answer_row
 from deployments.router.training import RouterTraining
 
 if TYPE_CHECKING:
@@ -237,6 +238,21 @@ class Router:
         """
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
+
+    # Ray Data's Serve stage knows these methods of Ray's own deployments of models. It takes the
+    # first item that they yield.
+
+    async def completions(self, request: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer to a row of a dataset; see `ray_data.answer_row`."""
+        yield await answer_row(self._trusted, "/v1/completions", request, self._front.only)
+
+    async def chat(self, request: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer to a row of a dataset that is a chat."""
+        yield await answer_row(self._trusted, "/v1/chat/completions", request, self._front.only)
+
+    async def embeddings(self, request: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the embeddings of a row of a dataset."""
+        yield await answer_row(self._trusted, "/v1/embeddings", request, self._front.only)
 
     async def update_weights(self, folder: str, version: str = "", model: str = "") -> str:
         """Replace the weights at all replicas by a checkpoint; return the version's name.

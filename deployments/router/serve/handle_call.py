@@ -1,6 +1,7 @@
 """Calls of our own ASGI app without HTTP, by which handle calls get the HTTP API's behaviour."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
+BATCH_PRIORITY = 16  # behind all others: the lowest priority that a queue distinguishes
 _MAX_PARTS = 16  # most unread parts of a response
 
 
@@ -104,6 +106,21 @@ async def post(
 
     await app(scope, receive, send)
     return start["status"], dict(start.get("headers", ())), b"".join(parts)
+
+
+def wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
+    """Return the seconds until a request is tried again; None: the answer is final.
+
+    A request is tried again after a lack of room or replicas, or when the key's limit per minute or
+    budget is used up.
+    """
+    if status not in (429, 503):
+        return None
+    if b"retry-after" not in headers:
+        return None if headers.get(b"x-should-retry") == b"false" else 1.0
+    with contextlib.suppress(ValueError):
+        return max(1.0, float(headers[b"retry-after"]))
+    return 1.0
 
 
 def _scope(

@@ -21,7 +21,8 @@ from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
 from deployments.api.options import ApiOptions
 from deployments.cli.batch import run
-from deployments.router.batch_worker import PRIORITY, BatchWorker, asker
+from deployments.router.batch_worker import BatchWorker, asker
+from deployments.router.serve.handle_call import BATCH_PRIORITY
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
 from tests.deployments.api.pooling.test_embeddings import POOLING
 from tests.deployments.api.server import serve
@@ -104,7 +105,7 @@ def test_a_batch_is_answered_behind_all_others(tmp_path: Path) -> None:
         assert first["status_code"] == 200 and first["body"]["choices"][0]["text"]
         (failed,) = await content(client, batch["error_file_id"])
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 404
-        assert {request.priority for request in api.context.backend.requests} == {PRIORITY}
+        assert {request.priority for request in api.context.backend.requests} == {BATCH_PRIORITY}
         assert {(request.key, request.owner) for request in api.context.backend.requests} == {
             ("/batch", "")
         }
@@ -400,7 +401,7 @@ def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert {file.purpose for file in client.files.list()} == {"batch_output"}
         with pytest.raises(openai.BadRequestError, match="completed already"):
             client.batches.cancel(batch.id)
-    assert {request.priority for request in api.context.backend.requests} == {PRIORITY}
+    assert {request.priority for request in api.context.backend.requests} == {BATCH_PRIORITY}
 
 
 def test_what_is_old_goes(tmp_path: Path) -> None:

@@ -33,9 +33,16 @@ def cluster(shared_cluster: Cluster, tmp_path_factory):
     serve.delete("manta")
 
 
-def driver(cluster: Cluster, code: str, folder: Path) -> str:
-    """Run code as a program of its own that has joined the cluster; what it printed."""
-    program = f"import ray\nray.init({cluster.address!r}, log_to_driver=False)\n"
+def driver(cluster: Cluster, code: str, folder: Path, **variables: str) -> str:
+    """Run code as a program of its own that has joined the cluster; what it printed.
+
+    variables: of its tasks and actors.
+    """
+    environment = {"env_vars": variables} if variables else None
+    program = (
+        f"import ray\nray.init({cluster.address!r}, log_to_driver=False, "
+        f"runtime_env={environment!r})\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program + textwrap.dedent(code)],
         capture_output=True,

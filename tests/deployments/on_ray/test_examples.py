@@ -54,10 +54,19 @@ def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "shown"), [("chat", "60 tokens"), ("ray_job", "(40 tokens)"), ("batch", "question-9")]
+    ("name", "shown"),
+    [
+        ("chat", "60 tokens"),
+        ("ray_job", "(40 tokens)"),
+        ("batch", "question-9"),
+        ("ray_data", "100 answers, 0 errors"),
+    ],
 )
 def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
     """A sample that ends in a traceback is the first thing that a new user sees."""
+    if name == "ray_data":
+        pytest.importorskip("pyarrow")
+        pytest.importorskip("pandas")
     url = f"http://127.0.0.1:{served.port}/v1"
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), url],

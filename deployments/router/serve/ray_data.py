@@ -1,0 +1,65 @@
+"""Rows of Ray Data's Serve stage (`ServeDeploymentProcessorConfig`), answered behind all others."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.caller import Caller
+from deployments.router.serve.handle_call import BATCH_PRIORITY, AsgiApp, post, wait_of
+
+# The stage adds these to a row's `request_kwargs`.
+_OF_STAGE = ("request_id", "idx_in_batch")
+_LONGEST_WAIT = 60.0  # seconds between two tries
+# A tenant of its own, so that other callers with handles do not queue behind a dataset.
+_CALLER = Caller(tenant="ray-data")
+
+
+async def answer_row(app: AsgiApp, path: str, request: Any, model: str) -> dict[str, Any]:
+    """Return the JSON answer to a row's request; wait, however long, while there is no room.
+
+    path: the HTTP route that answers.
+    request: the fields of the HTTP API, or a pydantic model of them, with those of the stage.
+    model: the name for a request that names none; "": there are several.
+    Raises ValueError for an answer that is an error: the stage then fails this row alone.
+    """
+    fields = _fields(request)
+    if fields.pop("stream", None):
+        raise ValueError("stream: the answer to a row of a dataset comes whole")
+    named = {"model": model} if model else {}
+    body = {"priority": BATCH_PRIORITY, **named, **fields}
+    payload = json.dumps(body, default=_plain).encode()
+    request_id = f"row-{secrets.token_hex(12)}"
+    while True:
+        status, headers, reply = await post(app, path, payload, _CALLER, request_id, MAX_DEADLINE)
+        wait = wait_of(status, headers)
+        if wait is None:
+            break
+        await asyncio.sleep(min(wait, _LONGEST_WAIT) * (1 + secrets.randbelow(256) / 1024))
+    answer: dict[str, Any] = json.loads(reply)
+    if status != 200:
+        error = answer["error"]
+        raise ValueError(f"{error['code']}: {error['message']}")
+    return answer
+
+
+def _fields(request: Any) -> dict[str, Any]:
+    if hasattr(request, "model_dump"):
+        request = request.model_dump(exclude_unset=True)
+    if not isinstance(request, Mapping):
+        raise ValueError("request_kwargs: the fields of a request, by name")
+    # Arrow gives all rows of a block the same fields, with None where a row has no value.
+    return {
+        name: value
+        for name, value in request.items()
+        if value is not None and name not in _OF_STAGE
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy's array or number, which Arrow makes of lists, in Python's own types."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ValueError(f"request_kwargs: {type(value).__name__} has no form in JSON")

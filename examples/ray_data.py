@@ -1,0 +1,33 @@
+"""A dataset's prompts answered by the served model, behind all other requests:
+`python examples/ray_data.py`, with the two variables that `manta serve` prints and `ray[data]`."""
+
+import ray
+from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
+
+# Ray's stage uses handles outside of an event loop.
+loop = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1"}
+ray.init(address="auto", log_to_driver=False, runtime_env={"env_vars": loop})
+config = ServeDeploymentProcessorConfig(
+    deployment_name="router", app_name="manta", batch_size=64, should_continue_on_error=True
+)
+processor = build_processor(
+    config,
+    preprocess=lambda row: {
+        "method": "chat",
+        "request_kwargs": {
+            "messages": [{"role": "user", "content": f"What is {row['id']} + {row['id']}?"}],
+            "max_tokens": 16,
+        },
+    },
+    postprocess=lambda row: {
+        "id": row["id"],
+        "answer": row["choices"][0]["message"]["content"],
+    },
+    # Replicas may have reserved all cores, and these tasks only send.
+    preprocess_map_kwargs={"num_cpus": 0},
+    postprocess_map_kwargs={"num_cpus": 0},
+)
+processor.get_stage_by_name("ServeDeploymentStage").map_batches_kwargs["num_cpus"] = 0
+rows = processor(ray.data.range(100)).take_all()
+failed = [row for row in rows if row["__inference_error__"]]
+print(f"{len(rows) - len(failed)} answers, {len(failed)} errors; the last: {rows[-1]}")
