@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.library.handle import RequestHandle
     from engine.library.llm import LLM
     from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
+    from engine.library.scorer import Scorer
     from engine.library.weight_sender import WeightSender
     from engine.sampling_params import SamplingParams
     from engine.structured.grammar import Grammar
@@ -48,6 +49,7 @@ __all__ = [
     "RequestReleased",
     "RequestStatus",
     "SamplingParams",
+    "Scorer",
     "Tokenizer",
     "WeightSender",
 ]
@@ -62,6 +64,7 @@ _HOME = {
     "RequestOutput": "library.outputs",
     "RequestStatus": "library.outputs",
     "SamplingParams": "sampling_params",
+    "Scorer": "library.scorer",
     "Tokenizer": "text.tokenizer",
     "WeightSender": "library.weight_sender",
 }

@@ -272,6 +272,15 @@ def build_rank(
     return part.runner, part.refill, part.place, loader, part.memory
 
 
+def build_alone(config: EngineConfig) -> tuple[Resolved, ModelRunner, Refill]:
+    """Build a model on one rank for a caller that lays out batches itself, without a scheduler.
+
+    Returns the resolved config, the runner, and what replaces the weights. Raises ConfigError.
+    """
+    part = _build_part(config, 0, alone, _StartTimes(None), None, None)
+    return part.resolved, part.runner, part.refill
+
+
 def _build_part(
     config: EngineConfig,
     rank: int,

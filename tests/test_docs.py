@@ -360,6 +360,14 @@ def test_library_examples(default_model: Path) -> None:
         assert len(run(code).strip()) > 20
 
 
+@pytest.mark.slow
+def test_training_examples(default_model: Path) -> None:
+    """Weights that go nowhere, and a trainer's forward pass that differs from the rollout."""
+    update, *_, exact = examples("rl.md")
+    assert "('step 1'," in run(update)
+    assert run(exact).strip() == "True"
+
+
 # -- examples that need a server
 
 

@@ -244,6 +244,7 @@ class Sampler:
         tokens: Tensor,
         plan: SamplePlan,
         masked: Masked | None = None,
+        targets: Tensor | None = None,
     ) -> Sampled:
         """Choose a token for each entry.
 
@@ -253,12 +254,13 @@ class Sampler:
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
         plan: a plan with at least the operations of these rows.
         masked: masks of these samples, applied after all other edits.
+        targets: [S] int64, tokens to report log-probabilities of, instead of the choice.
         """
         assert rows.is_contiguous() and positions.is_contiguous()
         self.flush()
         if self._rows.device_words is None:
-            return self._sample_on_host(logits, rows, positions, tokens, plan, masked)
-        return self._sample_on_device(logits, rows, positions, tokens, plan, masked)
+            return self._sample_on_host(logits, rows, positions, tokens, plan, masked, targets)
+        return self._sample_on_device(logits, rows, positions, tokens, plan, masked, targets)
 
     def _sample_on_device(
         self,
@@ -268,6 +270,7 @@ class Sampler:
         tokens: Tensor,
         plan: SamplePlan,
         masked: Masked | None,
+        targets: Tensor | None,
     ) -> Sampled:
         # Imported here because only CUDA needs Triton.
         from kernels.sampling.choose import choose
@@ -311,6 +314,7 @@ class Sampler:
             filters=filters if plan.filtered else None,
             masks=masks,
         )
+        chosen = chosen if targets is None else targets
         result = Sampled(chosen, bad)
         if plan.logprobs >= 0:
             parts = logprobs(raw, chosen, plan.logprobs, rows, words)
@@ -329,6 +333,7 @@ class Sampler:
         tokens: Tensor,
         plan: SamplePlan,
         masked: Masked | None,
+        targets: Tensor | None,
     ) -> Sampled:
         raw = logits.float().numpy()
         row_list: list[int] = rows.tolist()
@@ -344,6 +349,7 @@ class Sampler:
         if masked is not None:
             cpu_sampler.apply_masks(edited, masked.mask_of.numpy(), masked.masks.numpy())
         chosen, bad = cpu_sampler.choose(edited, self._rows, row_list, at)
+        chosen = chosen if targets is None else targets.numpy()
         sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
         if plan.logprobs >= 0:
             wanted = [self._rows.logprobs[row] for row in row_list]
