@@ -23,13 +23,13 @@ from deployments.checkpoints.resolve import resolve_model
 from engine.config.engine_config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest, MantaError, RequestFailed
 from engine.library.async_engine import AsyncEngine
+from engine.library.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("manta.ray_data")
 
 Row = dict[str, Any]
 
-_TRIES = 2  # engines that may die of a row before the row counts as failed
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _ERROR = "__inference_error__"  # the column of Ray Data's own stages
 
@@ -91,6 +91,7 @@ class EngineStageUDF(StatefulStageUDF):
         self._continue = should_continue_on_error
         self._engine: AsyncEngine | None = None
         self._starting = asyncio.Lock()
+        self._alone = asyncio.Lock()  # held by a row that an engine may have died of
 
     # The base says a coroutine, as it has no yield.
     async def udf(  # type: ignore[override]
@@ -119,17 +120,12 @@ class EngineStageUDF(StatefulStageUDF):
 
     async def _answer(self, row: Row) -> Row:
         prompt, params = _prompt_of(row), _params_of(row)
-        for attempt in range(1, _TRIES + 1):
-            engine = await self._running()
-            try:
-                output = await engine.start_request(prompt, params)
-                break
-            except EngineDead:
-                if self._engine is engine:  # the next row, or this one again, starts another
-                    self._engine = None
-                    await engine.close()
-                if attempt == _TRIES:
-                    raise
+        try:
+            output = await self._ask(prompt, params)
+        except EngineDead:
+            # One of the rows may have been the cause, so they are tried again one by one.
+            async with self._alone:
+                output = await self._ask(prompt, params)
         choice = output.outputs[0]
         if choice.finish_reason == "error":
             code, _, message = choice.error.partition(": ")
@@ -144,6 +140,17 @@ class EngineStageUDF(StatefulStageUDF):
         if choice.logprobs is not None:
             columns["token_logprobs"] = [item.logprob for item in choice.logprobs]
         return columns
+
+    async def _ask(self, prompt: Any, params: SamplingParams | None) -> RequestOutput:
+        """Return the engine's answer. Raises EngineDead, after which there is no engine."""
+        engine = await self._running()
+        try:
+            return await engine.start_request(prompt, params)
+        except EngineDead:
+            if self._engine is engine:
+                self._engine = None
+                await engine.close()
+            raise
 
     async def _running(self) -> AsyncEngine:
         """Return the engine, started if there is none. Raises ConfigError, EngineDead."""
