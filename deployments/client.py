@@ -3,6 +3,7 @@
   client = Client.connect()                      # ray.init(address=...) first
   print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
   for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
+  client.update_weights("/checkpoints/step-1", "step 1")  # and a trainer's other orders
 
 Fields are those of the HTTP API. Its errors are raised as exceptions of `engine.errors`. Unknown
 fields are always refused. A job without Manta installed uses `serve.get_app_handle("manta")` with
@@ -14,7 +15,7 @@ import operator
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from ray import serve
@@ -26,9 +27,11 @@ from deployments.api.body_fields import check_names
 from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.http.errors import ApiError
 from deployments.resumable_stream import ResumableStream
+from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 from engine.library.prompts import as_list, is_token_id
 
+T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages  # or an array of NumPy, torch or DLPack
 
@@ -129,9 +132,22 @@ class _Connected:
             self._handle = _find(self._app_name)
         return self._handle.options(method_name=name, stream=stream)
 
+    def _control(self, order: Order[Any]) -> tuple[str, str, dict[str, Any] | None]:
+        """Return the arguments of `LLMRouter.control`: path, query and body."""
+        body = None if order.body is None else dict(order.body)
+        return order.path, order.query_for(self.model), body
 
-class Client(_Connected):
+
+class Client(_Connected, TrainerCalls):
     """A synchronous client. It may be passed to other processes of the cluster."""
+
+    def _carry_out(self, order: Order[T]) -> T:
+        try:
+            answer = self._method("control").remote(*self._control(order)).result()
+        except RayError as error:
+            _lost(error)
+        _check(answer)
+        return order.read(answer)
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
@@ -183,8 +199,16 @@ class Client(_Connected):
             time.sleep(pause)
 
 
-class AsyncClient(_Connected):
+class AsyncClient(_Connected, AsyncTrainerCalls):
     """An asyncio client, with the methods of Client as coroutines."""
+
+    async def _carry_out(self, order: Order[T]) -> T:
+        try:
+            answer = await self._method("control").remote(*self._control(order))
+        except RayError as error:
+            _lost(error)
+        _check(answer)
+        return order.read(answer)
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":

@@ -274,6 +274,16 @@ class Router:
         """End the pause of all replicas. Raises InvalidRequest, Overloaded."""
         await self._training.resume(model)
 
+    async def control(
+        self, path: str, query: str = "", body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Answer a route of a trainer's orders (docs/rl.md), with its fields and errors.
+
+        query: such as "mode=keep".
+        body: None for a GET.
+        """
+        return await handle_call.control(self._trusted, path, query, body)
+
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add the model's name to a body that has none, if only one model is served."""
         only = self._front.only

@@ -34,7 +34,17 @@ async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
 
     A failure is OpenAI's {"error": {...}} with an additional key "status".
     """
-    exchange = AsgiCall(app, path_for(body), {**body, "stream": False})
+    return await control(app, path_for(body), "", {**body, "stream": False})
+
+
+async def control(
+    app: AsgiApp, path: str, query: str, body: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the JSON of a route's answer; a failure as in `call`.
+
+    body: JSON object; None for a GET.
+    """
+    exchange = AsgiCall(app, path, body, query=query)
     try:
         await exchange.started.wait()
         parts = [part async for part in exchange.parts()]
@@ -124,7 +134,11 @@ def wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
 
 
 def _scope(
-    path: str, payload: bytes, headers: Sequence[tuple[bytes, bytes]], method: str = "POST"
+    path: str,
+    payload: bytes,
+    headers: Sequence[tuple[bytes, bytes]],
+    method: str = "POST",
+    query: str = "",
 ) -> dict[str, Any]:
     return {
         "type": "http",
@@ -135,7 +149,7 @@ def _scope(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": [
             (b"host", b"handle"),
             (b"content-type", b"application/json"),
@@ -160,6 +174,7 @@ class AsgiCall:
         path: str,
         body: dict[str, Any] | None,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        query: str = "",
     ) -> None:
         payload = b"" if body is None else json.dumps(body).encode()
         self.status = 0
@@ -173,7 +188,7 @@ class AsgiCall:
         ]
         self._gone = asyncio.Event()
         method = "GET" if body is None else "POST"
-        scope = _scope(path, payload, headers, method)
+        scope = _scope(path, payload, headers, method, query)
         self._task = asyncio.create_task(self._run(app, scope))
 
     async def _run(self, app: AsgiApp, scope: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.app import assemble
+from deployments.client import Client
 from deployments.config.load import parse_config
 from engine.errors import InvalidRequest, UpdateFailed
 from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
@@ -96,3 +97,17 @@ def test_by_handle(served: Cluster, tmp_path: Path) -> None:
         router.update_weights.remote(str(tmp_path / "none")).result()
     with pytest.raises(InvalidRequest, match="mode is one of"):
         router.pause.remote("later").result()
+
+
+def test_by_client(served: Cluster, tmp_path: Path) -> None:
+    """A typed call does not come through Serve, or its error is another."""
+    client = Client.connect()
+    assert client.update_weights(str(tmp_path), "typed") == "typed"
+    assert told(served) == {"typed"}
+    client.pause()
+    until(lambda: client.weights().paused)
+    client.resume()
+    until(lambda: not client.weights().paused)
+    assert client.world_size() == 2
+    with pytest.raises(InvalidRequest, match="no such folder"):
+        client.update_weights(str(tmp_path / "none"))

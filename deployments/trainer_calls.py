@@ -1,0 +1,222 @@
+"""TrainerCalls and AsyncTrainerCalls: a trainer's orders, as methods of `Client` and `AsyncClient`.
+
+Each method is a route of docs/rl.md, with its fields and errors. An order is sent once: if the
+router is lost meanwhile, EngineDead (code router_lost) is raised, and `weights` tells what is true.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlencode
+
+T = TypeVar("T")
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWeights:
+    """The weights of a replica, and whether it is paused or asleep."""
+
+    version: str
+    paused: bool
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWeights:
+    """The weights that all replicas of a model should have, and those that each has.
+
+    paused, asleep: what a trainer has ordered.
+    replicas: by name.
+    """
+
+    version: str
+    paused: bool
+    asleep: bool
+    replicas: Mapping[str, ReplicaWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Generic[T]):
+    """A call of a route. body: None = GET. read: makes the result of the route's answer."""
+
+    path: str
+    read: Callable[[Answer], T]
+    body: Mapping[str, Any] | None
+    query: Sequence[tuple[str, str]] = ()
+
+    def query_for(self, model: str) -> str:
+        """Return the query, which names the model; "" = the only one."""
+        return urlencode([*([("model", model)] if model else []), *self.query])
+
+
+def _nothing(answer: Answer) -> None:
+    """Read an answer that says no more than that an order was carried out."""
+
+
+def _version(answer: Answer) -> str:
+    version: str = answer.get("weight_version", "")
+    return version
+
+
+def _update_weights(folder: str, version: str) -> Order[str]:
+    body = {"model_path": str(folder), **({"weight_version": version} if version else {})}
+    return Order("/update_weights_from_disk", _version, body)
+
+
+def _take_weights(update_info: Mapping[str, Any], version: str) -> Order[str]:
+    named = {"weight_version": version} if version else {}
+    return Order("/update_weights", _version, {"update_info": update_info, **named})
+
+
+def _finish(version: str) -> Order[str]:
+    body = {"weight_version": version} if version else {}
+    return Order("/finish_weight_update", _version, body)
+
+
+def _init(init_info: Mapping[str, Any]) -> Order[None]:
+    return Order("/init_weight_transfer_engine", _nothing, {"init_info": init_info})
+
+
+def _pause(mode: str, clear_cache: bool) -> Order[None]:
+    query = [("mode", mode), ("clear_cache", str(clear_cache).lower())]
+    return Order("/pause", _nothing, {}, query)
+
+
+def _sleep(level: int, tags: Sequence[str], mode: str) -> Order[None]:
+    return Order("/sleep", _nothing, {}, [("level", str(level)), ("mode", mode), *_tags(tags)])
+
+
+def _wake(tags: Sequence[str]) -> Order[None]:
+    return Order("/wake_up", _nothing, {}, _tags(tags))
+
+
+def _tags(tags: Sequence[str]) -> list[tuple[str, str]]:
+    return [("tags", tag) for tag in tags]
+
+
+def _read_weights(answer: Answer) -> FleetWeights:
+    replicas = {
+        name: ReplicaWeights(replica["weight_version"], replica["paused"], replica["asleep"])
+        for name, replica in answer["replicas"].items()
+    }
+    asleep = answer["is_sleeping"]
+    return FleetWeights(answer["weight_version"], answer["is_paused"], asleep, replicas)
+
+
+def _read_world_size(answer: Answer) -> int:
+    size: int = answer["world_size"]
+    return size
+
+
+_START: Order[None] = Order("/start_weight_update", _nothing, {})
+_RESUME: Order[None] = Order("/resume", _nothing, {})
+_ABORT: Order[None] = Order("/abort_requests", _nothing, {})
+_RESET: Order[None] = Order("/reset_prefix_cache", _nothing, {})
+_WEIGHTS = Order("/weight_info", _read_weights, None)
+_WORLD_SIZE = Order("/get_world_size", _read_world_size, None)
+
+
+class TrainerCalls:
+    """The orders of a trainer to all replicas of a model. They raise MantaError."""
+
+    def _carry_out(self, order: Order[T]) -> T:
+        raise NotImplementedError
+
+    def update_weights(self, folder: str, version: str = "") -> str:
+        """Replace the weights by a checkpoint that all nodes can read; return their version."""
+        return self._carry_out(_update_weights(folder, version))
+
+    def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Let all replicas join a trainer's group; {} = weights are shared on the machine."""
+        self._carry_out(_init(init_info))
+
+    def start_weight_update(self) -> None:
+        """Begin an update of several messages, which `finish_weight_update` ends."""
+        self._carry_out(_START)
+
+    def take_weights(self, update_info: Mapping[str, Any], version: str = "") -> str:
+        """Take tensors from a trainer; return the version if they are the whole update, else ""."""
+        return self._carry_out(_take_weights(update_info, version))
+
+    def finish_weight_update(self, version: str = "") -> str:
+        """Replace the weights by what has been taken; return their version."""
+        return self._carry_out(_finish(version))
+
+    def pause(self, mode: str = "keep", *, clear_cache: bool = False) -> None:
+        """Pause all replicas. mode: "keep", "wait" or "abort"."""
+        self._carry_out(_pause(mode, clear_cache))
+
+    def resume(self) -> None:
+        """End the pause."""
+        self._carry_out(_RESUME)
+
+    def abort_requests(self) -> None:
+        """End all running requests with what they have."""
+        self._carry_out(_ABORT)
+
+    def sleep(self, level: int = 1, tags: Sequence[str] = (), *, mode: str = "abort") -> None:
+        """Pause all replicas and free memory; see `engine.LLM.sleep`. mode: of the pause."""
+        self._carry_out(_sleep(level, tags, mode))
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory again; when all of it is there, the pause of the sleep ends."""
+        self._carry_out(_wake(tags))
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes."""
+        self._carry_out(_RESET)
+
+    def weights(self) -> FleetWeights:
+        """Return the version of the weights, pauses and sleeps, also of each replica."""
+        return self._carry_out(_WEIGHTS)
+
+    def world_size(self) -> int:
+        """Return the number of receivers of weights, which are the replicas."""
+        return self._carry_out(_WORLD_SIZE)
+
+
+class AsyncTrainerCalls:
+    """The methods of `TrainerCalls` as coroutines."""
+
+    async def _carry_out(self, order: Order[T]) -> T:
+        raise NotImplementedError
+
+    async def update_weights(self, folder: str, version: str = "") -> str:
+        return await self._carry_out(_update_weights(folder, version))
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        await self._carry_out(_init(init_info))
+
+    async def start_weight_update(self) -> None:
+        await self._carry_out(_START)
+
+    async def take_weights(self, update_info: Mapping[str, Any], version: str = "") -> str:
+        return await self._carry_out(_take_weights(update_info, version))
+
+    async def finish_weight_update(self, version: str = "") -> str:
+        return await self._carry_out(_finish(version))
+
+    async def pause(self, mode: str = "keep", *, clear_cache: bool = False) -> None:
+        await self._carry_out(_pause(mode, clear_cache))
+
+    async def resume(self) -> None:
+        await self._carry_out(_RESUME)
+
+    async def abort_requests(self) -> None:
+        await self._carry_out(_ABORT)
+
+    async def sleep(self, level: int = 1, tags: Sequence[str] = (), *, mode: str = "abort") -> None:
+        await self._carry_out(_sleep(level, tags, mode))
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        await self._carry_out(_wake(tags))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._carry_out(_RESET)
+
+    async def weights(self) -> FleetWeights:
+        return await self._carry_out(_WEIGHTS)
+
+    async def world_size(self) -> int:
+        return await self._carry_out(_WORLD_SIZE)

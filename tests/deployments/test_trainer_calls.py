@@ -1,0 +1,86 @@
+"""A trainer's calls by a client, against the routes that they stand for."""
+
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.client import AsyncClient, Client, _check
+from deployments.router.models.models_backend import ModelsBackend
+from deployments.router.serve import handle_call
+from deployments.router.training import RouterTraining
+from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
+from engine.errors import InvalidRequest
+from tests.deployments.router.fleet import Fleet
+
+INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+
+
+def test_every_call_reaches_its_route(tmp_path: Path) -> None:
+    """A method asks for a route that is not there, or loses a field on the way."""
+
+    async def body(fleet: Fleet) -> None:
+        front = ModelsBackend("router")
+        front.set_dispatcher("m", fleet.dispatcher, 0)
+        app = build_asgi(front, ApiOptions(training=RouterTraining(front)))
+
+        class Trainer(AsyncClient):
+            async def _carry_out(self, order: Order[Any]) -> Any:
+                answer = await handle_call.control(app, *self._control(order))
+                _check(answer)
+                return order.read(answer)
+
+        trainer = Trainer("manta", "m")
+        assert await trainer.world_size() == 2
+        assert await trainer.update_weights(str(tmp_path), "one") == "one"
+        await trainer.init_weight_transfer({})
+        await trainer.start_weight_update()
+        assert await trainer.take_weights(INFO) == ""
+        assert await trainer.finish_weight_update("two") == "two"
+        assert await trainer.take_weights(INFO, "three") == "three"
+        await trainer.pause()
+        state = await trainer.weights()
+        assert (state.version, state.paused, state.asleep) == ("three", True, False)
+        await trainer.resume()
+        await trainer.sleep(2, ["kv_cache", "weights"], mode="keep")
+        state = await trainer.weights()
+        assert state.asleep and all(replica.asleep for replica in state.replicas.values())
+        await trainer.wake(["weights"])
+        assert (await trainer.weights()).asleep
+        await trainer.wake(["kv_cache"])
+        assert not (await trainer.weights()).paused
+        await trainer.abort_requests()
+        await trainer.reset_prefix_cache()
+        for wrong in (
+            trainer.pause("later"),
+            trainer.sleep(tags=["cache"]),
+            trainer.update_weights(str(tmp_path / "none")),
+            trainer.take_weights(INFO, "three"),
+            Trainer("manta", "other").resume(),
+        ):
+            with pytest.raises(InvalidRequest):
+                await wrong
+
+    async def main() -> None:
+        async with Fleet(2) as fleet:
+            await asyncio.wait_for(body(fleet), 30)
+
+    asyncio.run(main())
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    """A call that only one of the two clients has, or with other fields."""
+    assert issubclass(Client, TrainerCalls) and issubclass(AsyncClient, AsyncTrainerCalls)
+    one, two = (
+        {
+            name: [str(parameter) for parameter in inspect.signature(call).parameters.values()]
+            for name, call in vars(calls).items()
+            if inspect.isfunction(call)
+        }
+        for calls in (TrainerCalls, AsyncTrainerCalls)
+    )
+    assert one == two and len(one) == 14
