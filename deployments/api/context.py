@@ -44,8 +44,10 @@ class ApiContext:
     counter: RequestCounter = field(default_factory=RequestCounter)
     background: BackgroundRuns = field(default_factory=BackgroundRuns)
 
-    async def read(self, exchange: HttpExchange) -> JsonObject:
+    async def read(self, exchange: HttpExchange, *, empty: bool = False) -> JsonObject:
         """Return the body as a JSON object. Raises ApiError 400, 408, 413, 415.
+
+        empty: whether a body of no bytes is an object without fields.
 
         Large bodies are unpacked and parsed off the event loop. A second call returns the same
         object.
@@ -62,7 +64,7 @@ class ApiContext:
 
         def parse() -> Any:
             exchange.digest = hashlib.blake2b(data, digest_size=16).digest()
-            return parse_json(data)
+            return {} if empty and not data else parse_json(data)
 
         body = await in_thread(parse, len(data))
         if not isinstance(body, dict):
@@ -83,9 +85,11 @@ class ApiContext:
         exchange.on_end.append(options.images.memory.take(length).release)
         return most
 
-    async def read_as(self, exchange: HttpExchange, body: StructBody[T]) -> T:
+    async def read_as(
+        self, exchange: HttpExchange, body: StructBody[T], *, empty: bool = False
+    ) -> T:
         """Return the body as a Struct. Raises as `read`, and ApiError 400 naming a field."""
-        decoded = await self.read(exchange)
+        decoded = await self.read(exchange, empty=empty)
         read = partial(body.read, decoded, exchange.ignored, strict=self.options.strict)
         return await in_thread(read, exchange.body_size)
 

@@ -203,6 +203,8 @@ class WeightTransfer:
         assert message.ipc_handles_pickled is not None
         headers, handles = message.headers(), read_handles(message.ipc_handles_pickled)
         if message.tensor_sizes is not None:
+            if len(handles) != 1:
+                raise _wrong(f"tensor_sizes go with the handle of one buffer, not {len(handles)}")
             (handle,) = handles
             if self._buffer is None or self._buffer[0] != handle:
                 # opened once for all messages, as torch counts how often a tensor is opened

@@ -117,6 +117,12 @@ class FinishUpdate(Struct, kw_only=True, gc=False):
     weight_version: _Version = None
 
 
+class AbortRequests(Struct, kw_only=True, gc=False):
+    """The body of /abort_requests, as vLLM has it; without ids all requests are meant."""
+
+    request_ids: list[str] | None = None
+
+
 class PauseGeneration(Struct, kw_only=True, gc=False):
     """The body of /pause_generation, as SGLang has it."""
 
@@ -138,3 +144,4 @@ INIT_TRANSFER = struct_body(InitTransfer)
 START_UPDATE = struct_body(StartUpdate)
 UPDATE_TENSORS = struct_body(UpdateTensors)
 FINISH_UPDATE = struct_body(FinishUpdate)
+ABORT_REQUESTS = struct_body(AbortRequests)

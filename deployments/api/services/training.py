@@ -12,6 +12,7 @@ from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.schema import TEXT, Body, Schema, one_of
 from deployments.api.fields.training import (
+    ABORT_REQUESTS,
     FINISH_UPDATE,
     FROM_DISK,
     INIT_TRANSFER,
@@ -74,7 +75,16 @@ async def resume(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
-    """End all running requests with what they have."""
+    """End all running requests with what they have, or those that the body names."""
+    body = await context.read_as(exchange, ABORT_REQUESTS, empty=True)
+    if body.request_ids is not None:
+        stop = context.options.stop
+        if stop is None:
+            raise invalid("this server cannot end single requests", "request_ids")
+        for request_id in body.request_ids:
+            await stop(request_id, None)
+        await exchange.answer_json({"status": "aborted"})
+        return
     training, model = _training(context), _model(exchange)
     paused = training.state(model)["is_paused"]
     await training.pause(model, "abort")
@@ -122,7 +132,7 @@ async def is_sleeping(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
     """Free memory of all replicas' engines once no request runs, as SGLang has it."""
-    body = await context.read_as(exchange, MEMORY_PARTS)
+    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
     with _refusing("tags"):
         await _training(context).sleep(_model(exchange), 1, _their_tags(body), "wait")
     await exchange.answer_json({"status": "ok"})
@@ -130,7 +140,7 @@ async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def resume_memory(context: ApiContext, exchange: HttpExchange) -> None:
     """Take the engines' memory again, as SGLang has it."""
-    body = await context.read_as(exchange, MEMORY_PARTS)
+    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
     with _refusing("tags"):
         await _training(context).wake(_model(exchange), _their_tags(body))
     await exchange.answer_json({"status": "ok"})
@@ -195,7 +205,7 @@ async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
     """Begin an update of several messages, as vLLM has it."""
-    await context.read_as(exchange, START_UPDATE)
+    await context.read_as(exchange, START_UPDATE, empty=True)
     with _refusing(None):
         await _training(context).start_update(_model(exchange))
     await exchange.answer_json({"message": "Weight update started"})
@@ -214,7 +224,7 @@ async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
     """Replace the weights by what a trainer has sent, as vLLM has it."""
-    body = await context.read_as(exchange, FINISH_UPDATE)
+    body = await context.read_as(exchange, FINISH_UPDATE, empty=True)
     with _refusing(None):
         version = await _training(context).finish_update(
             _model(exchange), body.weight_version or ""
@@ -225,7 +235,7 @@ async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
     """Pause all replicas, as SGLang has it."""
-    body = await context.read_as(exchange, PAUSE_GENERATION)
+    body = await context.read_as(exchange, PAUSE_GENERATION, empty=True)
     mode = body.mode or "abort"
     if mode not in _THEIRS:
         raise invalid(f"mode is one of {', '.join(_THEIRS)}", "mode")
@@ -448,7 +458,11 @@ ROUTES = (
     ),
     Route("/resume", resume, post=_RESUME),
     Route("/is_paused", is_paused, get=_order("Whether replicas are paused", ("is_paused",))),
-    Route("/abort_requests", abort_requests, post=_order("All requests ended with what they have")),
+    Route(
+        "/abort_requests",
+        abort_requests,
+        post=_order("Requests ended with what they have", _OK, ABORT_REQUESTS, _CHANGES),
+    ),
     Route(
         "/sleep",
         sleep,

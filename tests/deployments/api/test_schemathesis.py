@@ -1,6 +1,6 @@
 """schemathesis sends what /openapi.json allows, and what it does not, to every operation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,29 @@ class FakeTraining:
     async def resume(self, model: str) -> None:
         self.paused = False
 
+    async def sleep(self, model: str, level: int, tags: Sequence[str], mode: str) -> None:
+        self.paused = True
+
+    async def wake(self, model: str, tags: Sequence[str]) -> None:
+        self.paused = False
+
+    async def init_transfer(self, model: str, info: dict[str, Any]) -> None: ...
+
+    async def start_update(self, model: str) -> None: ...
+
+    async def take_tensors(self, model: str, info: dict[str, Any], version: str) -> str:
+        return version
+
+    async def finish_update(self, model: str, version: str) -> str:
+        return version
+
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     def state(self, model: str) -> dict[str, Any]:
-        replica = {"weight_version": self.version, "paused": self.paused}
+        replica = {"weight_version": self.version, "paused": self.paused, "asleep": False}
         return {
-            "weight_version": self.version, "is_paused": self.paused, "replicas": {"r0": replica}
+            "weight_version": self.version, "is_paused": self.paused, "is_sleeping": self.paused,
+            "replicas": {"r0": replica},
         }  # fmt: skip
 
 

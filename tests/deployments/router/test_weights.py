@@ -356,9 +356,12 @@ def test_a_trainer_of_vllm_sends_weights_to_a_fleet() -> None:
         assert joined._folders == [] and fleet.engines["r2"].core._updates.folder in (
             first._folders + second._folders
         ), "a replica that joins takes the weights of another on its node"
+        bare = await client.request("POST", "/start_weight_update", b"")
+        assert bare.status == 200, "vLLM's client sends no body"
+        assert (await client.request("POST", "/finish_weight_update", b"")).status == 200
         whole = await post(client, "/update_weights", {"update_info": INFO})
-        assert whole.json() == {"message": "Weights updated", "weight_version": "2"}
-        assert versions(fleet) == {"2"} and len(joined._folders) == 1
+        assert whole.json() == {"message": "Weights updated", "weight_version": "3"}
+        assert versions(fleet) == {"3"} and len(joined._folders) == 1
 
     run(body)
 
