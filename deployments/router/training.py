@@ -44,8 +44,9 @@ class RouterTraining:
     async def reset_prefix_cache(self, model: str) -> None:
         await self._of(model).weights.reset_prefix_cache()
 
-    def state(self, model: str) -> dict[str, Any]:
+    async def state(self, model: str) -> dict[str, Any]:
         dispatcher = self._of(model)
+        await dispatcher.weights.refresh()
         replicas = {
             name: {
                 "weight_version": stats.weights_version,

@@ -86,7 +86,7 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer_json({"status": "aborted"})
         return
     training, model = _training(context), _model(exchange)
-    paused = training.state(model)["is_paused"]
+    paused = (await training.state(model))["is_paused"]
     await training.pause(model, "abort")
     if not paused:
         await training.resume(model)
@@ -95,7 +95,7 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def is_paused(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer whether requests wait for the end of a pause."""
-    state = _training(context).state(_model(exchange))
+    state = await _training(context).state(_model(exchange))
     await exchange.answer_json({"is_paused": state["is_paused"]})
 
 
@@ -126,7 +126,7 @@ async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def is_sleeping(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer whether a part of the engines' memory is free."""
-    state = _training(context).state(_model(exchange))
+    state = await _training(context).state(_model(exchange))
     await exchange.answer_json({"is_sleeping": state["is_sleeping"]})
 
 
@@ -169,12 +169,12 @@ def _refusing(param: str | None) -> Iterator[None]:
 
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the weights' version, and that of each replica."""
-    await exchange.answer_json(_training(context).state(_model(exchange)))
+    await exchange.answer_json(await _training(context).state(_model(exchange)))
 
 
 async def world_size(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of replicas, each of which is one receiver of weights."""
-    replicas = _training(context).state(_model(exchange))["replicas"]
+    replicas = (await _training(context).state(_model(exchange)))["replicas"]
     await exchange.answer_json({"world_size": len(replicas)})
 
 

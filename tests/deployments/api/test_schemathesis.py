@@ -75,7 +75,7 @@ class FakeTraining:
 
     async def reset_prefix_cache(self, model: str) -> None: ...
 
-    def state(self, model: str) -> dict[str, Any]:
+    async def state(self, model: str) -> dict[str, Any]:
         replica = {"weight_version": self.version, "paused": self.paused, "asleep": False}
         return {
             "weight_version": self.version, "is_paused": self.paused, "is_sleeping": self.paused,
