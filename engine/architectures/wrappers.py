@@ -55,8 +55,8 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Idefics2ForConditionalGeneration", "Idefics 2"),
         _wrapper("Idefics3ForConditionalGeneration", "Idefics 3"),
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
-        _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2"),
-        _wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "qwen2"),
+        _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2", images="qwen2_vl"),
+        _wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "qwen2", images="qwen2_5_vl"),
         _wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6 (dense)", images="qwen3_vl"),
         _wrapper(
             "Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 (mixtures)", images="qwen3_vl"

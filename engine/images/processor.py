@@ -48,6 +48,8 @@ class ImageProcessor(Protocol):
 
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
+    "qwen2_vl": QwenImages,
+    "qwen2_5_vl": QwenImages,
     "qwen3_vl": QwenImages,
 }
 

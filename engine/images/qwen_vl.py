@@ -1,4 +1,4 @@
-"""Pictures of Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: one view of any shape."""
+"""Pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: one view of any shape."""
 
 import json
 import math

@@ -106,8 +106,9 @@ def test_greedy_text_equals_transformers(seeing: Seeing) -> None:
     assert encoded == 3, "each picture once"
     again = seeing.run(core)
     assert core.stats().images_encoded == encoded
-    if seeing.case.name == "Qwen3VL":  # a hybrid model has no snapshot of such short prompts
-        assert [output.cached > 0 for output in again] == [True, True, False, True, True]
+    if seeing.case.name != "Qwen3_5":  # a hybrid model has no snapshot of such short prompts
+        longer = [len(seeing.prompt(parts)[0]) > 16 for parts in PROMPTS]  # than a block
+        assert [output.cached > 0 for output in again] == longer
 
 
 @pytest.mark.gpu
@@ -121,11 +122,12 @@ def test_on_a_gpu(seeing: Seeing, cut: dict[str, Any]) -> None:
 def test_little_room(seeing: Seeing) -> None:
     """Chunks of a few tokens, preemptions, and room for the largest picture alone: embeddings are
     dropped and encoded again."""
+    pictures = [part for parts in PROMPTS for part in parts if not isinstance(part, int)]
     core = engine(
         seeing.folder,
         max_num_batched_tokens=16,
         max_num_seqs=4,
-        image_cache_tokens=18,
+        image_cache_tokens=max(seeing.processor.layout(*p.size).size for p in pictures),
         max_model_len=64,
         num_blocks=18,
         block_size=4,
@@ -149,6 +151,8 @@ def settings(folder: Path, **fields: Any) -> EngineConfig:
         ("Qwen3-VL", {"tensor_parallel": 2}),
         ("Qwen3-VL", {"tensor_parallel": 2, "attention_data_parallel": True}),
         ("Qwen3.5", {"pipeline_parallel": 2}),
+        pytest.param("Qwen2.5-VL", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("Qwen2.5-VL", {"pipeline_parallel": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -165,9 +169,10 @@ def test_ranks(name: str, ways: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_deterministic_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL"])
+def test_deterministic_mode(name: str, tmp_path: Path) -> None:
     """Bug: an image that is encoded beside others, or cut by a chunk, changes a request's bits."""
-    seeing = made("Qwen3-VL", tmp_path)
+    seeing = made(name, tmp_path)
     fields = {"deterministic": True, "prefix_caching": False, "max_num_seqs": 5}
     seen = []
     for tokens in (64, 11):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.architectures import WRAPPERS
-from engine.config.towers.qwen_vl import read_qwen3_vl
+from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from engine.config.vision import VisionConfig
 from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
@@ -18,6 +18,8 @@ _Read = Callable[[Reader, Reader], VisionConfig]
 
 # Wrapper.images -> the reader of its tower.
 FAMILIES: Mapping[str, _Read] = {
+    "qwen2_vl": read_qwen2_vl,
+    "qwen2_5_vl": read_qwen2_5_vl,
     "qwen3_vl": read_qwen3_vl,
 }
 # Last parts of the names of quantised matrices' tensors.

@@ -1,6 +1,8 @@
-"""The towers of Qwen3-VL, Qwen3.5 and Qwen3.6."""
+"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.config.vision import (
     CLIP_DEVIATION,
@@ -17,43 +19,115 @@ _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVision(VisionConfig):
-    """The tower of Qwen3-VL and later.
+    """The tower of Qwen2-VL, and what later ones have of it.
 
     frames: frames of a patch; a still picture is repeated.
     merge: patches on the side of one embedding.
-    positions: rows of the table of learned positions, a square.
-    deepstack_layers: the layers after which a level of embeddings is made.
     """
 
     frames: int
     merge: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25Vision(QwenVision):
+    """The tower of Qwen2.5-VL.
+
+    window: embeddings on the side of a window, whose patches see each other.
+    full_layers: the layers in which all patches of a picture see each other.
+    """
+
+    window: int
+    full_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Vision(QwenVision):
+    """The tower of Qwen3-VL and later.
+
+    positions: rows of the table of learned positions, a square.
+    deepstack_layers: the layers after which a level of embeddings is made.
+    """
+
     positions: int
     deepstack_layers: tuple[int, ...]
 
 
-def read_qwen3_vl(config: Reader, settings: Reader) -> QwenVision:
-    """Read the tower. Raises ConfigError naming file and key."""
+def _shared(
+    config: Reader, settings: Reader, patch: int, section: tuple[int, ...]
+) -> Mapping[str, Any]:
+    """Return the fields that all versions read alike.
+
+    patch, section: patch_size and mrope_section where the files are silent.
+    """
+    vision = config.inner("vision_config")
+    # Flat files have the text model's keys among their own.
+    text = config.inner("text_config") if config.get("text_config") else config
+    return {
+        "image_token_id": config.count("image_token_id"),
+        "names": (("model.visual.", "visual."), ("visual.", "visual.")),
+        "num_heads": vision.size("num_heads", 16),
+        "patch_size": square(vision, "patch_size", patch),
+        "norm_eps": 1e-6,
+        "mrope_section": rotary_section(text, section),
+        "frames": square(vision, "temporal_patch_size", 2),
+        "merge": vision.size("spatial_merge_size", 2),
+        **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),
+    }
+
+
+def read_qwen2_vl(config: Reader, settings: Reader) -> QwenVision:
+    """Read the tower of Qwen2-VL. Raises ConfigError naming file and key."""
+    vision = config.inner("vision_config")
+    width = vision.size("embed_dim", 1280)
+    return QwenVision(
+        family="qwen2_vl",
+        hidden_size=width,
+        intermediate_size=width * vision.size("mlp_ratio", 4),
+        num_layers=vision.size("depth", 32),
+        out_size=vision.size("hidden_size", 3584),
+        activation=vision.one_of("hidden_act", ("quick_gelu", *_ACTIVATIONS), "quick_gelu"),
+        **_shared(config, settings, 14, (16, 24, 24)),
+    )
+
+
+def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
+    """Read the tower of Qwen2.5-VL. Raises ConfigError naming file and key."""
+    vision = config.inner("vision_config")
+    shared = _shared(config, settings, 14, (16, 24, 24))
+    unit = shared["patch_size"] * shared["merge"]
+    window = vision.size("window_size", 112)
+    if window < unit:
+        raise vision.error("window_size", f"must be {unit} pixels at least, got {window}")
+    full = vision.listed("fullatt_block_indexes", int)
+    return Qwen25Vision(
+        family="qwen2_5_vl",
+        hidden_size=vision.size("hidden_size", 3584),
+        intermediate_size=vision.size("intermediate_size", 3420),
+        num_layers=vision.size("depth", 32),
+        out_size=vision.size("out_hidden_size", 3584),
+        activation=vision.one_of("hidden_act", _ACTIVATIONS, "silu"),
+        window=window // unit,
+        full_layers=(7, 15, 23, 31) if full is None else tuple(full),
+        **shared,
+    )
+
+
+def read_qwen3_vl(config: Reader, settings: Reader) -> Qwen3Vision:
+    """Read the tower of Qwen3-VL and later. Raises ConfigError naming file and key."""
     vision, text = config.inner("vision_config"), config.inner("text_config")
     layers = tuple(vision.listed("deepstack_visual_indexes", int) or ())
-    return QwenVision(
+    return Qwen3Vision(
         family="qwen3_vl",
-        image_token_id=config.count("image_token_id"),
-        names=(("model.visual.", "visual."), ("visual.", "visual.")),
         hidden_size=vision.size("hidden_size", 1152),
         intermediate_size=vision.size("intermediate_size", 4304),
         num_layers=vision.size("depth", 27),
-        num_heads=vision.size("num_heads", 16),
-        patch_size=square(vision, "patch_size", 16),
         out_size=vision.size("out_hidden_size", text.get("hidden_size")),
         activation=vision.one_of("hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
-        norm_eps=1e-6,
         deepstack=len(layers),
-        # files of Qwen3.5 and later always have their own
-        mrope_section=rotary_section(text, (24, 20, 20)),
         interleaved=True,
-        frames=square(vision, "temporal_patch_size", 2),
-        merge=vision.size("spatial_merge_size", 2),
         positions=vision.size("num_position_embeddings", 2304),
         deepstack_layers=layers,
-        **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),
+        # files of Qwen3.5 and later always have their own section
+        **_shared(config, settings, 16, (24, 20, 20)),
     )

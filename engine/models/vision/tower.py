@@ -116,6 +116,13 @@ class Tower(ABC):
             self._deviation = self._deviation.to(pixels.device)
         return (pixels.float() * (1 / 255) - self._mean) / self._deviation
 
+    def activated(self, x: Tensor) -> Tensor:
+        """Return the activation of the tower's plain MLPs, of x [n, size]."""
+        if self.config.activation == "quick_gelu":
+            wide = x.float()
+            return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+        return self.kernels.activation(x, self.config.activation)
+
     def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
         """Attend in both directions inside of each segment, and rotate as the segments say.
 

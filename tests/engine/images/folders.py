@@ -33,9 +33,9 @@ QWEN3 = {
 }
 
 
-def _axes(*section: int) -> dict[str, Any]:
+def _axes(*section: int, **options: Any) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}
-    return {"rope_parameters": {**parameters, "mrope_interleaved": True}}
+    return {"rope_parameters": parameters | options}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
     """A family: its class without ForConditionalGeneration, the keys of its config, and of its
     processor's file.
 
-    tokens: keys of config.json with the tokens of pictures.
+    outer: keys of config.json beside those of the two models.
     """
 
     name: str
@@ -52,12 +52,39 @@ class Case:
     processor: str
     settings: dict[str, Any]
     outer: dict[str, Any]
+    seed: int = 0  # one with which no output has the token of images
 
 
+TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
 CASES = {
+    "Qwen2-VL": Case(
+        "Qwen2VL",
+        TEXT | _axes(1, 2, 3),
+        {"depth": 2, "embed_dim": 48, "num_heads": 3, "hidden_size": 48, "mlp_ratio": 2},
+        "Qwen2VLImageProcessorPil",
+        {"min_pixels": 56 * 56, "max_pixels": 140 * 140},
+        TOKENS,
+        seed=1,
+    ),
+    "Qwen2.5-VL": Case(
+        "Qwen2_5_VL",
+        TEXT | _axes(2, 3, 1),
+        {
+            "depth": 3,
+            "hidden_size": 48,
+            "num_heads": 3,
+            "intermediate_size": 60,
+            "out_hidden_size": 48,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        "Qwen2VLImageProcessorPil",
+        {"min_pixels": 56 * 56, "max_pixels": 140 * 140, "patch_size": 14},
+        TOKENS,
+    ),
     "Qwen3-VL": Case(
         "Qwen3VL",
-        TEXT | _axes(2, 2, 2),
+        TEXT | _axes(2, 2, 2, mrope_interleaved=True),
         QWEN3 | {"deepstack_visual_indexes": [0, 2]},
         "Qwen2VLImageProcessorPil",
         {
@@ -66,7 +93,7 @@ CASES = {
             "image_mean": [0.5, 0.4, 0.3],
             "image_std": [0.5, 0.6, 0.7],
         },
-        {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92},
+        TOKENS,
     ),
     "Qwen3.5": Case(
         "Qwen3_5",
@@ -77,25 +104,19 @@ CASES = {
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [1, 1, 1],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.5,
-            },
+            **_axes(1, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
         },
         QWEN3,
         "Qwen2VLImageProcessorPil",
         {"min_pixels": 64 * 64, "max_pixels": 192 * 192, "patch_size": 16},
-        {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92},
+        TOKENS,
     ),
 }
 
 
 def save_model(folder: Path, case: Case) -> PreTrainedModel:
     """Save a random float32 model with its processor's file; return it."""
-    torch.manual_seed(0)
+    torch.manual_seed(case.seed)
     config_class = getattr(transformers, f"{case.name}Config")
     config = config_class(text_config=case.text, vision_config=case.vision, **case.outer)
     model = getattr(transformers, f"{case.name}ForConditionalGeneration")(config).eval().float()

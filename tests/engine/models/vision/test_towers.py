@@ -130,6 +130,28 @@ def test_older_names_of_tensors(tmp_path: Path) -> None:
     assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
 
 
+def test_flat_files(tmp_path: Path) -> None:
+    """Bug: files of the hub have the text model's keys among their own, where sections of rotary
+    axes were not read, and Qwen2.5-VL's are not Qwen3-VL's."""
+    save_model(tmp_path, CASES["Qwen2.5-VL"])
+    want = encode(tmp_path, tower_of(tmp_path))
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "model_type": "qwen2_5_vl"}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps(text | values))
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("model.visual.", "visual."): t for name, t in load_file(file).items()}
+    flat = {name.replace("language_model.", ""): t for name, t in tensors.items()}
+    save_file(flat, file)
+    assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
+    vision = ModelConfig.from_folder(tmp_path).vision
+    assert vision is not None
+    assert (vision.mrope_section, vision.interleaved) == ((2, 3, 1), False)
+
+
 def test_bytes_and_ranks(tmp_path: Path) -> None:
     """The planner did not count a tower. Each rank has it whole, but of pipeline stages only the
     first."""

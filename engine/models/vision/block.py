@@ -1,0 +1,72 @@
+"""Block: a layer of a tower, attention in both directions and an MLP on one residual."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.norm import Norm
+from engine.models.vision.tower import Tower
+from kernels.metadata import AttentionMeta
+
+
+class MLP(Protocol):
+    def forward(self, residual: Tensor, norm: Norm) -> Tensor:
+        """Add the MLP of norm(residual) [n, hidden_size] to the residual in place."""
+        ...
+
+
+class PlainMLP(MLP):
+    """The MLP down(activation(up(x))). up, down: names of the checkpoint's tensors."""
+
+    def __init__(self, tower: Tower, up: str, down: str) -> None:
+        width, inner = tower.config.hidden_size, tower.config.intermediate_size
+        self.tower = tower
+        self.up = tower.linear(up, inner, width)
+        self.down = tower.closing(down, width, inner)
+
+    def forward(self, residual: Tensor, norm: Norm) -> Tensor:
+        inner = self.up.forward(residual, norm=norm)
+        return self.down.forward(self.tower.activated(inner), residual=residual)
+
+
+class GatedMLP(MLP):
+    """The MLP down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, tower: Tower, name: str) -> None:
+        width, inner = tower.config.hidden_size, tower.config.intermediate_size
+        self.act = tower.config.activation
+        self.both = tower.linear((f"{name}.gate_proj", f"{name}.up_proj"), inner, width)
+        self.down = tower.closing(f"{name}.down_proj", width, inner)
+
+    def forward(self, residual: Tensor, norm: Norm) -> Tensor:
+        inner = self.both.forward(residual, norm=norm, gate=self.act)
+        return self.down.forward(inner, residual=residual)
+
+
+class Block:
+    """A layer whose norms stand before attention and MLP.
+
+    qkv: the projection to queries, keys and values, in this order.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        norms: tuple[Norm, Norm],
+        qkv: Linear,
+        out: RowParallelLinear,
+        mlp: MLP,
+    ) -> None:
+        self.tower, self.qkv, self.out, self.mlp = tower, qkv, out, mlp
+        self.attention_norm, self.mlp_norm = norms
+
+    def forward(self, residual: Tensor, segments: AttentionMeta) -> Tensor:
+        """Add the layer to the residual [n, hidden_size] in place.
+
+        segments: see `Tower.attend`.
+        """
+        qkv = self.qkv.forward(residual, norm=self.attention_norm)
+        attended = self.tower.attend(qkv, segments)
+        residual = self.out.forward(attended, residual=residual)
+        return self.mlp.forward(residual, self.mlp_norm)

@@ -1,0 +1,265 @@
+"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: pictures of any shape."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear
+
+from engine.config.towers.qwen_vl import Qwen3Vision, Qwen25Vision, QwenVision
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from engine.models.vision.block import MLP, Block, GatedMLP, PlainMLP
+from engine.models.vision.tower import Tower, patches_of, places, segments_of, turns
+
+
+class _Merger:
+    """The layers that make one embedding of a block of patches.
+
+    name, up, down: names of the checkpoint's tensors.
+    joined: whether the norm is of the whole block, and not of each patch.
+    """
+
+    def __init__(
+        self, tower: "QwenTower", norm: Norm, up: str, down: str, *, joined: bool = False
+    ) -> None:
+        config = tower.vision
+        self.width = config.hidden_size * config.merge**2
+        self.kernels, self.joined, self.norm = tower.kernels, joined, norm
+        self.up = tower.linear(up, self.width, self.width)
+        self.down = tower.linear(down, config.out_size, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the embeddings [n / merge², out_size] of patches x [n, hidden_size]."""
+        x = self.norm(x.view(-1, self.width) if self.joined else x).view(-1, self.width)
+        return self.down.forward(self.kernels.activation(self.up.forward(x), "gelu"))
+
+
+@dataclass(slots=True)
+class _Entered:
+    """Pictures that were cut into patches, block by block of merge x merge patches.
+
+    x: [n, hidden_size] float32, projected patches.
+    grids: rows and columns of patches of each picture.
+    rows, columns: [n], a patch's place in its picture.
+    """
+
+    x: Tensor
+    grids: list[tuple[int, int]]
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        return [height * width for height, width in self.grids]
+
+
+class QwenTower(Tower):
+    """A tower of Qwen's, of which each version has its layers."""
+
+    gated = False  # whether MLPs have a gate
+
+    def __init__(self, build: Builder, config: QwenVision, *, bias: bool) -> None:
+        """Make what all versions have. bias: whether projected patches have one."""
+        super().__init__(build, config)
+        self.vision = config
+        width, patch = config.hidden_size, config.patch_size
+        # [width, colours, frames, patch²]
+        self.patch = self.matrix(
+            "visual.patch_embed.proj.weight", width, 3, config.frames, patch * patch
+        )
+        self.patch_bias = (
+            self.vector("visual.patch_embed.proj.bias", width).tensor if bias else None
+        )
+
+    def shape_of(self, size: int) -> tuple[int, int, int]:
+        side = self.vision.patch_size * self.vision.merge
+        rows = max(1, math.isqrt(size))
+        return 1, rows * side, size // rows * side
+
+    def step_bytes(self, size: int) -> int:
+        config = self.vision
+        inner = config.intermediate_size * (2 if self.gated else 1)
+        inside = 4 * config.hidden_size + 2 * max(2 * config.hidden_size, inner)
+        return size * config.merge**2 * inside * self.activation_dtype.itemsize
+
+    def enter(self, pixels: Sequence[Tensor]) -> _Entered:
+        """Cut pictures into patches and project them."""
+        patch, merge = self.vision.patch_size, self.vision.merge
+        grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pixels]
+        patches = [patches_of(self.normalised(picture), patch, merge) for picture in pixels]
+        where = [places(*grid, merge, pixels[0].device) for grid in grids]
+        # [width, patch² * 3]; a still picture's frames are equal
+        weight = self.patch.sum(2).transpose(1, 2).flatten(1)
+        x = linear(torch.cat(patches), weight, self.patch_bias)
+        rows, columns = (torch.cat(axis) for axis in zip(*where, strict=True))
+        return _Entered(x, grids, rows, columns)
+
+    def block(self, name: str, norms: tuple[Norm, Norm], mlp: MLP) -> Block:
+        width = self.config.hidden_size
+        qkv = self.linear(f"{name}.attn.qkv", 3 * width, width)
+        return Block(self, norms, qkv, self.closing(f"{name}.attn.proj", width, width), mlp)
+
+
+class Qwen2Tower(QwenTower):
+    """The tower of Qwen2-VL."""
+
+    def __init__(self, build: Builder, config: QwenVision) -> None:
+        super().__init__(build, config, bias=False)
+        width = config.hidden_size
+        self.blocks = []
+        for i in range(config.num_layers):
+            name = f"visual.blocks.{i}"
+            norms = (
+                self.layer_norm(f"{name}.norm1", width),
+                self.layer_norm(f"{name}.norm2", width),
+            )
+            mlp = PlainMLP(self, f"{name}.mlp.fc1", f"{name}.mlp.fc2")
+            self.blocks.append(self.block(name, norms, mlp))
+        norm = self.layer_norm("visual.merger.ln_q", width)
+        self.merger = _Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
+
+    def encode(self, pixels: Sequence[Tensor]) -> Tensor:
+        entered = self.enter(pixels)
+        residual = entered.x.to(self.activation_dtype)
+        rotation = turns(entered.rows, entered.columns, self.vision.head_dim)
+        segments = segments_of(entered.lengths, residual.device, rotation)
+        for block in self.blocks:
+            residual = block.forward(residual, segments)
+        return self.merger.forward(residual).to(self.dtype)
+
+
+class Qwen25Tower(QwenTower):
+    """The tower of Qwen2.5-VL, whose patches mostly see those of their window.
+
+    Patches are in the order of windows from the first to the last layer.
+    """
+
+    gated = True
+
+    def __init__(self, build: Builder, config: Qwen25Vision) -> None:
+        super().__init__(build, config, bias=False)
+        self.windows = config
+        width = config.hidden_size
+        self.blocks = []
+        for i in range(config.num_layers):
+            name = f"visual.blocks.{i}"
+            norms = self.rms_norm(f"{name}.norm1", width), self.rms_norm(f"{name}.norm2", width)
+            self.blocks.append(self.block(name, norms, GatedMLP(self, f"{name}.mlp")))
+        norm = self.rms_norm("visual.merger.ln_q", width)
+        self.merger = _Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
+
+    def encode(self, pixels: Sequence[Tensor]) -> Tensor:
+        merge, device = self.vision.merge, pixels[0].device
+        entered = self.enter(pixels)
+        orders, lengths, before = [], [], 0
+        for height, width in entered.grids:
+            order, sizes = _windows(height // merge, width // merge, self.windows.window)
+            orders.append(order + before)
+            lengths += [size * merge**2 for size in sizes]
+            before += len(order)
+        units = torch.from_numpy(np.concatenate(orders)).to(device, non_blocking=True)
+
+        def ordered(x: Tensor) -> Tensor:
+            return x.unflatten(0, (-1, merge**2)).index_select(0, units).flatten(0, 1)
+
+        residual = ordered(entered.x).to(self.activation_dtype)
+        rotation = turns(ordered(entered.rows), ordered(entered.columns), self.vision.head_dim)
+        inside, whole = (
+            segments_of(sizes, device, rotation) for sizes in (lengths, entered.lengths)
+        )
+        for number, block in enumerate(self.blocks):
+            segments = whole if number in self.windows.full_layers else inside
+            residual = block.forward(residual, segments)
+        merged = self.merger.forward(residual).to(self.dtype)
+        return torch.empty_like(merged).index_copy_(0, units, merged)
+
+
+def _windows(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64], list[int]]:
+    """Return a grid's elements window by window, and how many each window has.
+
+    side: elements on the side of a window; those at the right and bottom edge may be smaller.
+    """
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    window = row // side * -(-columns // side) + column // side
+    return np.argsort(window, kind="stable"), np.bincount(window).tolist()
+
+
+class Qwen3Tower(QwenTower):
+    """The tower of Qwen3-VL and later: learned and rotary positions, and deepstack."""
+
+    def __init__(self, build: Builder, config: Qwen3Vision) -> None:
+        super().__init__(build, config, bias=True)
+        self.sizes = config
+        width = config.hidden_size
+        self.table = self.matrix("visual.pos_embed.weight", config.positions, width)
+        self.blocks = []
+        for i in range(config.num_layers):
+            name = f"visual.blocks.{i}"
+            norms = (
+                self.layer_norm(f"{name}.norm1", width),
+                self.layer_norm(f"{name}.norm2", width),
+            )
+            mlp = PlainMLP(self, f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2")
+            self.blocks.append(self.block(name, norms, mlp))
+        self.merger = self._merger("visual.merger", joined=False)
+        self.levels = {
+            layer: self._merger(f"visual.deepstack_merger_list.{level}", joined=True)
+            for level, layer in enumerate(config.deepstack_layers)
+        }
+
+    def _merger(self, name: str, *, joined: bool) -> _Merger:
+        width = self.vision.hidden_size * (self.vision.merge**2 if joined else 1)
+        norm = self.layer_norm(f"{name}.norm", width)
+        return _Merger(self, norm, f"{name}.linear_fc1", f"{name}.linear_fc2", joined=joined)
+
+    def encode(self, pixels: Sequence[Tensor]) -> Tensor:
+        entered = self.enter(pixels)
+        residual = (entered.x + self._positions(entered)).to(self.activation_dtype)
+        rotation = turns(entered.rows, entered.columns, self.vision.head_dim)
+        segments = segments_of(entered.lengths, residual.device, rotation)
+        levels = []
+        for number, block in enumerate(self.blocks):
+            residual = block.forward(residual, segments)
+            if number in self.levels:
+                levels.append(self.levels[number].forward(residual))
+        return torch.cat((self.merger.forward(residual), *levels), 1).to(self.dtype)
+
+    def _positions(self, entered: _Entered) -> Tensor:
+        """Return the learned positions [n, width] of all patches."""
+        lengths = entered.lengths
+        pictures = zip(
+            entered.grids, entered.rows.split(lengths), entered.columns.split(lengths), strict=True
+        )
+        return torch.cat(
+            [self._learned(height, width, *place) for (height, width), *place in pictures]
+        )
+
+    def _learned(self, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return learned positions [n, width] of patches at these rows and columns of a grid.
+
+        They are interpolated between the four nearest ones of the table, whose corners are the
+        grid's corners.
+        """
+        side = round(self.sizes.positions**0.5)
+        above, below, down = _between(height, side, rows)
+        left, right, across = _between(width, side, columns)
+        top = torch.lerp(self.table[above * side + left], self.table[above * side + right], across)
+        bottom = torch.lerp(
+            self.table[below * side + left], self.table[below * side + right], across
+        )
+        return torch.lerp(top, bottom, down)
+
+
+def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table's lines before and after each of `count` lines, and how far it is between.
+
+    index: [n] lines that are asked for. The distances are [n, 1].
+    """
+    lines = torch.linspace(0, side - 1, count, device=index.device)[index]
+    before = lines.long()
+    return before, (before + 1).clamp(max=side - 1), (lines - before)[:, None]
