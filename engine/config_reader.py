@@ -93,6 +93,13 @@ class Reader:
             raise self.error(key, f"must be a positive integer, got {value!r}")
         return value
 
+    def square(self, key: str, default: int) -> int:
+        """Return a size that a file may give as [size, size]."""
+        value = self.get(key)
+        if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+            return Reader({key: value[0]}, self.path).size(key)
+        return self.size(key, default)
+
     def count(self, key: str, default: int = 0) -> int:
         """Return a size that may be 0."""
         return 0 if self.get(key, default) in (0, None) else self.size(key, default)

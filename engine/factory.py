@@ -236,6 +236,7 @@ def _image_plan(resolved: Resolved) -> ImagePlan | None:
         resolved.image_cache_tokens,
         resolved.max_num_batched_tokens,
         resolved.max_num_seqs,
+        vision.largest if vision.bidirectional else 0,
     )
 
 

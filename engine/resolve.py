@@ -211,7 +211,10 @@ def decide(
         )
     # Encoders have no decodes that would wait, so larger steps share the launch cost.
     on_cpu = 2048 if model.whole_texts else 512
-    budget = config.max_num_batched_tokens or (8192 if cuda else on_cpu)
+    budget = 8192 if cuda else on_cpu
+    if model.vision is not None and model.vision.bidirectional:
+        budget = max(budget, model.vision.largest + max_num_seqs)
+    budget = config.max_num_batched_tokens or budget
     if model.whole_texts:
         budget = max(budget, max_model_len)
     budget = max(budget, max_num_seqs)  # each running request decodes one token in every step
@@ -254,7 +257,14 @@ def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
             f"{model.architecture}; set images: off to serve its text model",
             param="images",
         )
-    windows = any(layer.window for layer in model.attention)
+    windows = [layer.window for layer in model.attention if layer.window]
+    if vision.bidirectional and windows and min(windows) < vision.largest:
+        raise ConfigError(
+            f"tokens of an image of {model.architecture} see each other, {vision.largest} of them, "
+            f"and layers with windows see {min(windows)} tokens; set images: off to serve its text "
+            "model",
+            param="images",
+        )
     if vision.bidirectional and windows and config.deterministic and not cuda:
         raise ConfigError(
             f"deterministic: tokens of an image of {model.architecture} see each other, which its "

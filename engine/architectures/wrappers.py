@@ -41,7 +41,7 @@ WRAPPERS: dict[str, Wrapper] = {
     wrapper.name: wrapper
     for wrapper in (
         _wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 on, Ministral 3, Devstral"),
-        _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
+        _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on", images="gemma3"),
         _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)"),
         _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),

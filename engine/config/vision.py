@@ -28,6 +28,7 @@ class VisionConfig:
         have plain positions.
     interleaved: whether the axes' frequencies alternate.
     bidirectional: whether the tokens of a picture see each other in the text model.
+    largest: the most tokens of a picture; needed where they see each other.
     """
 
     family: str
@@ -47,10 +48,19 @@ class VisionConfig:
     mrope_section: tuple[int, ...] | None = None
     interleaved: bool = False
     bidirectional: bool = False
+    largest: int = 0
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    def step_size(self, tokens: int, cache_tokens: int) -> int:
+        """Return the most embeddings that a step encodes.
+
+        tokens: the most tokens of a step.
+        cache_tokens: the most embeddings that are kept.
+        """
+        return max(tokens, self.largest or cache_tokens)
 
     def tensor_name(self, stored: str) -> str | None:
         """Return our name of a checkpoint's tensor; None for one that is not the tower's."""
@@ -60,12 +70,26 @@ class VisionConfig:
         return None
 
 
-def square(config: Reader, key: str, default: int) -> int:
-    """Return a size that a file may give as [size, size]."""
-    value = config.get(key)
-    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-        config = Reader({key: value[0]}, config.path)
-    return config.size(key, default)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileVision(VisionConfig):
+    """A tower of square tiles of one size.
+
+    tile: pixels on the side of a tile.
+    merge: patches on the side of one embedding.
+    """
+
+    tile: int
+    merge: int
+
+    @property
+    def patches(self) -> int:
+        """The number of patches on the side of a tile."""
+        return self.tile // self.patch_size
+
+    @property
+    def tile_size(self) -> int:
+        """The number of embeddings of a tile."""
+        return (self.patches // self.merge) ** 2
 
 
 CLIP_MEAN, CLIP_DEVIATION = (

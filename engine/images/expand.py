@@ -1,9 +1,22 @@
-"""expand_placeholders: the tokens of images in the places that a chat template has for them."""
+"""surround, expand_placeholders: images in the places that a chat template has for them."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from engine.errors import InvalidRequest
 from engine.images.layout import ImageLayout
+
+
+def surround(text: str, placeholder: str, layouts: Sequence[ImageLayout]) -> str:
+    """Return a rendered chat with the text that its images have around their placeholders.
+
+    layouts: in the order of the placeholders; if there are more or fewer of these, the text stays.
+    """
+    pieces = text.split(placeholder)
+    if len(pieces) != len(layouts) + 1:  # which `expand_placeholders` refuses
+        return text
+    around = (f"{layout.before}{placeholder}{layout.after}" for layout in layouts)
+    return pieces[0] + "".join(chain.from_iterable(zip(around, pieces[1:], strict=True)))
 
 
 def expand_placeholders(

@@ -23,6 +23,7 @@ class ImageLayout:
     first: the index in token_ids of the first image token.
     length: tokens from the first to the last image token.
     size, grid, shape: as of `engine.images.image.Image`.
+    before, after: text around the tokens, which is encoded together with the text beside it.
     """
 
     token_ids: tuple[int, ...]
@@ -31,6 +32,8 @@ class ImageLayout:
     size: int
     grid: tuple[int, int]
     shape: tuple[int, int, int]
+    before: str = ""
+    after: str = ""
 
 
 def check_sides(width: int, height: int) -> None:

@@ -9,6 +9,7 @@ from PIL import Image as Pillow
 
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
+from engine.images.gemma3 import Gemma3Images
 from engine.images.image import Image
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.qwen_vl import QwenImages
@@ -48,6 +49,7 @@ class ImageProcessor(Protocol):
 
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
+    "gemma3": Gemma3Images,
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,
     "qwen3_vl": QwenImages,

@@ -1,11 +1,14 @@
 """ProcessorSettings: the files of a model folder that say how pictures become pixels."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config_reader import Reader
+
+logger = logging.getLogger("manta.engine")
 
 # Newer folders have the settings inside this file, others in a file of their own.
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
@@ -26,18 +29,31 @@ class ProcessorSettings:
 
     @classmethod
     def read(cls, folder: Path) -> "ProcessorSettings | None":
-        """Read a folder's files; None if neither has settings of pictures.
+        """Read a folder's files; None if neither has settings of pictures that are supported.
 
         Raises ConfigError naming a file that cannot be read.
         """
-        config = Reader.from_file(folder / "config.json")
+        values = cls._values(folder)
+        if values is None:
+            return None
+        if values.flag("do_pan_and_scan"):
+            logger.warning(
+                "%s: do_pan_and_scan: crops of pictures are not supported: the model takes text "
+                "alone until this is false",
+                values.path,
+            )
+            return None
+        return cls(values, Reader.from_file(folder / "config.json"), folder)
+
+    @staticmethod
+    def _values(folder: Path) -> Reader | None:
         newer = folder / PROCESSOR
         if newer.is_file():
             inner = Reader.from_file(newer).inner("image_processor")
             if inner.values:
-                return cls(inner, config, folder)
+                return inner
         older = folder / PREPROCESSOR
-        return cls(Reader.from_file(older), config, folder) if older.is_file() else None
+        return Reader.from_file(older) if older.is_file() else None
 
     def filter(self, default: int) -> int:
         """Return the resampling filter, as Pillow numbers it."""

@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
 from engine.images.data_url import decode_data_url
-from engine.images.expand import expand_placeholders
+from engine.images.expand import expand_placeholders, surround
 from engine.images.image import Image
 from engine.images.layout import ImageError
 from engine.images.picture_file import PictureFile, upright_rgb
@@ -107,8 +107,11 @@ class Prompts:
         """
         pictures: list[Pillow.Image] = []
         written = [_without_pictures(message, pictures) for message in chat]
-        ids = self._text().encode_chat(written, **(options or {}))
-        return self._placed(ids, pictures, "messages")
+
+        def encode(edit: Callable[[str], str] | None) -> list[int]:
+            return self._text().encode_chat(written, edit=edit, **(options or {}))
+
+        return self._with_pictures(encode, pictures, "messages")
 
     def _with_images(self, prompt: Mapping[str, Any]) -> EncodedPrompt:
         text, images = prompt.get("prompt"), prompt.get("images", ())
@@ -117,13 +120,25 @@ class Prompts:
                 "a prompt with images has a text as prompt, and images", param="prompt"
             )
         pictures = [_picture(image) for image in images]
-        ids = self._text().encode(text, add_special_tokens=True)
-        return self._placed(ids, pictures, "prompt")
 
-    def _placed(self, ids: list[int], pictures: list[Pillow.Image], param: str) -> EncodedPrompt:
-        """Return a prompt with its images in the places of placeholders."""
+        def encode(edit: Callable[[str], str] | None) -> list[int]:
+            written = text if edit is None else edit(text)
+            return self._text().encode(written, add_special_tokens=True)
+
+        return self._with_pictures(encode, pictures, "prompt")
+
+    def _with_pictures(
+        self,
+        encode: Callable[[Callable[[str], str] | None], list[int]],
+        pictures: list[Pillow.Image],
+        param: str,
+    ) -> EncodedPrompt:
+        """Return a prompt with its images in the places of placeholders.
+
+        encode: returns the tokens of the prompt's text, which a function may change before.
+        """
         if not pictures:
-            return EncodedPrompt(self._checked(ids))
+            return EncodedPrompt(self._checked(encode(None)))
         processor = self._images
         if processor is None:
             raise InvalidRequest(
@@ -135,6 +150,7 @@ class Prompts:
             layouts = [processor.layout(*picture.size) for picture in pictures]
         except ImageError as error:
             raise InvalidRequest(error.message, param=param, code=error.code) from None
+        ids = encode(lambda text: surround(text, processor.placeholder, layouts))
         ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
         self._checked(ids)  # before any work on pixels
         placed = zip(pictures, layouts, starts, strict=True)

@@ -266,7 +266,7 @@ class StepImages:
         tokens: the most tokens of a step.
         """
         if self._encoder is not None:
-            shape = self._encoder.shape_of(max(tokens, len(self._cache)))
+            shape = self._encoder.shape_of(self._vision.step_size(tokens, len(self._cache)))
             pixels = torch.zeros(*shape, 3, dtype=torch.uint8, device=self._device)
             self._encoder.encode([pixels])
 

@@ -177,8 +177,9 @@ def plan_memory(
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
         activations += chunk_bytes(resolved)
         if model.tower is not None:  # a tower runs before the layers
-            largest = max(resolved.max_num_batched_tokens, resolved.image_cache_tokens)
-            activations = max(activations, model.tower.step_bytes(largest))
+            tokens, cached = resolved.max_num_batched_tokens, resolved.image_cache_tokens
+            most = model.tower.config.step_size(tokens, cached)
+            activations = max(activations, model.tower.step_bytes(most))
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
     groups, parts = model.kv, parts_here(resolved, model)
     rows = RequestRows.allocate(

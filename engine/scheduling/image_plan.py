@@ -44,7 +44,7 @@ class ImagePlan:
             raise ConfigError(
                 f"engine.max_num_batched_tokens is {step_tokens}, but the model computes an image "
                 f"of {whole} tokens in one step, beside {rows} decodes (engine.max_num_seqs): "
-                f"raise it to {whole + rows}",
+                f"raise it to {whole + rows}, or set engine.images: off",
                 param="max_num_batched_tokens",
             )
         if cache_tokens < max(whole, 1):

@@ -288,6 +288,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         max_tokens: int | None = None,
+        edit: Callable[[str], str] | None = None,
         **options: Any,
     ) -> list[int]:
         """Encode a chat; the ids equal those of transformers' ``apply_chat_template``.
@@ -297,6 +298,7 @@ class Tokenizer:
 
         max_tokens: the limit; a chat that surely has more tokens is not encoded.
         options: as in `ChatTemplate.render`.
+        edit: changes the rendered text, in which typed control tokens are replaced by digits.
         Raises InvalidRequest if the model has no template, or the template refuses the messages;
         TooManyTokens.
         """
@@ -333,6 +335,8 @@ class Tokenizer:
             **options,
         )
         check_shown(text, messages, template.silent)
+        if edit is not None:
+            text = edit(text)
         if not typed:
             if max_tokens is not None:
                 self.check_length(text, max_tokens)

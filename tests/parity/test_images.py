@@ -17,9 +17,11 @@ from engine.errors import ConfigError
 from engine.factory import build
 from engine.images.image import Image
 from engine.images.processor import ImageProcessor, image_processor, prepare
+from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
+from tests.engine.images.folders import CASES, Case, picture, save_model, their_inputs
+from tests.engine.images.test_processors import write_folder
 from tests.engine.process.conftest import two_cores
 from tests.engine.process.ranked import start
 from tests.parity.engine_driver import Output, engine, run
@@ -78,8 +80,8 @@ class Seeing:
         pictures = [part for part in parts if not isinstance(part, int)]
         given: dict[str, Any] = {}
         if pictures:
-            given = dict(their_processor(self.case)(images=pictures, return_tensors="pt"))
-            given["mm_token_type_ids"] = (ids == self.processor.image_token_id).int()
+            given = their_inputs(self.case, pictures)
+            given[self.case.types] = (ids == self.processor.image_token_id).int()
         logits = self.theirs(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
         for row, ours in zip(logits.double().log_softmax(-1), output.logprobs, strict=True):
             assert abs(float(row[ours.token_id]) - ours.logprob) < TIE
@@ -151,6 +153,8 @@ def settings(folder: Path, **fields: Any) -> EngineConfig:
         ("Qwen3-VL", {"tensor_parallel": 2}),
         ("Qwen3-VL", {"tensor_parallel": 2, "attention_data_parallel": True}),
         ("Qwen3.5", {"pipeline_parallel": 2}),
+        ("Gemma 3", {"tensor_parallel": 2}),
+        pytest.param("Gemma 3", {"pipeline_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("Qwen2.5-VL", {"tensor_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("Qwen2.5-VL", {"pipeline_parallel": 2}, marks=pytest.mark.slow),
     ],
@@ -190,6 +194,21 @@ def test_the_plan_counts_images(tmp_path: Path) -> None:
     assert line.split() == ["images", "(1048576", "embeddings)", f"{size:.2f}", "GiB"]
 
 
+def test_images_that_are_computed_whole(tmp_path: Path) -> None:
+    """Bugs: the default budget holds no image of Gemma 3 beside decodes; a window that is smaller
+    than an image computes another attention."""
+    write_folder(tmp_path, CASES["Gemma 3"])
+    plain = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", num_threads=1)
+    assert resolve(plain).max_num_batched_tokens == 512
+    many = msgspec.structs.replace(plain, max_num_seqs=600)
+    assert resolve(many).max_num_batched_tokens == 609
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"sliding_window": 10', '"sliding_window": 8'))
+    with pytest.raises(ConfigError, match=r"9 of them, .* windows see 8 tokens; set images: off"):
+        resolve(plain)
+    assert resolve(msgspec.structs.replace(plain, images="off")).model.vision is None
+
+
 def test_what_ranks_and_modes_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage without the layers after which embeddings are added; images that are off."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
@@ -200,3 +219,6 @@ def test_what_ranks_and_modes_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ModelConfig.from_folder(tmp_path).vision is not None
     (output,) = run(engine(tmp_path, images="off"), [ids], GREEDY, images=[images])
     assert "takes no images" in output.error
+    made("Gemma 3", tmp_path)
+    with pytest.raises(ConfigError, match=r"raise it to 17, or set engine\.images: off"):
+        engine(tmp_path, max_num_batched_tokens=16, max_num_seqs=8)

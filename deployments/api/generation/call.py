@@ -238,6 +238,7 @@ def chat_ids(
         max_tokens=max_tokens,
         add_generation_prompt=template.opens,
         continue_final_message=template.continues,
+        edit=None if images is None else lambda text: images.surrounded(text, order),
         **{**variables, **added},
     )
     return ids if images is None else images.place(ids, order, tokenizer)

@@ -22,7 +22,7 @@ from deployments.backend import ModelCard
 from deployments.images.intake import ImageIntake, ImageSource, PlacedPicture
 from deployments.images.memory import HeldBytes
 from engine.errors import ConfigError
-from engine.images.expand import expand_placeholders
+from engine.images.expand import expand_placeholders, surround
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.picture_file import PictureFile
 from engine.images.processor import ImageProcessor
@@ -53,6 +53,16 @@ class ChatImages:
         """The number of tokens of all images."""
         return sum(len(layout.token_ids) for layout in self.layouts)
 
+    def surrounded(self, text: str, order: Sequence[int]) -> str:
+        """Return a rendered chat with the text that its images have around them.
+
+        order: the images as the template met them.
+        """
+        return surround(text, self.processor.placeholder, self._ordered(order))
+
+    def _ordered(self, order: Sequence[int]) -> list[ImageLayout]:
+        return [self.layouts[index] for index in order]
+
     def place(self, ids: list[int], order: Sequence[int], tokenizer: Tokenizer) -> list[int]:
         """Return a rendered chat's ids with those of its images, each of which gets its place.
 
@@ -65,7 +75,7 @@ class ChatImages:
                 "stand",
                 param="model",
             )
-        layouts = [self.layouts[index] for index in order]
+        layouts = self._ordered(order)
         expanded, starts = expand_placeholders(ids, placeholder, layouts, len(self.layouts))
         self.placed = [
             PlacedPicture(self.sources[index], self.files[index], self.layouts[index], start)

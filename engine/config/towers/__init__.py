@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.architectures import WRAPPERS
+from engine.config.towers.gemma3 import read_gemma3
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from engine.config.vision import VisionConfig
 from engine.config_reader import Reader
@@ -18,6 +19,7 @@ _Read = Callable[[Reader, Reader], VisionConfig]
 
 # Wrapper.images -> the reader of its tower.
 FAMILIES: Mapping[str, _Read] = {
+    "gemma3": read_gemma3,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
     "qwen3_vl": read_qwen3_vl,

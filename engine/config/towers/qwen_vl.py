@@ -10,7 +10,6 @@ from engine.config.vision import (
     VisionConfig,
     normalisation,
     rotary_section,
-    square,
 )
 from engine.config_reader import Reader
 
@@ -67,10 +66,10 @@ def _shared(
         "image_token_id": config.count("image_token_id"),
         "names": (("model.visual.", "visual."), ("visual.", "visual.")),
         "num_heads": vision.size("num_heads", 16),
-        "patch_size": square(vision, "patch_size", patch),
+        "patch_size": vision.square("patch_size", patch),
         "norm_eps": 1e-6,
         "mrope_section": rotary_section(text, section),
-        "frames": square(vision, "temporal_patch_size", 2),
+        "frames": vision.square("temporal_patch_size", 2),
         "merge": vision.size("spatial_merge_size", 2),
         **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),
     }

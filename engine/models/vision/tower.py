@@ -58,10 +58,19 @@ class Tower(ABC):
             yield from linear.parameters
 
     def linear(
-        self, names: str | Sequence[str], out: int, features: int, *, bias: bool = True
+        self,
+        names: str | Sequence[str],
+        out: int,
+        features: int,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
     ) -> Linear:
-        """Make a linear layer of one matrix of `out` rows, or of several, one below the other."""
-        linear = Linear(self._spec(names, out, features, bias), self._method)
+        """Make a linear layer of one matrix of `out` rows, or of several, one below the other.
+
+        transposed: whether the checkpoint has their columns as rows.
+        """
+        linear = Linear(self._spec(names, out, features, bias, transposed), self._method)
         self.linears.append(linear)
         return linear
 
@@ -74,9 +83,17 @@ class Tower(ABC):
         self.linears.append(linear)
         return linear
 
-    def _spec(self, names: str | Sequence[str], out: int, features: int, bias: bool) -> LinearSpec:
+    def _spec(
+        self,
+        names: str | Sequence[str],
+        out: int,
+        features: int,
+        bias: bool,
+        transposed: bool = False,
+    ) -> LinearSpec:
         names = (names,) if isinstance(names, str) else tuple(names)
-        parts = tuple(Part(name, out, features, (0, out), (0, features)) for name in names)
+        whole = (0, out), (0, features)
+        parts = tuple(Part(name, out, features, *whole, transposed) for name in names)
         return LinearSpec(names[0], parts, bias, self.dtype, self.device)
 
     def layer_norm(self, name: str, size: int) -> LayerNorm:
@@ -86,16 +103,26 @@ class Tower(ABC):
         )
         return LayerNorm(self.kernels, weight, bias, self.config.norm_eps)
 
-    def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
-        weight = self.vector(f"{name}.weight", size, self.activation_dtype, 0.0)
+    def rms_norm(
+        self, name: str, size: int, eps: float | None = None, *, offset: float = 0.0
+    ) -> RMSNorm:
+        """Make an RMS norm. offset: is added to the checkpoint's weights."""
+        dtype = torch.float32 if offset else self.activation_dtype
+        weight = self.vector(f"{name}.weight", size, dtype, 0.0, offset)
         return RMSNorm(self.kernels, weight, self.config.norm_eps if eps is None else eps)
 
     def vector(
-        self, stored: str, size: int, dtype: torch.dtype = torch.float32, std: float = 0.02
+        self,
+        stored: str,
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        std: float = 0.02,
+        offset: float = 0.0,
     ) -> Parameter:
         """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape."""
         tensor = torch.empty(size, dtype=dtype, device=self.device)
-        parameter = Parameter(stored, tensor, (Source(stored, (size,), flat=True),), std=std)
+        source = Source(stored, (size,), flat=True)
+        parameter = Parameter(stored, tensor, (source,), std=std, offset=offset)
         self._parameters.append(parameter)
         return parameter
 

@@ -11,9 +11,11 @@ class FakeProcessor:
     """A processor that makes an image a multiple of 8 pixels wide and high, 64 pixels a token.
 
     begin, end: ids of the tokens around those of an image.
+    text: stands before and after an image.
     """
 
     settings = b"fake"
+    text = ""
 
     def __init__(self, placeholder: str = "<image>", token: int = 7, begin: int = 5, end: int = 6):
         self.placeholder = placeholder
@@ -24,12 +26,15 @@ class FakeProcessor:
         if max(width, height) > 50 * min(width, height):
             raise ImageError("invalid_image", "is more than 50 times as long as wide")
         side = 16 if detail == "low" else 512
-        grid = tuple(max(1, min(pixels, side) // 8) for pixels in (height, width))
-        rows, columns = grid
+        rows, columns = grid = (
+            max(1, min(height, side) // 8),
+            max(1, min(width, side) // 8),
+        )
         size = rows * columns
         begin, end = self._around
         ids = (begin, *[self.image_token_id] * size, end)
-        return ImageLayout(ids, 1, size, size, (rows, columns), (1, rows * 8, columns * 8))
+        shape = 1, rows * 8, columns * 8
+        return ImageLayout(ids, 1, size, size, grid, shape, before=self.text, after=self.text)
 
     def pixels(self, picture: PIL.Image.Image, layout: ImageLayout) -> NDArray[np.uint8]:
         _, height, width = layout.shape

@@ -80,6 +80,16 @@ def server() -> Server:
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
+def test_a_family_may_have_text_around_images(server: Server) -> None:
+    """Bug: Gemma 3's ends of lines around an image, which its template does not write."""
+    assert isinstance(server.backend, VisionBackend)
+    server.backend.processor.text = "xy"
+    assert server.chat(user(text("a<|image_pad|>"), part(WIDE), part(TALL))).status == 200
+    shown, _ = server.shape()
+    image = IMAGE.replace("<|image_pad|>", "xy<|image_pad|>xy")
+    assert f"user\na<|image_pad|>{image}{image}<|im_end|>" in shown
+
+
 def test_images_stand_where_they_were_written(server: Server) -> None:
     """Swapped images, or an image beside its text, are another question."""
     first = user(text("a"), part(WIDE), text("b"), part(TALL), text("c"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,37 @@ class Case:
     settings: dict[str, Any]
     outer: dict[str, Any]
     seed: int = 0  # one with which no output has the token of images
+    types: str = "mm_token_type_ids"  # what transformers calls the kinds of tokens
 
 
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
 CASES = {
+    "Gemma 3": Case(
+        "Gemma3",
+        TEXT
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 10,
+            "query_pre_attn_scalar": 12,
+        },
+        {
+            "hidden_size": 64,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 84,
+            "patch_size": 14,
+        },
+        "Gemma3ImageProcessorPil",
+        {"size": {"height": 84, "width": 84}, "image_std": [0.5, 0.6, 0.7]},
+        {
+            "image_token_index": 90,
+            "boi_token_index": 91,
+            "eoi_token_index": 92,
+            "mm_tokens_per_image": 9,
+        },
+        types="token_type_ids",
+    ),
     "Qwen2-VL": Case(
         "Qwen2VL",
         TEXT | _axes(1, 2, 3),
@@ -134,6 +162,13 @@ def save_model(folder: Path, case: Case) -> PreTrainedModel:
 
 def their_processor(case: Case) -> Any:
     return getattr(transformers, case.processor)(**case.settings)
+
+
+def their_inputs(case: Case, pictures: Sequence[Pillow.Image]) -> dict[str, Any]:
+    """Return the inputs of transformers' model for pictures."""
+    inputs = dict(their_processor(case)(images=pictures, return_tensors="pt"))
+    inputs.pop("num_crops", None)  # which is for their tokens
+    return inputs
 
 
 def picture(width: int, height: int, seed: int = 0) -> Pillow.Image:

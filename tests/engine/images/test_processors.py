@@ -48,6 +48,37 @@ def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
         assert np.array_equal(back, pixels.astype(np.float32))
 
 
+def test_pixels_of_gemma3(tmp_path: Path) -> None:
+    """Bug: a side of the processor's class, or a picture that keeps its shape."""
+    case = CASES["Gemma 3"]
+    write_folder(tmp_path, case)
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert (ours.placeholder, ours.image_token_id) == ("<start_of_image>", 90)
+    theirs = their_processor(case)
+    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    for width, height in SIZES:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        assert layout.token_ids == (91, *[90] * 9, 92)
+        assert (layout.first, layout.length, layout.size, layout.grid) == (1, 9, 9, (0, 0))
+        assert (layout.before, layout.after) == ("\n\n", "\n\n")
+        pixels = ours.pixels(image, layout)
+        assert pixels.shape == (*layout.shape, 3) == (1, 84, 84, 3)
+        want = theirs(images=[image], return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+        assert np.array_equal(want, pixels.astype(np.float32))
+
+
+def test_crops_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that asks for crops would get answers about another prompt than its model's."""
+    case = CASES["Gemma 3"]
+    write_folder(tmp_path, case)
+    settings = {**case.settings, "do_pan_and_scan": True}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert image_processor(tmp_path) is None
+    assert "preprocessor_config.json: do_pan_and_scan: crops" in caplog.text
+
+
 def test_low_detail_and_narrow_pictures_of_qwens(tmp_path: Path) -> None:
     """A picture of 2010 x 10 cost tens of thousands of tokens in models without a bound."""
     case = CASES["Qwen3-VL"]

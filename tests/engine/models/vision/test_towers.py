@@ -19,7 +19,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
+from tests.engine.images.folders import CASES, Case, picture, save_model, their_inputs
 
 PICTURES = [picture(200, 120), picture(90, 150, 1)]
 
@@ -45,9 +45,8 @@ def encode(folder: Path, tower: Tower) -> Tensor:
 
 
 def their_rows(case: Case, model: Any) -> Tensor:
-    inputs = their_processor(case)(images=PICTURES, return_tensors="pt")
     with torch.inference_mode():
-        features = model.get_image_features(**inputs)
+        features = model.get_image_features(**their_inputs(case, PICTURES))
     levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     joined = [torch.cat([*level]) if isinstance(level, list | tuple) else level for level in levels]
     return torch.cat([level.flatten(0, -2) for level in joined], 1)
