@@ -62,6 +62,10 @@ class VisionConfig:
         """
         return max(tokens, self.largest or cache_tokens)
 
+    def owns(self, stored: str) -> bool:
+        """Whether a checkpoint's tensor is the tower's; a converted folder has our names."""
+        return any(stored.startswith(pair) for pair in self.names)
+
     def tensor_name(self, stored: str) -> str | None:
         """Return our name of a checkpoint's tensor; None for one that is not the tower's."""
         for begin, ours in self.names:

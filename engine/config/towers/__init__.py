@@ -64,7 +64,7 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
     if shards is None:  # a folder without weights, which is planned or filled at random
         return vision
     stored = read_headers(folder) if shards.listed is None else shards.listed
-    names = [name for name in stored if vision.tensor_name(name) is not None]
+    names = [name for name in stored if vision.owns(name)]
     quantized = next((name for name in names if name.endswith(_OF_QUANTIZED)), None)
     if quantized is not None:
         logger.warning(

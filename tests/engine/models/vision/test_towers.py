@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.conversion import convert
 from engine.images.processor import image_processor, prepare
 from engine.models.registry import Model, build_model
 from engine.models.vision.tower import Tower
@@ -127,6 +129,18 @@ def test_older_names_of_tensors(tmp_path: Path) -> None:
     older = {name.replace("model.visual.", "visual."): t for name, t in load_file(file).items()}
     save_file(older, file)
     assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2.5-VL"])
+def test_converted_folders(name: str, tmp_path: Path) -> None:
+    """Bug: a converted folder has its tensors under our names, and served text alone, or named one
+    of the tower's as an error."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    save_model(source, CASES[name])
+    (source / "tokenizer.json").write_text("{}")
+    convert(EngineConfig(model=str(source), device="cpu", dtype="float32"), target)
+    assert torch.equal(encode(target, tower_of(target)), encode(source, tower_of(source)))
 
 
 def test_flat_files(tmp_path: Path) -> None:
