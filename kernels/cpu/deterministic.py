@@ -193,10 +193,12 @@ class Deterministic(PlannedByFirstLayer):
         if attended is not None:  # computes each text alike
             return attended
         plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
+        rotary = meta.rotary
         for begin, end in pairwise(meta.query_start_host or meta.query_start.tolist()):
             alone = replace(
                 meta,
                 positions=meta.positions[begin:end].clone(),
+                rotary=rotary and replace(rotary, rows=rotary.rows[begin:end].clone()),
                 query_start_host=[0, end - begin],
                 plan=None,
             )

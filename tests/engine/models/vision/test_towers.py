@@ -26,9 +26,9 @@ from tests.engine.images.folders import CASES, Case, picture, save_model, their_
 PICTURES = [picture(200, 120), picture(90, 150, 1)]
 
 
-def tower_of(folder: Path) -> Tower:
+def tower_of(folder: Path, *, deterministic: bool = False) -> Tower:
     config = ModelConfig.from_folder(folder)
-    model = build_model(config, torch.float32, "cpu", kernels_for("cpu"))
+    model = build_model(config, torch.float32, "cpu", kernels_for("cpu", deterministic))
     load_weights(model, folder)
     assert model.tower is not None
     return model.tower
@@ -65,6 +65,13 @@ def test_rows_equal_transformers(name: str, tmp_path: Path) -> None:
     assert ours.shape == want.shape
     assert (ours - want).norm() / want.norm() < 1e-5
     assert (ours - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_deterministic_windows(tmp_path: Path) -> None:
+    """Bug: a window of a picture, which is computed alone, rotates by the whole step's places."""
+    save_model(tmp_path, CASES["Qwen2.5-VL"])
+    ours = encode(tmp_path, tower_of(tmp_path, deterministic=True))
+    assert (ours - encode(tmp_path, tower_of(tmp_path))).abs().max() < 1e-5 * ours.abs().max()
 
 
 def test_folders_whose_text_alone_is_served(
