@@ -10,10 +10,13 @@ from PIL import Image as Pillow
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.images.gemma3 import Gemma3Images
+from engine.images.idefics3 import Idefics3Images
 from engine.images.image import Image
+from engine.images.internvl import InternImages
 from engine.images.layout import ImageError, ImageLayout
+from engine.images.llama4 import Llama4Images
 from engine.images.qwen_vl import QwenImages
-from engine.images.settings import ProcessorSettings
+from engine.images.settings import Encode, ProcessorSettings
 
 if TYPE_CHECKING:  # the library imports this module where no picture comes
     import numpy as np
@@ -50,22 +53,26 @@ class ImageProcessor(Protocol):
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "gemma3": Gemma3Images,
+    "idefics3": Idefics3Images,
+    "internvl": InternImages,
+    "llama4": Llama4Images,
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,
     "qwen3_vl": QwenImages,
 }
 
 
-def image_processor(folder: Path) -> ImageProcessor | None:
+def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcessor | None:
     """Return the processor of a model folder; None if the model takes no pictures here.
 
+    encode: of the model's tokenizer, as of `ProcessorSettings`. Some families need none.
     Raises ConfigError naming the file and key that cannot be read.
     """
     names = Reader.from_file(folder / "config.json").get("architectures", [])
     wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
     if wrapper is None or not wrapper.images:
         return None
-    settings = ProcessorSettings.read(folder)
+    settings = ProcessorSettings.read(folder, encode)
     return None if settings is None else FAMILIES[wrapper.images](settings)
 
 

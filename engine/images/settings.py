@@ -2,11 +2,15 @@
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config_reader import Reader
+from engine.errors import ConfigError
+
+Encode = Callable[[str], Sequence[int]]
 
 logger = logging.getLogger("manta.engine")
 
@@ -21,14 +25,16 @@ class ProcessorSettings:
     values: preprocessor_config.json, or image_processor of processor_config.json.
     config: config.json.
     folder: the model's folder.
+    encode: returns the tokens of a text with special tokens in it; None = there is no tokenizer.
     """
 
     values: Reader
     config: Reader
     folder: Path
+    encode: Encode | None = None
 
     @classmethod
-    def read(cls, folder: Path) -> "ProcessorSettings | None":
+    def read(cls, folder: Path, encode: Encode | None = None) -> "ProcessorSettings | None":
         """Read a folder's files; None if neither has settings of pictures that are supported.
 
         Raises ConfigError naming a file that cannot be read.
@@ -43,7 +49,7 @@ class ProcessorSettings:
                 values.path,
             )
             return None
-        return cls(values, Reader.from_file(folder / "config.json"), folder)
+        return cls(values, Reader.from_file(folder / "config.json"), folder, encode)
 
     @staticmethod
     def _values(folder: Path) -> Reader | None:
@@ -69,6 +75,17 @@ class ProcessorSettings:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.config.error(key, f"must be a token id, got {value!r}")
         return value
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, such as those between tiles of a picture.
+
+        Raises ConfigError without a tokenizer.
+        """
+        if self.encode is None:
+            raise ConfigError(
+                f"{self.folder}: the tokens of its pictures need a tokenizer", param="tokenizer"
+            )
+        return list(self.encode(text))
 
     def text(self, token_id: int, default: str) -> str:
         """Return the text of a special token, as the chat template writes it.

@@ -84,7 +84,9 @@ class Prompts:
     @cached_property
     def _images(self) -> ImageProcessor | None:
         folder = Path(self._model)
-        return image_processor(folder) if (folder / "config.json").is_file() else None
+        if not (folder / "config.json").is_file():
+            return None
+        return image_processor(folder, self._text().encode)
 
     def encode(self, prompt: Prompt | Messages) -> EncodedPrompt:
         if isinstance(prompt, Mapping):

@@ -331,6 +331,6 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         pooling=pooling,
         vector_size=0 if pooling is None else pooling.size(config.hidden_size),
         facts=read_facts(folder, config),
-        images=image_processor(folder),
+        images=image_processor(folder, tokenizer.encode),
     )
     return card, tokenizer, identity

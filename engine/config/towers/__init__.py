@@ -6,20 +6,27 @@ from pathlib import Path
 
 from engine.architectures import WRAPPERS
 from engine.config.towers.gemma3 import read_gemma3
+from engine.config.towers.idefics3 import read_idefics3
+from engine.config.towers.internvl import read_internvl
+from engine.config.towers.llama4 import read_llama4
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
-from engine.config.vision import VisionConfig
+from engine.config.vision import TileVision, VisionConfig
 from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
 from engine.shards import find_shards, read_headers
 
 logger = logging.getLogger("manta.engine")
 
-# (config.json, settings of the processor) -> the tower
-_Read = Callable[[Reader, Reader], VisionConfig]
+# (config.json, settings of the processor) -> the tower; None if it is one that is not supported,
+# of which the log says why
+_Read = Callable[[Reader, Reader], VisionConfig | None]
 
 # Wrapper.images -> the reader of its tower.
 FAMILIES: Mapping[str, _Read] = {
     "gemma3": read_gemma3,
+    "idefics3": read_idefics3,
+    "internvl": read_internvl,
+    "llama4": read_llama4,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
     "qwen3_vl": read_qwen3_vl,
@@ -51,6 +58,18 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
         return None
     values = Reader({}, str(folder)) if settings is None else settings.values
     vision = FAMILIES[family](config, values)
+    if vision is None:
+        return None
+    if isinstance(vision, TileVision) and vision.tile % (vision.patch_size * vision.merge):
+        logger.warning(
+            "%s: tiles of %d pixels have no whole embeddings of %d patches of %d pixels: the model "
+            "takes text alone",
+            config.path,
+            vision.tile,
+            vision.merge**2,
+            vision.patch_size,
+        )
+        return None
     section = vision.mrope_section
     if section is not None and sum(section) != rotary_dim // 2:
         logger.warning(

@@ -5,12 +5,18 @@ from typing import Any
 
 from engine.layers.build import Builder
 from engine.models.vision.gemma3 import Gemma3Tower
+from engine.models.vision.idefics3 import Idefics3Tower
+from engine.models.vision.internvl import InternTower
+from engine.models.vision.llama4 import Llama4Tower
 from engine.models.vision.qwen_vl import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from engine.models.vision.tower import Tower
 
 # VisionConfig.family -> the class, which takes a builder and the family's VisionConfig.
 TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "gemma3": Gemma3Tower,
+    "idefics3": Idefics3Tower,
+    "internvl": InternTower,
+    "llama4": Llama4Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,
     "qwen3_vl": Qwen3Tower,

@@ -96,12 +96,12 @@ class Tower(ABC):
         parts = tuple(Part(name, out, features, *whole, transposed) for name in names)
         return LinearSpec(names[0], parts, bias, self.dtype, self.device)
 
-    def layer_norm(self, name: str, size: int) -> LayerNorm:
+    def layer_norm(self, name: str, size: int, eps: float | None = None) -> LayerNorm:
         weight, bias = (
             self.vector(f"{name}.{part}", size, self.activation_dtype, std)
             for part, std in (("weight", 0.0), ("bias", 0.02))
         )
-        return LayerNorm(self.kernels, weight, bias, self.config.norm_eps)
+        return LayerNorm(self.kernels, weight, bias, self.config.norm_eps if eps is None else eps)
 
     def rms_norm(
         self, name: str, size: int, eps: float | None = None, *, offset: float = 0.0

@@ -3,15 +3,19 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from PIL import Image as Pillow
+from tokenizers.models import WordLevel
 from transformers import PreTrainedModel
+
+from engine.images.processor import ImageProcessor, image_processor
 
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
@@ -33,6 +37,14 @@ QWEN3 = {
     "num_position_embeddings": 49,
 }
 
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+}
+
 
 def _axes(*section: int, **options: Any) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}
@@ -44,7 +56,9 @@ class Case:
     """A family: its class without ForConditionalGeneration, the keys of its config, and of its
     processor's file.
 
+    processor: its class, which needs no torchvision; "" = it does, and pixels are our own.
     outer: keys of config.json beside those of the two models.
+    tokens: texts of tokens that stand around pictures -> ids, for tokenizer.json.
     """
 
     name: str
@@ -53,11 +67,23 @@ class Case:
     processor: str
     settings: dict[str, Any]
     outer: dict[str, Any]
+    tokens: dict[str, int] = field(default_factory=dict)
     seed: int = 0  # one with which no output has the token of images
     types: str = "mm_token_type_ids"  # what transformers calls the kinds of tokens
 
 
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
+_SMOL_TOKENS = {
+    "<image>": 90,
+    "<fake_token_around_image>": 91,
+    "<global-img>": 92,
+    "\n": 93,
+    "\n\n": 94,
+    "<row_1_col_1>": 95,
+    "<row_1_col_2>": 96,
+    "<row_2_col_1>": 97,
+    "<row_2_col_2>": 98,
+}
 CASES = {
     "Gemma 3": Case(
         "Gemma3",
@@ -139,6 +165,94 @@ CASES = {
         {"min_pixels": 64 * 64, "max_pixels": 192 * 192, "patch_size": 16},
         TOKENS,
     ),
+    "SmolVLM": Case(
+        "SmolVLM",
+        TEXT | {"model_type": "llama", "pad_token_id": 0},
+        SIGLIP | {"image_size": 16},
+        "SmolVLMImageProcessorPil",
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
+        {"image_token_id": 90, "scale_factor": 2},
+        _SMOL_TOKENS,
+    ),
+    # A table of positions whose lines are rounded, and tiles of fewer patches than it has.
+    "Idefics 3": Case(
+        "Idefics3",
+        TEXT | {"model_type": "llama", "pad_token_id": 0},
+        SIGLIP | {"image_size": 28},
+        "Idefics3ImageProcessorPil",
+        {
+            "size": {"longest_edge": 48},
+            "max_image_size": {"longest_edge": 24},
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        {"image_token_id": 90, "scale_factor": 3},
+        _SMOL_TOKENS,
+    ),
+    "InternVL": Case(
+        "InternVL",
+        TEXT | {"model_type": "qwen2"},
+        SIGLIP | {"image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True},
+        "GotOcr2ImageProcessorPil",
+        {"size": {"height": 16, "width": 16}, "max_patches": 4, "crop_to_patches": True},
+        {"image_token_id": 90, "downsample_ratio": 0.5},
+        {"<IMG_CONTEXT>": 90, "<img>": 91, "</img>": 92},
+    ),
+    # Norms of the 6B tower; positions that are made for pictures of another size than tiles.
+    "InternVL 6B": Case(
+        "InternVL",
+        TEXT | {"model_type": "qwen3"},
+        SIGLIP
+        | {
+            "image_size": [28, 28],
+            "patch_size": [4, 4],
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+            "use_mean_pooling": False,
+        },
+        "GotOcr2ImageProcessorPil",
+        {
+            "size": {"height": 16, "width": 16},
+            "min_patches": 2,
+            "max_patches": 3,
+            "crop_to_patches": True,
+            "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.5, 0.6, 0.7],
+        },
+        {"image_token_id": 90, "downsample_ratio": 0.5, "projector_hidden_act": "silu"},
+        {"<IMG_CONTEXT>": 90, "<img>": 91, "</img>": 92},
+    ),
+    "Llama 4": Case(
+        "Llama4",
+        TEXT
+        | {
+            "model_type": "llama4_text",
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 16,
+        },
+        SIGLIP
+        | {
+            "intermediate_size": 128,
+            "image_size": 16,
+            "projector_input_dim": 40,
+            "projector_output_dim": 40,
+            "vision_output_dim": 40,
+        },
+        "",
+        {"size": {"height": 16, "width": 16}, "max_patches": 4},
+        {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92},
+        {
+            "<|patch|>": 90,
+            "<|image_start|>": 91,
+            "<|image_end|>": 92,
+            "<|image|>": 93,
+            "<|tile_x_separator|>": 94,
+            "<|tile_y_separator|>": 95,
+        },
+    ),
 }
 
 
@@ -157,17 +271,48 @@ def save_model(folder: Path, case: Case) -> PreTrainedModel:
     model.save_pretrained(folder)
     settings = {"image_processor_type": case.processor.removesuffix("Pil"), **case.settings}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    save_tokenizer(folder, case)
     return model
+
+
+def save_tokenizer(folder: Path, case: Case) -> None:
+    """Save a tokenizer of the tokens around pictures, if the family has such."""
+    if case.tokens:
+        others = set(range(case.text["vocab_size"])) - set(case.tokens.values())
+        words = {f"{token}": token for token in others} | case.tokens
+        tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="0"))
+        tokenizer.add_special_tokens([text for text in case.tokens if not text.isspace()])
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def load_processor(folder: Path) -> ImageProcessor | None:
+    """Return the folder's processor, with the tokenizer that it may have."""
+
+    def encode(text: str) -> list[int]:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return tokenizer.encode(text).ids
+
+    return image_processor(folder, encode)
 
 
 def their_processor(case: Case) -> Any:
     return getattr(transformers, case.processor)(**case.settings)
 
 
-def their_inputs(case: Case, pictures: Sequence[Pillow.Image]) -> dict[str, Any]:
-    """Return the inputs of transformers' model for pictures."""
+def their_inputs(
+    case: Case, pictures: Sequence[Pillow.Image], ours: ImageProcessor
+) -> dict[str, Any]:
+    """Return the inputs of transformers' model for pictures of one prompt.
+
+    ours: gives the pixels where transformers' processor needs torchvision.
+    """
+    if not case.processor:
+        tiles = [ours.pixels(image, ours.layout(*image.size)) for image in pictures]
+        pixels = torch.from_numpy(np.concatenate(tiles)).permute(0, 3, 1, 2)
+        return {"pixel_values": (pixels.float() / 255 - 0.5) / 0.5}
     inputs = dict(their_processor(case)(images=pictures, return_tensors="pt"))
-    inputs.pop("num_crops", None)  # which is for their tokens
+    for key in ("num_crops", "num_patches"):  # which are for their tokens
+        inputs.pop(key, None)
     return inputs
 
 

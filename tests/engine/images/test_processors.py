@@ -1,13 +1,25 @@
 """Pictures become the pixels, sizes and tokens that transformers' processors make of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from PIL import Image as Pillow
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from engine.errors import ConfigError
 from engine.images.processor import ImageError, image_processor, prepare
-from tests.engine.images.folders import CASES, Case, picture, their_processor
+from tests.engine.images.folders import (
+    CASES,
+    Case,
+    load_processor,
+    picture,
+    save_tokenizer,
+    their_processor,
+)
 
 SIZES = [(64, 43), (1, 1), (33, 900), (192, 108), (108, 240), (400, 20), (641, 427)]
 
@@ -18,9 +30,11 @@ def write_folder(folder: Path, case: Case) -> None:
     config |= {"vision_config": case.vision, "text_config": case.text}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(case.settings))
+    save_tokenizer(folder, case)
 
 
 QWENS = [name for name in CASES if name.startswith("Qwen")]
+TILED = ["SmolVLM", "Idefics 3", "InternVL", "InternVL 6B"]
 
 
 @pytest.mark.parametrize("name", QWENS)
@@ -29,7 +43,7 @@ def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
     right, and another number of tokens than the model was trained with."""
     case = CASES[name]
     write_folder(tmp_path, case)
-    ours = image_processor(tmp_path)
+    ours = load_processor(tmp_path)
     assert ours is not None
     theirs = their_processor(case)
     theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
@@ -79,13 +93,111 @@ def test_crops_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "preprocessor_config.json: do_pan_and_scan: crops" in caplog.text
 
 
+@pytest.mark.parametrize("name", TILED)
+def test_pixels_of_tiles(name: str, tmp_path: Path) -> None:
+    """A resize that is left out, tiles column by column, the whole picture first: a picture that
+    the model sees in pieces of which each is right."""
+    case = CASES[name]
+    write_folder(tmp_path, case)
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    theirs = their_processor(case)
+    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    for width, height in [*SIZES, (16, 16), (48, 47), (1, 300)]:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        pixels = ours.pixels(image, layout)
+        want = theirs(images=[image], return_tensors="np")["pixel_values"]
+        want = want.reshape(-1, *want.shape[-3:]).transpose(0, 2, 3, 1)
+        assert layout.shape == pixels.shape[:3] == want.shape[:3]
+        assert np.array_equal(want, pixels.astype(np.float32))
+        few = ours.layout(width, height, "low")
+        assert few.shape[0] == 1 == len(ours.pixels(image, few))
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "Idefics 3"])
+def test_tokens_around_tiles_of_smolvlm(name: str, tmp_path: Path) -> None:
+    """Two line breaks are one token of their tokenizer, and rows are counted from 1."""
+    case = CASES[name]
+    write_folder(tmp_path, case)
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for width, height, grid in ((30, 30, (2, 2)), (50, 10, (1, 2)), (10, 50, (2, 1))):
+        marks = ("<fake_token_around_image>", "<image>", "<global-img>")
+        text = get_image_prompt_string(*grid, 4, *marks)
+        layout = ours.layout(width, height)
+        assert [*layout.token_ids] == tokenizer.encode(text).ids
+        assert layout.length > layout.size == 4 * (grid[0] * grid[1] + 1)
+    assert ours.layout(30, 30, "low").token_ids == (91, 92, 90, 90, 90, 90, 91)
+    alone = image_processor(tmp_path)
+    assert alone is not None
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        alone.layout(30, 30)
+
+
+def test_tokens_of_internvl(tmp_path: Path) -> None:
+    """A picture begins and ends with a token, and has 4 of each tile; of one tile it has no view
+    of the whole."""
+    write_folder(tmp_path, CASES["InternVL"])
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    for width, tiles in ((20, 1), (40, 3), (60, 4), (900, 5)):
+        layout = ours.layout(width, 20)
+        assert layout.token_ids == (91, *[90] * (4 * tiles), 92)
+        assert (layout.first, layout.length, layout.size) == (1, 4 * tiles, 4 * tiles)
+
+
+# Width and height of a picture -> rows and columns of tiles of 28 pixels, height and width that it
+# takes of them, by transformers' processor, which needs torchvision.
+CANVASES = [
+    (64, 43, 2, 3, 43, 64),
+    (1, 1, 1, 1, 28, 28),
+    (33, 900, 16, 1, 448, 16),
+    (108, 240, 5, 3, 140, 62),  # 63 without rounding to float32
+    (400, 20, 1, 15, 20, 400),
+    (641, 427, 3, 5, 84, 126),
+    (29, 28, 1, 2, 28, 29),
+    (57, 57, 3, 3, 57, 57),
+    (1, 300, 11, 1, 300, 1),
+]
+
+
+def test_pictures_of_llama4(tmp_path: Path) -> None:
+    """A picture that is stretched, put in the middle or enlarged where there is room."""
+    case = CASES["Llama 4"]
+    vision = case.vision | {"image_size": 28, "patch_size": 7}
+    settings = {"size": {"height": 28, "width": 28}, "max_patches": 16}
+    write_folder(tmp_path, replace(case, vision=vision, settings=settings))
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    for width, height, rows, columns, high, wide in CANVASES:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        tiles = rows * columns
+        assert layout.shape[0] == tiles + (tiles > 1)
+        line = [90] * 4 + ([94] + [90] * 4) * (columns - 1) + [95]
+        before = line * rows if tiles > 1 else []
+        assert [*layout.token_ids] == [91, *before, 93, *[90] * 4, 92]
+        pixels = ours.pixels(image, layout)
+        canvas = pixels[:tiles].reshape(rows, columns, 28, 28, 3).transpose(0, 2, 1, 3, 4)
+        canvas = canvas.reshape(rows * 28, columns * 28, 3)
+        filter = Pillow.Resampling.BILINEAR
+        assert np.array_equal(canvas[:high, :wide], np.asarray(image.resize((wide, high), filter)))
+        assert not canvas[high:].any()
+        assert not canvas[:, wide:].any()
+        if tiles > 1:
+            assert np.array_equal(pixels[-1], np.asarray(image.resize((28, 28), filter)))
+        assert ours.layout(width, height, "low").token_ids == (91, 93, 90, 90, 90, 90, 92)
+
+
 def test_low_detail_and_narrow_pictures_of_qwens(tmp_path: Path) -> None:
     """A picture of 2010 x 10 cost tens of thousands of tokens in models without a bound."""
     case = CASES["Qwen3-VL"]
     write_folder(tmp_path, case)
     settings = {**case.settings, "size": {"shortest_edge": 4096, "longest_edge": 4096 * 4096}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    ours = image_processor(tmp_path)
+    ours = load_processor(tmp_path)
     assert ours is not None
     assert ours.layout(3000, 2000).size > 2000
     assert 400 < ours.layout(3000, 2000, "low").size <= 512
@@ -102,7 +214,7 @@ def test_settings_inside_the_newer_file(tmp_path: Path) -> None:
     inner = {**case.settings, "size": {"shortest_edge": 256 * 256, "longest_edge": 512 * 512}}
     newer = {"processor_class": "Qwen3VLProcessor", "image_processor": inner}
     (tmp_path / "processor_config.json").write_text(json.dumps(newer))
-    ours = image_processor(tmp_path)
+    ours = load_processor(tmp_path)
     assert ours is not None
     assert ours.layout(10, 10).size == 64
 
@@ -123,17 +235,17 @@ def test_placeholder_is_the_tokenizers(tmp_path: Path) -> None:
 def test_models_without_pictures(tmp_path: Path) -> None:
     """A text model, and a folder that was saved without its processor, still serve text."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    assert image_processor(tmp_path) is None
+    assert load_processor(tmp_path) is None
     write_folder(tmp_path, CASES["Qwen3-VL"])
     (tmp_path / "preprocessor_config.json").unlink()
-    assert image_processor(tmp_path) is None
+    assert load_processor(tmp_path) is None
 
 
 def test_digests_are_of_pixels_shape_and_settings(tmp_path: Path) -> None:
     """Bug (CVE-2025-46722): two pictures of equal bytes and different shape had one name."""
     case = CASES["Qwen3-VL"]
     write_folder(tmp_path, case)
-    ours = image_processor(tmp_path)
+    ours = load_processor(tmp_path)
     assert ours is not None
     wide, tall = picture(128, 64), picture(64, 128)
     blank = [image.point(lambda value: 7) for image in (wide, tall)]
@@ -145,7 +257,7 @@ def test_digests_are_of_pixels_shape_and_settings(tmp_path: Path) -> None:
         digests.add(prepared.digest)
     assert len(digests) == 4
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**case.settings, "resample": 2}))
-    other = image_processor(tmp_path)
+    other = load_processor(tmp_path)
     assert other is not None
     again = prepare(other, blank[0], other.layout(*blank[0].size), 5)
     assert again.digest not in digests

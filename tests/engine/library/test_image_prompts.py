@@ -11,9 +11,12 @@ from engine.errors import InvalidRequest
 from engine.library import prompts as library
 from engine.library.prompts import Prompts
 from engine.messages import Ready
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.images.fake_processor import FakeProcessor
 from tests.deployments.images.vision_backend import vision_tokenizer
 from tests.engine.images.files import gradient, saved
+from tests.engine.images.folders import CASES
+from tests.engine.images.test_processors import write_folder
 
 READY = Ready(256, 512, 16, 16, [2], {}, "", 256)
 PICTURE = gradient(40, 16)
@@ -25,7 +28,7 @@ def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prompts:
     pad = tokenizer.token_id("<|image_pad|>")
     assert pad is not None
     processor = FakeProcessor("<|image_pad|>", pad, 0, 0)
-    monkeypatch.setattr(library, "image_processor", lambda folder: processor)
+    monkeypatch.setattr(library, "image_processor", lambda folder, encode: processor)
     (tmp_path / "config.json").write_text("{}")
     return Prompts(tokenizer, READY, str(tmp_path))
 
@@ -84,7 +87,19 @@ def test_what_does_not_fit(encoder: Prompts, monkeypatch: pytest.MonkeyPatch) ->
     """A model of text must not get tokens of images, nor a context more than it has."""
     with pytest.raises(InvalidRequest, match="maximum context length is 256 tokens"):
         encoder.encode(chat({"type": "image", "image": gradient(512, 512)}))
-    monkeypatch.setattr(library, "image_processor", lambda folder: None)
+    monkeypatch.setattr(library, "image_processor", lambda folder, encode: None)
     other = Prompts(vision_tokenizer(), READY, encoder._model)
     with pytest.raises(InvalidRequest, match="takes text only"):
         other.encode(chat({"type": "image", "image": PICTURE}))
+
+
+def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
+    """Bug: the tokenizer that prompts have does not reach the processor of a picture in tiles."""
+    case = CASES["SmolVLM"]
+    write_folder(tmp_path, case)
+    encoder = Prompts(Tokenizer.load(tmp_path), READY, str(tmp_path))
+    encoded = encoder.encode({"prompt": "7<image>9", "images": [gradient(40, 16)]})
+    tile, whole = [90] * 4, [94, 91, 92, 90, 90, 90, 90, 91]
+    assert encoded.ids == [7, 91, 95, *tile, 91, 96, *tile, *whole, 9]
+    (image,) = encoded.images
+    assert (image.start, image.length, image.size, image.shape) == (3, 17, 12, (3, 16, 16))

@@ -8,34 +8,45 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.conversion import convert
-from engine.images.processor import image_processor, prepare
+from engine.images.processor import prepare
 from engine.models.registry import Model, build_model
+from engine.models.vision.idefics3 import nearest_lines
 from engine.models.vision.tower import Tower
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from tests.engine.images.folders import CASES, Case, picture, save_model, their_inputs
+from tests.engine.images.folders import (
+    CASES,
+    Case,
+    load_processor,
+    picture,
+    save_model,
+    their_inputs,
+)
 
 PICTURES = [picture(200, 120), picture(90, 150, 1)]
 
 
-def tower_of(folder: Path, *, deterministic: bool = False) -> Tower:
+def tower_of(folder: Path, *, deterministic: bool = False, **changes: Any) -> Tower:
     config = ModelConfig.from_folder(folder)
-    model = build_model(config, torch.float32, "cpu", kernels_for("cpu", deterministic))
+    kernels = kernels_for("cpu", deterministic)
+    model = build_model(config, torch.float32, "cpu", kernels, **changes)
     load_weights(model, folder)
     assert model.tower is not None
     return model.tower
 
 
 def encode(folder: Path, tower: Tower) -> Tensor:
-    processor = image_processor(folder)
+    processor = load_processor(folder)
     assert processor is not None
     pixels = []
     for image in PICTURES:
@@ -46,9 +57,13 @@ def encode(folder: Path, tower: Tower) -> Tensor:
         return tower.encode(pixels)
 
 
-def their_rows(case: Case, model: Any) -> Tensor:
+def their_rows(case: Case, model: Any, folder: Path) -> Tensor:
+    ours = load_processor(folder)
+    assert ours is not None
     with torch.inference_mode():
-        features = model.get_image_features(**their_inputs(case, PICTURES))
+        features = model.get_image_features(**their_inputs(case, PICTURES, ours))
+        if case.name == "Llama4":
+            features.pooler_output = model.multi_modal_projector(features.last_hidden_state)
     levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     joined = [torch.cat([*level]) if isinstance(level, list | tuple) else level for level in levels]
     return torch.cat([level.flatten(0, -2) for level in joined], 1)
@@ -61,7 +76,7 @@ def test_rows_equal_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     theirs = save_model(tmp_path, case)
     ours = encode(tmp_path, tower_of(tmp_path))
-    want = their_rows(case, theirs)
+    want = their_rows(case, theirs, tmp_path)
     assert ours.shape == want.shape
     assert (ours - want).norm() / want.norm() < 1e-5
     assert (ours - want).abs().max() < 1e-4 * want.abs().max()
@@ -72,6 +87,31 @@ def test_deterministic_windows(tmp_path: Path) -> None:
     save_model(tmp_path, CASES["Qwen2.5-VL"])
     ours = encode(tmp_path, tower_of(tmp_path, deterministic=True))
     assert (ours - encode(tmp_path, tower_of(tmp_path))).abs().max() < 1e-5 * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "InternVL", "Llama 4"])
+def test_tower_beside_a_quantized_text_model(name: str, tmp_path: Path) -> None:
+    """A tower that is rounded with the text model sees less, and no test of texts shows it."""
+    save_model(tmp_path, CASES[name])
+    want = encode(tmp_path, tower_of(tmp_path))
+    assert torch.equal(encode(tmp_path, tower_of(tmp_path, quantization="int8")), want)
+
+
+def test_positions_of_smolvlm_as_trained() -> None:
+    """Bug: float32 puts a line of patches one before its own where the table has 25 lines."""
+    for side, count in ((25, 25), (19, 19), (32, 32), (27, 13)):
+        config = transformers.SmolVLMVisionConfig(hidden_size=1, image_size=side, patch_size=1)
+        config.num_attention_heads = 1
+        theirs = SmolVLMVisionEmbeddings(config).eval()
+        theirs.patch_embedding.weight.data.zero_()
+        assert theirs.patch_embedding.bias is not None
+        theirs.patch_embedding.bias.data.zero_()
+        theirs.position_embedding.weight.data[:, 0] = torch.arange(float(side**2))
+        mask = torch.ones(1, count, count, dtype=torch.bool)
+        with torch.inference_mode():
+            want = theirs(torch.zeros(1, 3, count, count), mask).view(count, count)
+        lines = nearest_lines(count, side)
+        assert torch.equal((lines[:, None] * side + lines).float(), want)
 
 
 def test_folders_whose_text_alone_is_served(
@@ -107,6 +147,25 @@ def test_folders_whose_text_alone_is_served(
     load_weights(build_model(config, torch.float32, "cpu", kernels_for("cpu")), tmp_path)
 
 
+def test_internvl_of_an_inner_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that was trained on another layer of the tower gets no images, and keeps its
+    text."""
+    save_model(tmp_path, CASES["InternVL"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_feature_layer": -2}))
+    assert ModelConfig.from_folder(tmp_path).vision is None
+    assert "vision_feature_layer is -2" in caplog.text
+
+
+def test_tiles_without_whole_embeddings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder whose tiles transformers fails to join serves its text."""
+    save_model(tmp_path, CASES["SmolVLM"])
+    settings = {"max_image_size": {"longest_edge": 20}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert ModelConfig.from_folder(tmp_path).vision is None
+    assert "tiles of 20 pixels have no whole embeddings" in caplog.text
+
+
 def test_sections_of_rotary_axes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a folder whose rotary parameters have no section, or one of another width, is refused,
     though it had served text."""
@@ -138,14 +197,15 @@ def test_older_names_of_tensors(tmp_path: Path) -> None:
     assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2.5-VL", "SmolVLM", "InternVL", "Llama 4"])
 def test_converted_folders(name: str, tmp_path: Path) -> None:
     """Bug: a converted folder has its tensors under our names, and served text alone, or named one
     of the tower's as an error."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     save_model(source, CASES[name])
-    (source / "tokenizer.json").write_text("{}")
+    if not CASES[name].tokens:
+        (source / "tokenizer.json").write_text("{}")
     convert(EngineConfig(model=str(source), device="cpu", dtype="float32"), target)
     assert torch.equal(encode(target, tower_of(target)), encode(source, tower_of(source)))
 

@@ -1,0 +1,75 @@
+"""The tower of InternVL: InternViT."""
+
+import logging
+from dataclasses import dataclass
+
+from engine.config.vision import CLIP_DEVIATION, CLIP_MEAN, TileVision, normalisation
+from engine.config_reader import Reader
+
+logger = logging.getLogger("manta.engine")
+
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
+_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternVision(TileVision):
+    """The tower of InternVL.
+
+    positions: patches on the side of the pictures that the learned positions are made for; 0 = the
+        tower has none.
+    norm: "layer_norm" or "rms_norm".
+    qkv_bias: whether the projections to queries, keys and values have biases.
+    qk_norm: whether queries and keys are normed over all heads together.
+    last_norm: whether a norm follows the last layer.
+    projector_activation: of the two layers from the tower's width to the text model's.
+    """
+
+    positions: int
+    norm: str
+    qkv_bias: bool
+    qk_norm: bool
+    last_norm: bool
+    projector_activation: str
+
+
+def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
+    """Read the tower; None if the embeddings are not those of its last layer.
+
+    Raises ConfigError naming file and key.
+    """
+    layer = config.get("vision_feature_layer", -1)
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if layer != -1 or strategy != "default":
+        logger.warning(
+            "%s: vision_feature_layer is %r and vision_feature_select_strategy %r, and only -1 and "
+            "'default' are supported: the model takes text alone",
+            config.path,
+            layer,
+            strategy,
+        )
+        return None
+    vision = config.inner("vision_config")
+    patch, side = vision.square("patch_size", 14), vision.square("image_size", 448)
+    return InternVision(
+        family="internvl",
+        image_token_id=config.count("image_token_id", 151667),
+        names=tuple((before + part, part) for part in _PARTS for before in ("model.", "")),
+        hidden_size=vision.size("hidden_size", 1024),
+        intermediate_size=vision.size("intermediate_size", 4096),
+        num_layers=vision.size("num_hidden_layers", 24),
+        num_heads=vision.size("num_attention_heads", 16),
+        patch_size=patch,
+        merge=int(1 / config.number("downsample_ratio", 0.5)),
+        out_size=config.inner("text_config").size("hidden_size"),
+        activation=vision.one_of("hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
+        norm_eps=vision.number("layer_norm_eps", 1e-6),
+        tile=settings.inner("size").size("height", side),
+        positions=side // patch if vision.flag("use_absolute_position_embeddings", True) else 0,
+        norm=vision.one_of("norm_type", ("layer_norm", "rms_norm"), "layer_norm"),
+        qkv_bias=vision.flag("attention_bias"),
+        qk_norm=vision.flag("use_qk_norm"),
+        last_norm=not vision.flag("use_mean_pooling", True),
+        projector_activation=config.one_of("projector_hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
+        **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),
+    )

@@ -1,0 +1,112 @@
+"""Pictures of Idefics 3 and SmolVLM: tiles with their places in words, and a view of the whole."""
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from PIL import Image as Pillow
+
+from engine.images.layout import ImageLayout, check_sides
+from engine.images.settings import ProcessorSettings
+from engine.images.tiles import cut, stacked, tile_layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# What transformers' class has where the file is silent.
+_LONGEST = 4 * 364
+_MOST = 4096  # pixels of the longer side, whatever the file says
+_AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
+
+
+class Idefics3Images:
+    """The pictures of a folder whose model cuts them into tiles.
+
+    longest: pixels that the longer side is brought to.
+    tile: pixels of a tile's side.
+    size: embeddings of a tile.
+    splits: whether a picture is cut at all.
+    """
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        values, config = settings.values, settings.config
+        self.image_token_id = settings.token("image_token_id")
+        self.placeholder = settings.text(self.image_token_id, "<image>")
+        self.longest = values.inner("size").size("longest_edge", _LONGEST)
+        vision = config.inner("vision_config")
+        side = vision.square("image_size", 224)  # of pictures that the tower was made for
+        self.tile = values.inner("max_image_size").size("longest_edge", side)
+        self.splits = values.flag("do_image_splitting", True)
+        self.filter = settings.filter(Pillow.Resampling.LANCZOS)
+        unit = vision.square("patch_size", 32) * config.size("scale_factor", 2)
+        self.size = (self.tile // unit) ** 2
+        self._tokens = settings.tokens
+        self._layouts: dict[tuple[int, int], ImageLayout] = {}
+        shown = ["idefics3", self.longest, self.tile, self.filter]
+        self.settings = json.dumps(shown).encode()
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture."""
+        check_sides(width, height)
+        grid = 0, 0
+        if self.splits and detail != "low":
+            wide, high = self._tiled(*self._fitted(width, height))
+            if max(wide, high) > self.tile:
+                grid = high // self.tile, wide // self.tile
+        if grid not in self._layouts:
+            ids = self._tokens(self._text(*grid))
+            shape = grid[0] * grid[1] + 1, self.tile, self.tile
+            self._layouts[grid] = tile_layout(ids, self.image_token_id, shape, self.size)
+        return self._layouts[grid]
+
+    def _text(self, rows: int, columns: int) -> str:
+        """Return what stands in the prompt for a picture of so many tiles beside the whole."""
+        tile = self.placeholder * self.size
+        lines = [
+            "".join(f"{_AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        ]
+        before = "".join(f"{line}\n" for line in lines) + ("\n" if lines else "")
+        return f"{before}{_AROUND}{_WHOLE}{tile}{_AROUND}"
+
+    def _fitted(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of a picture whose longer side is `longest`."""
+        longest, ratio = self.longest, width / height
+        if width >= height:
+            width, height = longest, max(1, _even(longest / ratio))
+        else:
+            width, height = max(1, _even(longest * ratio)), longest
+        if max(width, height) > _MOST:
+            ratio = width / height
+            if width >= height:
+                width, height = _MOST, int(_MOST / ratio)
+            else:
+                width, height = int(_MOST * ratio), _MOST
+        return max(width, 1), max(height, 1)
+
+    def _tiled(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of whole tiles around a fitted picture."""
+        ratio = width / height
+        if width >= height:
+            width = self._whole(width)
+            return width, self._whole(int(width / ratio))
+        height = self._whole(height)
+        return self._whole(int(height * ratio)), height
+
+    def _whole(self, side: int) -> int:
+        return math.ceil(side / self.tile) * self.tile
+
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
+        """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
+        size = self._fitted(*picture.size)
+        picture, whole = picture.resize(size, self.filter), (self.tile, self.tile)
+        tiles = []
+        if layout.shape[0] > 1:
+            picture = picture.resize(self._tiled(*size), self.filter)
+            tiles = cut(picture, self.tile)
+        return stacked([*tiles, picture.resize(whole, self.filter)])
+
+
+def _even(side: float) -> int:
+    return int(side) + int(side) % 2

@@ -1,0 +1,76 @@
+"""Pictures of InternVL: a grid of tiles near the picture's shape, and a view of the whole."""
+
+import json
+from typing import TYPE_CHECKING
+
+from PIL import Image as Pillow
+
+from engine.images.layout import ImageLayout, check_sides
+from engine.images.settings import ProcessorSettings
+from engine.images.tiles import cut, stacked, tile_layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_BEGIN, _END = "<img>", "</img>"
+
+
+class InternImages:
+    """The pictures of a folder whose model stretches them to a grid of tiles.
+
+    tile: pixels of a tile's side.
+    size: embeddings of a tile.
+    grids: (columns, rows) that a picture may have, those of few tiles first.
+    """
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        values, config = settings.values, settings.config
+        self.image_token_id = settings.token("image_token_id")
+        self.placeholder = settings.text(self.image_token_id, "<IMG_CONTEXT>")
+        vision = config.inner("vision_config")
+        self.tile = values.inner("size").size("height", vision.square("image_size", 448))
+        unit = vision.square("patch_size", 14) * int(1 / config.number("downsample_ratio", 0.5))
+        self.size = (self.tile // unit) ** 2
+        least, most = values.size("min_patches", 1), values.size("max_patches", 12)
+        sides = range(1, most + 1)
+        grids = [(x, y) for x in sides for y in sides if least <= x * y <= most]
+        self.grids = sorted(grids, key=lambda grid: grid[0] * grid[1])
+        self.filter = settings.filter(Pillow.Resampling.BICUBIC)
+        self._tokens = settings.tokens
+        self._layouts: dict[int, ImageLayout] = {}
+        self.settings = json.dumps(["internvl", self.tile, self.filter]).encode()
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture."""
+        check_sides(width, height)
+        columns, rows = (1, 1) if detail == "low" else self._grid(width, height)
+        tiles = columns * rows
+        tiles += tiles > 1
+        if tiles not in self._layouts:
+            ids = self._tokens(f"{_BEGIN}{self.placeholder * (self.size * tiles)}{_END}")
+            shape = tiles, self.tile, self.tile
+            self._layouts[tiles] = tile_layout(ids, self.image_token_id, shape, self.size)
+        return self._layouts[tiles]
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (columns, rows) nearest to a picture's shape.
+
+        Of equally near ones it is the largest of which the picture would fill more than half.
+        """
+        best, least = (1, 1), float("inf")
+        for columns, rows in self.grids:
+            difference = abs(width / height - columns / rows)
+            filled = width * height > 0.5 * self.tile**2 * columns * rows
+            if difference < least or (difference == least and filled):
+                best, least = (columns, rows), difference
+        return best
+
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
+        """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
+        tiles = []
+        if layout.shape[0] > 1:
+            columns, rows = self._grid(*picture.size)
+            size = columns * self.tile, rows * self.tile
+            tiles = cut(picture.resize(size, self.filter), self.tile)
+        return stacked([*tiles, picture.resize((self.tile, self.tile), self.filter)])

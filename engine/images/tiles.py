@@ -1,0 +1,50 @@
+"""Tiles of a picture, for the processors of models that see it in pieces of one size."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from PIL import Image as Pillow
+
+from engine.errors import ConfigError
+from engine.images.layout import ImageLayout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
+    """Return the tiles of a picture, whose sides are multiples of theirs, row by row."""
+    return [
+        picture.crop((left, top, left + tile, top + tile))
+        for top in range(0, picture.height, tile)
+        for left in range(0, picture.width, tile)
+    ]
+
+
+def stacked(tiles: Sequence[Pillow.Image]) -> "NDArray[np.uint8]":
+    """Return the pixels [tiles, height, width, 3] of RGB tiles."""
+    import numpy as np
+
+    return np.stack([np.asarray(tile, np.uint8) for tile in tiles])
+
+
+def tile_layout(
+    ids: Sequence[int], image_token_id: int, shape: tuple[int, int, int], size: int
+) -> ImageLayout:
+    """Return the layout of a picture in tiles.
+
+    ids: the tokens in the prompt, with those of the picture among them.
+    shape: (tiles, height, width) of pixels.
+    size: embeddings of a tile.
+    Raises ConfigError if the ids have another number of image tokens.
+    """
+    if ids.count(image_token_id) != shape[0] * size:
+        raise ConfigError(
+            f"the tokenizer makes {ids.count(image_token_id)} image tokens (id {image_token_id}) "
+            f"of the text for {shape[0]} tiles, and the model {shape[0] * size} embeddings",
+            param="tokenizer",
+        )
+    first = ids.index(image_token_id)
+    length = len(ids) - first - ids[::-1].index(image_token_id)
+    return ImageLayout(tuple(ids), first, length, ids.count(image_token_id), (0, 0), shape)
