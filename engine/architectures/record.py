@@ -219,6 +219,7 @@ class Wrapper:
     images: the family of its tower and its pictures: a key of `engine.config.towers.FAMILIES`,
         `engine.images.processor.FAMILIES` and `engine.models.vision.registry.TOWERS`; "" = its
         pictures are not supported.
+    tower: model_type of the one vision_config that `images` is for; "" = of every one.
     """
 
     name: str
@@ -227,6 +228,14 @@ class Wrapper:
     ignored: tuple[str, ...]
     flat: str = ""
     images: str = ""
+    tower: str = ""
+
+    def family(self, config: Reader) -> str:
+        """Return `images` for a config.json whose pictures are supported, else ""."""
+        vision = config.inner("vision_config")
+        if not vision.values or (self.tower and vision.get("model_type") != self.tower):
+            return ""
+        return self.images
 
     def ignores(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)

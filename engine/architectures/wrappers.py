@@ -33,20 +33,31 @@ _OTHERS = (
 )
 
 
-def _wrapper(name: str, models: str, flat: str = "", *, images: str = "") -> Wrapper:
-    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images)
+def _wrapper(
+    name: str, models: str, flat: str = "", *, images: str = "", tower: str = ""
+) -> Wrapper:
+    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images, tower)
 
 
 WRAPPERS: dict[str, Wrapper] = {
     wrapper.name: wrapper
     for wrapper in (
-        _wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 on, Ministral 3, Devstral"),
         _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on", images="gemma3"),
+        _wrapper(
+            "Mistral3ForConditionalGeneration",
+            "Mistral Small 3.1 on, Ministral 3, Devstral",
+            images="pixtral",
+        ),
         _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)", images="llama4"),
         _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("Kimi_K25ForConditionalGeneration", "Kimi K2.5 and K2.6, as transformers has it"),
-        _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
+        _wrapper(
+            "LlavaForConditionalGeneration",
+            "LLaVA, Pixtral (which alone sees images)",
+            images="pixtral",
+            tower="pixtral",
+        ),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
         _wrapper("LlavaNextVideoForConditionalGeneration", "LLaVA-NeXT-Video"),
         _wrapper("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision"),

@@ -15,6 +15,7 @@ from engine.images.image import Image
 from engine.images.internvl import InternImages
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.llama4 import Llama4Images
+from engine.images.pixtral import PixtralImages
 from engine.images.qwen_vl import QwenImages
 from engine.images.settings import Encode, ProcessorSettings
 
@@ -58,6 +59,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "llama4": Llama4Images,
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,
+    "pixtral": PixtralImages,
     "qwen3_vl": QwenImages,
 }
 
@@ -68,12 +70,12 @@ def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcesso
     encode: of the model's tokenizer, as of `ProcessorSettings`. Some families need none.
     Raises ConfigError naming the file and key that cannot be read.
     """
-    names = Reader.from_file(folder / "config.json").get("architectures", [])
+    config = Reader.from_file(folder / "config.json")
+    names = config.get("architectures", [])
     wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
-    if wrapper is None or not wrapper.images:
-        return None
-    settings = ProcessorSettings.read(folder, encode)
-    return None if settings is None else FAMILIES[wrapper.images](settings)
+    family = "" if wrapper is None else wrapper.family(config)
+    settings = ProcessorSettings.read(folder, encode) if family else None
+    return None if settings is None else FAMILIES[family](settings)
 
 
 def prepare(

@@ -92,10 +92,21 @@ class ProcessorSettings:
 
         default: the family's text, where the folder has no tokenizer.json that names the token.
         """
+        return self._special_tokens().get(token_id, default)
+
+    def ids(self, *tokens: tuple[str, int]) -> list[int]:
+        """Return the ids of special tokens.
+
+        tokens: text and the family's id, where the folder has no tokenizer.json with the text.
+        """
+        ids = {text: token_id for token_id, text in self._special_tokens().items()}
+        return [ids.get(text, default) for text, default in tokens]
+
+    def _special_tokens(self) -> dict[int, str]:
+        """Return the texts of tokenizer.json's special tokens; empty where there are none."""
         try:
             file = self.folder / "tokenizer.json"
             tokenizer: Any = json.loads(file.read_text(encoding="utf-8"))
-            added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+            return {token["id"]: str(token["content"]) for token in tokenizer["added_tokens"]}
         except (OSError, ValueError, TypeError, KeyError):
-            return default
-        return str(added.get(token_id, default))
+            return {}

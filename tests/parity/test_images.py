@@ -180,6 +180,8 @@ def settings(folder: Path, **fields: Any) -> EngineConfig:
         ("InternVL", {"pipeline_parallel": 2}),
         ("Llama 4", {"tensor_parallel": 2}),
         ("Llama 4", {"pipeline_parallel": 2}),
+        ("Mistral 3", {"tensor_parallel": 2}),
+        ("Pixtral", {"pipeline_parallel": 2}),
     ],
     ids=str,
 )
@@ -196,7 +198,9 @@ def test_ranks(name: str, ways: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL", "SmolVLM", "InternVL", "Llama 4"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-VL", "Qwen3-VL", "Mistral 3", "SmolVLM", "InternVL", "Llama 4"]
+)
 def test_deterministic_mode(name: str, tmp_path: Path) -> None:
     """Bug: an image that is encoded beside others, or cut by a chunk, changes a request's bits."""
     seeing = made(name, tmp_path)

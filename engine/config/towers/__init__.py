@@ -9,6 +9,7 @@ from engine.config.towers.gemma3 import read_gemma3
 from engine.config.towers.idefics3 import read_idefics3
 from engine.config.towers.internvl import read_internvl
 from engine.config.towers.llama4 import read_llama4
+from engine.config.towers.pixtral import read_pixtral
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from engine.config.vision import TileVision, VisionConfig
 from engine.config_reader import Reader
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, _Read] = {
     "llama4": read_llama4,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
+    "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }
 # Last parts of the names of quantised matrices' tensors.
@@ -49,8 +51,8 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
     wrapper: the name of the multimodal model; "" = none.
     rotary_dim: the rotary elements of a head of the text model.
     """
-    family = WRAPPERS[wrapper].images if wrapper else ""
-    if not family or not config.get("vision_config"):
+    family = WRAPPERS[wrapper].family(config) if wrapper else ""
+    if not family:
         return None
     settings = ProcessorSettings.read(folder)
     shards = find_shards(folder)

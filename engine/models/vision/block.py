@@ -33,11 +33,12 @@ class PlainMLP(MLP):
 class GatedMLP(MLP):
     """The MLP down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, tower: Tower, name: str) -> None:
+    def __init__(self, tower: Tower, name: str, *, bias: bool = True) -> None:
         width, inner = tower.config.hidden_size, tower.config.intermediate_size
         self.act = tower.config.activation
-        self.both = tower.linear((f"{name}.gate_proj", f"{name}.up_proj"), inner, width)
-        self.down = tower.closing(f"{name}.down_proj", width, inner)
+        both = f"{name}.gate_proj", f"{name}.up_proj"
+        self.both = tower.linear(both, inner, width, bias=bias)
+        self.down = tower.closing(f"{name}.down_proj", width, inner, bias=bias)
 
     def forward(self, residual: Tensor, norm: Norm) -> Tensor:
         inner = self.both.forward(residual, norm=norm, gate=self.act)

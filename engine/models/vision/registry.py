@@ -8,6 +8,7 @@ from engine.models.vision.gemma3 import Gemma3Tower
 from engine.models.vision.idefics3 import Idefics3Tower
 from engine.models.vision.internvl import InternTower
 from engine.models.vision.llama4 import Llama4Tower
+from engine.models.vision.pixtral import PixtralTower
 from engine.models.vision.qwen_vl import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from engine.models.vision.tower import Tower
 
@@ -19,6 +20,7 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "llama4": Llama4Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,
+    "pixtral": PixtralTower,
     "qwen3_vl": Qwen3Tower,
 }
 

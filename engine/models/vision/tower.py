@@ -211,12 +211,17 @@ def places(rows: int, columns: int, merge: int, device: torch.device) -> tuple[T
     return order // columns, order % columns
 
 
-def turns(rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4) -> Tensor:
+def turns(
+    rows: Tensor, columns: Tensor, dim: int, theta: float = 1e4, *, apart: bool = False
+) -> Tensor:
     """Return the cosines, then the sines of two axes, [n, dim].
 
     The first half of the frequencies is turned by the row, the second by the column.
+
+    apart: whether columns have frequencies between those of rows, and not the same ones.
     """
     steps = torch.arange(0, dim // 2, 2, dtype=torch.float32, device=rows.device)
     frequencies = theta ** -(steps / (dim // 2))
-    angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * frequencies), -1)
+    of_columns = theta ** -((steps + 1) / (dim // 2)) if apart else frequencies
+    angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * of_columns), -1)
     return torch.cat((angles.cos(), angles.sin()), -1)

@@ -36,6 +36,13 @@ QWEN3 = {
     "patch_size": 16,
     "num_position_embeddings": 49,
 }
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 SIGLIP = {
     "hidden_size": 32,
@@ -251,6 +258,27 @@ CASES = {
             "<|image|>": 93,
             "<|tile_x_separator|>": 94,
             "<|tile_y_separator|>": 95,
+        },
+    ),
+    # Two patches are a side of an embedding, which transformers' own class knows.
+    "Mistral 3": Case(
+        "Mistral3",
+        TEXT | {"model_type": "ministral3", "rms_norm_eps": 1e-3},
+        PIXTRAL | {"hidden_act": "silu", "patch_size": 14, "rope_parameters": {"rope_theta": 50.0}},
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 112}, "patch_size": 28},
+        {"image_token_index": 90, "spatial_merge_size": 2},
+    ),
+    "Pixtral": Case(
+        "Llava",
+        TEXT | {"model_type": "mistral"},
+        PIXTRAL | {"patch_size": 16},
+        "PixtralImageProcessorPil",
+        {"size": {"longest_edge": 64}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]},
+        {
+            "image_token_index": 90,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
         },
     ),
 }

@@ -27,6 +27,7 @@ SIZES = [(64, 43), (1, 1), (33, 900), (192, 108), (108, 240), (400, 20), (641, 4
 def write_folder(folder: Path, case: Case) -> None:
     """The files that processors read, without a model."""
     config = {"architectures": [f"{case.name}ForConditionalGeneration"], **case.outer}
+    config |= {"model_type": case.name.lower()}
     config |= {"vision_config": case.vision, "text_config": case.text}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(case.settings))
@@ -189,6 +190,63 @@ def test_pictures_of_llama4(tmp_path: Path) -> None:
         if tiles > 1:
             assert np.array_equal(pixels[-1], np.asarray(image.resize((28, 28), filter)))
         assert ours.layout(width, height, "low").token_ids == (91, 93, 90, 90, 90, 90, 92)
+
+
+@pytest.mark.parametrize("name", ["Mistral 3", "Pixtral"])
+def test_pixels_of_pixtral(name: str, tmp_path: Path) -> None:
+    """A side that is rounded before it is divided, or a row's end left out of the count: the rows
+    of a picture are torn."""
+    case = CASES[name]
+    write_folder(tmp_path, case)
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    theirs = their_processor(case)
+    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    unit = case.settings.get("patch_size", 16)
+    for width, height in SIZES[:2] + SIZES[3:]:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        want = theirs(images=[image], return_tensors="np")
+        ((rows, columns),) = want["image_sizes"] // unit
+        ids = ([90] * columns + [12]) * rows
+        assert layout.token_ids == (*ids[:-1], 13)
+        assert (layout.first, layout.length, layout.size) == (0, len(ids) - 1, rows * columns)
+        assert layout.grid == (0, 0)
+        pixels = ours.pixels(image, layout)
+        assert pixels.shape == (*layout.shape, 3) == (1, rows * unit, columns * unit, 3)
+        back = want["pixel_values"].transpose(0, 2, 3, 1)
+        assert np.array_equal(back, pixels.astype(np.float32))
+
+
+def test_tokens_and_limits_of_pixtral(tmp_path: Path) -> None:
+    """The ends of rows have other ids in a vocabulary that was trained further; a line of pixels
+    has a row; both sides may have a limit of their own."""
+    case = CASES["Mistral 3"]
+    write_folder(tmp_path, case)
+    texts = {90: "[IMG]", 70: "[IMG_BREAK]", 71: "[IMG_END]"}
+    tokens = {"added_tokens": [{"id": id, "content": text} for id, text in texts.items()]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.placeholder == "[IMG]"
+    assert ours.layout(56, 56).token_ids == (90, 90, 70, 90, 90, 71)
+    assert ours.layout(9000, 1).token_ids == (90, 90, 90, 90, 71)
+    settings = {**case.settings, "size": {"height": 280, "width": 2800}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert ours.layout(2800, 280).shape == (1, 280, 2800)
+    assert ours.layout(2800, 280, "low").shape == (1, 84, 616)
+    assert ours.layout(280, 560).shape == (1, 280, 140)
+
+
+def test_llava_with_another_tower(tmp_path: Path) -> None:
+    """Bug: a LLaVA whose tower is CLIP takes pictures for Pixtral's."""
+    case = CASES["Pixtral"]
+    write_folder(tmp_path, case)
+    assert image_processor(tmp_path) is not None
+    write_folder(tmp_path, replace(case, vision={"model_type": "clip_vision_model"}))
+    assert image_processor(tmp_path) is None
 
 
 def test_low_detail_and_narrow_pictures_of_qwens(tmp_path: Path) -> None:

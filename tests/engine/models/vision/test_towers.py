@@ -187,17 +187,34 @@ def test_sections_of_rotary_axes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         caplog.clear()
 
 
-def test_older_names_of_tensors(tmp_path: Path) -> None:
-    """Checkpoints of transformers 4 have `visual.` for `model.visual.`."""
-    save_model(tmp_path, CASES["Qwen3-VL"])
+@pytest.mark.parametrize(
+    ("name", "saved", "other"),
+    [
+        ("Qwen3-VL", ("model.visual.",), "visual."),
+        ("Mistral 3", ("vision_tower.", "multi_modal_projector."), "model.{}"),
+    ],
+)
+def test_other_names_of_tensors(
+    name: str, saved: tuple[str, ...], other: str, tmp_path: Path
+) -> None:
+    """Checkpoints of transformers 4 have `visual.` for `model.visual.`; some of version 5 have
+    `model.vision_tower.` for `vision_tower.`."""
+    save_model(tmp_path, CASES[name])
     want = encode(tmp_path, tower_of(tmp_path))
     file = tmp_path / "model.safetensors"
-    older = {name.replace("model.visual.", "visual."): t for name, t in load_file(file).items()}
-    save_file(older, file)
+    tensors = load_file(file)
+    for begin in saved:
+        names = [name for name in tensors if name.startswith(begin)]
+        assert names
+        for name in names:
+            tensors[other.format(begin) + name.removeprefix(begin)] = tensors.pop(name)
+    save_file(tensors, file)
     assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2.5-VL", "SmolVLM", "InternVL", "Llama 4"])
+@pytest.mark.parametrize(
+    "name", ["Gemma 3", "Qwen2.5-VL", "Mistral 3", "SmolVLM", "InternVL", "Llama 4"]
+)
 def test_converted_folders(name: str, tmp_path: Path) -> None:
     """Bug: a converted folder has its tensors under our names, and served text alone, or named one
     of the tower's as an error."""
@@ -230,6 +247,49 @@ def test_flat_files(tmp_path: Path) -> None:
     vision = ModelConfig.from_folder(tmp_path).vision
     assert vision is not None
     assert (vision.mrope_section, vision.interleaved) == ((2, 3, 1), False)
+
+
+def test_tower_of_a_quantized_model(tmp_path: Path) -> None:
+    """Ministral 3 is published with a text model in FP8 and a tower in 16 bits."""
+    case = CASES["Mistral 3"]
+    save_model(tmp_path, replace(case, text=case.text | {"hidden_size": 64, "head_dim": 16}))
+    want = encode(tmp_path, tower_of(tmp_path))
+    file = tmp_path / "model.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        tensors[name] = tensor
+        if "language_model.model.layers" in name and tensor.dim() == 2:
+            scale = tensor.abs().max() / 448
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+            tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.ones(())
+    assert len(tensors) > len(load_file(file))
+    save_file(tensors, file)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": [
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            "lm_head",
+        ],
+    }
+    path.write_text(json.dumps(values))
+    assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
+
+
+def test_embeddings_of_an_inner_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A LLaVA that was trained on an inner layer of the tower gets no images, and keeps its
+    text."""
+    save_model(tmp_path, CASES["Pixtral"])
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"vision_feature_layer": -2}))
+    assert ModelConfig.from_folder(tmp_path).vision is None
+    assert "vision_feature_layer is -2" in caplog.text
 
 
 def test_bytes_and_ranks(tmp_path: Path) -> None:

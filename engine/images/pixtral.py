@@ -1,0 +1,66 @@
+"""Pictures of Pixtral and Mistral 3: one view of any shape, whose rows end with a token."""
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from PIL import Image as Pillow
+
+from engine.images.layout import ImageLayout, check_sides
+from engine.images.pixtral_config import patch_and_merge
+from engine.images.settings import ProcessorSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_LONGEST = 1024  # what transformers' class has where the file is silent
+# The tokens behind each row of a picture but the last, and behind the last.
+_BREAK, _END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
+_LOW = 22  # embeddings on the longer side of a picture with detail: low
+
+
+class PixtralImages:
+    """The pictures of a folder whose model shrinks them to a longest side, in whole embeddings.
+
+    unit: pixels on the side of one embedding.
+    longest: the most pixels of (height, width).
+    """
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        size = settings.values.inner("size")
+        self.image_token_id = settings.token("image_token_id", "image_token_index")
+        self.placeholder = settings.text(self.image_token_id, "[IMG]")
+        self._break, self._end = settings.ids(_BREAK, _END)
+        self.unit = math.prod(patch_and_merge(settings.config))
+        longest = size.size_or_none("longest_edge")
+        self.longest = (
+            size.size("height", longest or _LONGEST),
+            size.size("width", longest or _LONGEST),
+        )
+        self.filter = settings.filter(Pillow.Resampling.BICUBIC)
+        shown = ["pixtral", self.unit, self.longest, self.filter]
+        self.settings = json.dumps(shown).encode()
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture."""
+        check_sides(width, height)
+        most = [*self.longest]
+        if detail == "low":
+            most = [min(side, _LOW * self.unit) for side in most]
+        ratio = max(height / most[0], width / most[1], 1)
+        # A side of which nothing is left would give no embedding.
+        rows, columns = (
+            max(1, math.ceil(math.floor(side / ratio) / self.unit)) for side in (height, width)
+        )
+        row = [self.image_token_id] * columns
+        token_ids = (*([*row, self._break] * (rows - 1)), *row, self._end)
+        shape = 1, rows * self.unit, columns * self.unit
+        return ImageLayout(token_ids, 0, len(token_ids) - 1, rows * columns, (0, 0), shape)
+
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
+        """Return the pixels [1, height, width, 3] of an RGB picture."""
+        import numpy as np
+
+        _, height, width = layout.shape
+        return np.asarray(picture.resize((width, height), self.filter), np.uint8)[None]

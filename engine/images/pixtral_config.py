@@ -1,0 +1,17 @@
+"""merges, patch_and_merge: what config.json of Pixtral and Mistral 3 says of pictures' sizes."""
+
+from engine.config_reader import Reader
+
+
+def merges(config: Reader) -> bool:
+    """Whether the model merges patches: Mistral 3 does, Pixtral inside of LLaVA does not."""
+    return config.get("model_type") != "llava"
+
+
+def patch_and_merge(config: Reader) -> tuple[int, int]:
+    """Return the pixels on the side of a patch, and the patches on the side of an embedding.
+
+    config: config.json with its outer keys.
+    """
+    patch = config.inner("vision_config").square("patch_size", 16)
+    return patch, config.size("spatial_merge_size", 2) if merges(config) else 1
