@@ -258,7 +258,8 @@ def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
             param="images",
         )
     windows = [layer.window for layer in model.attention if layer.window]
-    if vision.bidirectional and windows and min(windows) < vision.largest:
+    everywhere = vision.bidirectional and not vision.windows_alone
+    if everywhere and windows and min(windows) < vision.largest:
         raise ConfigError(
             f"tokens of an image of {model.architecture} see each other, {vision.largest} of them, "
             f"and layers with windows see {min(windows)} tokens; set images: off to serve its text "

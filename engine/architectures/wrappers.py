@@ -48,7 +48,9 @@ WRAPPERS: dict[str, Wrapper] = {
             "Mistral Small 3.1 on, Ministral 3, Devstral",
             images="pixtral",
         ),
-        _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
+        _wrapper(
+            "Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", images="gemma4"
+        ),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)", images="llama4"),
         _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("Kimi_K25ForConditionalGeneration", "Kimi K2.5 and K2.6, as transformers has it"),

@@ -1,11 +1,14 @@
 """VisionConfig: the tower of a model that takes pictures, as its folder describes it. No torch."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.architectures.record import Renames
 from engine.config_reader import Reader
+
+logger = logging.getLogger("manta.engine")
 
 Colour = tuple[float, float, float]
 
@@ -28,7 +31,9 @@ class VisionConfig:
         have plain positions.
     interleaved: whether the axes' frequencies alternate.
     bidirectional: whether the tokens of a picture see each other in the text model.
+    windows_alone: whether they do so in layers with a window alone.
     largest: the most tokens of a picture; needed where they see each other.
+    padding_id: the token whose inputs of layers image tokens have, if layers have inputs.
     """
 
     family: str
@@ -48,7 +53,9 @@ class VisionConfig:
     mrope_section: tuple[int, ...] | None = None
     interleaved: bool = False
     bidirectional: bool = False
+    windows_alone: bool = False
     largest: int = 0
+    padding_id: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -94,6 +101,11 @@ class TileVision(VisionConfig):
     def tile_size(self) -> int:
         """The number of embeddings of a tile."""
         return (self.patches // self.merge) ** 2
+
+
+def text_alone(config: Reader, why: str) -> None:
+    """Log why a model's pictures are not supported."""
+    logger.warning("%s: %s: the model takes text alone", config.path, why)
 
 
 CLIP_MEAN, CLIP_DEVIATION = (

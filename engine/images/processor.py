@@ -10,6 +10,7 @@ from PIL import Image as Pillow
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.images.gemma3 import Gemma3Images
+from engine.images.gemma4 import Gemma4Images
 from engine.images.idefics3 import Idefics3Images
 from engine.images.image import Image
 from engine.images.internvl import InternImages
@@ -59,6 +60,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "llama4": Llama4Images,
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,
+    "gemma4": Gemma4Images,
     "pixtral": PixtralImages,
     "qwen3_vl": QwenImages,
 }

@@ -32,20 +32,25 @@ class LayerInputs:
             config.layer_input_size,
             config.layer_input_rows,
         )
+        self.padding = 0 if config.vision is None else config.vision.padding_id
         width = self.layers * self.size
         self.table = build.table("layer_inputs", self.rows, 0, self.rows, width)
         self.project = build.column("layer_inputs_project", (width,), config.hidden_size)
         self.norm = build.norm("layer_inputs_norm", self.size)
         self.scale = config.hidden_size**-0.5
 
-    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, embedded: Tensor, images: Tensor | None = None) -> Tensor:
         """Return the inputs [n, layers, size] of token_ids [n] with embeddings [n, hidden].
 
         Ids beyond the table, which are adapters' virtual tokens, get the first row.
+
+        images: indices of image tokens, which get the row of the padding token.
         """
         projected = self.project.forward(embedded).mul_(self.scale)
         normed = self.norm(projected.view(-1, self.size)).view(-1, self.layers, self.size)
         known = torch.where(token_ids < self.rows, token_ids, 0)
+        if images is not None:
+            known.index_fill_(0, images, self.padding)
         rows = self.table.tensor.index_select(0, known).to(normed.dtype).view_as(normed)
         return normed.add_(rows, alpha=self.size**0.5).mul_(0.5**0.5)
 

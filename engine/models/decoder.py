@@ -465,7 +465,10 @@ class Decoder:
         images: ImageRows | None = None,
     ) -> Tensor:
         residual = self.enter(token_ids, metas[0].positions, images)
-        inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual)
+        inputs = None
+        if self.layer_inputs is not None:
+            of_images = None if images is None else images.tokens
+            inputs = self.layer_inputs(token_ids, residual, of_images)
         return self.leave(self.through(residual, metas, kv, inputs, images))
 
     def enter(

@@ -96,6 +96,7 @@ class StepImages:
         cos_sin: Tensor | None,
         *,
         apart: bool = False,
+        mutual: Collection[int] | None = None,
     ) -> None:
         """Set up the images.
 
@@ -104,6 +105,8 @@ class StepImages:
             encoder.
         cos_sin: the rotary table of all layers, where images stand at places of several axes.
         apart: whether each image is encoded by itself, so that others do not change its numbers.
+        mutual: the groups of layers in which tokens of an image see each other, of a model where
+            they do; None = all.
         """
         self._vision = vision
         self._rows = rows
@@ -111,6 +114,8 @@ class StepImages:
         self._cache = cache
         self._cos_sin = cos_sin
         self._apart = apart
+        everywhere = range(rows.num_groups)
+        self._mutual = () if not vision.bidirectional else everywhere if mutual is None else mutual
         self._device = rows.tokens.device
         self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
         self._free = np.arange(len(cache))
@@ -138,7 +143,11 @@ class StepImages:
         cache = (memory or CacheMemory()).zeros(shape, model.dtype, model.device)
         table = model.rotary_table if resolved.model.places_of_axes else None
         apart = resolved.config.deterministic
-        return cls(vision, rows, model.tower, cache, table, apart=apart)
+        mutual = None
+        if vision.windows_alone:
+            groups = enumerate(model.kv.groups)
+            mutual = [number for number, group in groups if group.attention.window]
+        return cls(vision, rows, model.tower, cache, table, apart=apart, mutual=mutual)
 
     @property
     def held(self) -> Collection[bytes]:
@@ -257,7 +266,7 @@ class StepImages:
             step.images = ImageRows(self._on_device(np.concatenate(tokens)), rows)
         if self._cos_sin is not None:
             self._rotate(batch, step, firsts)
-        if self._vision.bidirectional:
+        if self._mutual:
             self._see_each_other(batch, step, firsts)
 
     def warm_up(self, tokens: int) -> None:
@@ -280,9 +289,8 @@ class StepImages:
         if self._cos_sin is not None:
             table = self._cos_sin.index_select(0, places)
             _turn(step.metas, table)
-        if self._vision.bidirectional:
-            for meta in step.metas:
-                meta.last_keys = places
+        for group in self._mutual:
+            step.metas[group].last_keys = places
 
     def _rotate(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
         """Give the step a rotary table of its own, with a row for each token."""
@@ -313,13 +321,15 @@ class StepImages:
                 begin, end = np.searchsorted(own, (span.begin, span.end))
                 own[begin:end] = span.end - 1
         last_keys = self._on_device(last.astype(np.int32))
-        for meta in step.metas:
-            meta.last_keys = last_keys
+        for group in self._mutual:
+            step.metas[group].last_keys = last_keys
         if step.own is not None:
             own_tokens, metas = step.own
             assert own_tokens is not None
-            for meta in metas:
-                meta.last_keys = last_keys.index_select(0, own_tokens)
+            if metas:
+                own_keys = last_keys.index_select(0, own_tokens)
+                for group in self._mutual:
+                    metas[group].last_keys = own_keys
 
 
 def _turn(metas: Sequence[AttentionMeta], table: Tensor) -> None:

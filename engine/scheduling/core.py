@@ -666,10 +666,15 @@ def _of_states(scheduler: Scheduler) -> dict[str, int]:
 
 def _longest(config: CoreConfig) -> int:
     """Return the length of the longest request that the blocks can hold, up to max_model_len."""
+    num_blocks, images = config.num_blocks, config.images
+    if images is not None and images.bidirectional:
+        # A step computes the tokens of an image together, beside those in the window before it.
+        windows = sum(not kind.whole for kind in config.kinds)
+        num_blocks = max(0, num_blocks - windows * -(-images.largest // config.block_size))
     return (
         bisect_right(
             range(config.max_model_len + 1),
-            config.num_blocks,
+            num_blocks,
             key=lambda tokens: blocks_for(config.kinds, tokens, config.block_size),
         )
         - 1

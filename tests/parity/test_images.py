@@ -2,7 +2,7 @@
 transformers, from pictures to tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,9 @@ def test_little_room(seeing: Seeing) -> None:
         seeing.folder,
         max_num_batched_tokens=16,
         max_num_seqs=4,
-        image_cache_tokens=largest,
+        image_cache_tokens=seeing.case.settings.get("max_soft_tokens", largest),
         max_model_len=longest + 18,
-        num_blocks=(longest + 18) // 4 + 2,
+        num_blocks=28 if seeing.case.name == "Gemma4" else (longest + 18) // 4 + 2,
         block_size=4,
         prefix_caching=False,
     )
@@ -182,6 +182,9 @@ def settings(folder: Path, **fields: Any) -> EngineConfig:
         ("Llama 4", {"pipeline_parallel": 2}),
         ("Mistral 3", {"tensor_parallel": 2}),
         ("Pixtral", {"pipeline_parallel": 2}),
+        ("Gemma 4 31B", {"tensor_parallel": 2}),
+        ("Gemma 4 31B", {"tensor_parallel": 2, "attention_data_parallel": True}),
+        ("Gemma 4 31B", {"pipeline_parallel": 2}),
     ],
     ids=str,
 )
@@ -234,6 +237,20 @@ def test_images_that_are_computed_whole(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"9 of them, .* windows see 8 tokens; set images: off"):
         resolve(plain)
     assert resolve(msgspec.structs.replace(plain, images="off")).model.vision is None
+
+
+def test_a_step_has_room_for_an_image_that_is_not_cut(tmp_path: Path) -> None:
+    """Bug: the defaults of a model whose images are not cut are refused, though it had served
+    text."""
+    case = CASES["Gemma 4 31B"]
+    vision = case.vision | {"position_embedding_size": 560 * 3}
+    save_model(tmp_path, replace(case, vision=vision, settings={"max_soft_tokens": 560}))
+    config = EngineConfig(model=str(tmp_path), device="cpu", num_blocks=64)
+    assert resolve(config).max_num_batched_tokens == 560 + 64
+    small = {"max_num_batched_tokens": 256}
+    with pytest.raises(ConfigError, match=r"raise it to 624, or set engine\.images: off"):
+        build(msgspec.structs.replace(config, **small))
+    build(msgspec.structs.replace(config, **small, images="off"))
 
 
 def test_what_ranks_and_modes_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,20 @@
 """read_vision: reads the tower of a model folder. A file here has what one family adds."""
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.architectures import WRAPPERS
 from engine.config.towers.gemma3 import read_gemma3
+from engine.config.towers.gemma4 import read_gemma4
 from engine.config.towers.idefics3 import read_idefics3
 from engine.config.towers.internvl import read_internvl
 from engine.config.towers.llama4 import read_llama4
 from engine.config.towers.pixtral import read_pixtral
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
-from engine.config.vision import TileVision, VisionConfig
+from engine.config.vision import TileVision, VisionConfig, text_alone
 from engine.config_reader import Reader
 from engine.images.settings import ProcessorSettings
 from engine.shards import find_shards, read_headers
-
-logger = logging.getLogger("manta.engine")
 
 # (config.json, settings of the processor) -> the tower; None if it is one that is not supported,
 # of which the log says why
@@ -30,6 +28,7 @@ FAMILIES: Mapping[str, _Read] = {
     "llama4": read_llama4,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
+    "gemma4": read_gemma4,
     "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }
@@ -63,23 +62,17 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
     if vision is None:
         return None
     if isinstance(vision, TileVision) and vision.tile % (vision.patch_size * vision.merge):
-        logger.warning(
-            "%s: tiles of %d pixels have no whole embeddings of %d patches of %d pixels: the model "
-            "takes text alone",
-            config.path,
-            vision.tile,
-            vision.merge**2,
-            vision.patch_size,
+        text_alone(
+            config,
+            f"tiles of {vision.tile} pixels have no whole embeddings of {vision.merge**2} patches "
+            f"of {vision.patch_size} pixels",
         )
         return None
     section = vision.mrope_section
     if section is not None and sum(section) != rotary_dim // 2:
-        logger.warning(
-            "%s: mrope_section has %d frequencies and rotary embeddings %d: the model takes text "
-            "alone",
-            config.path,
-            sum(section),
-            rotary_dim // 2,
+        text_alone(
+            config,
+            f"mrope_section has {sum(section)} frequencies and rotary embeddings {rotary_dim // 2}",
         )
         return None
     if shards is None:  # a folder without weights, which is planned or filled at random
@@ -88,10 +81,6 @@ def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> 
     names = [name for name in stored if vision.owns(name)]
     quantized = next((name for name in names if name.endswith(_OF_QUANTIZED)), None)
     if quantized is not None:
-        logger.warning(
-            "%s: the tower is quantised (tensor %s), which is not supported: the model takes text "
-            "alone",
-            folder,
-            quantized,
-        )
-    return vision if names and quantized is None else None
+        text_alone(config, f"the tower is quantised (tensor {quantized}), which is not supported")
+        return None
+    return vision if names else None

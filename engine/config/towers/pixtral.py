@@ -1,13 +1,16 @@
 """The tower of Pixtral and Mistral 3."""
 
-import logging
 from dataclasses import dataclass
 
-from engine.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionConfig, normalisation
+from engine.config.vision import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
+    VisionConfig,
+    normalisation,
+    text_alone,
+)
 from engine.config_reader import Reader
 from engine.images.pixtral_config import merges, patch_and_merge
-
-logger = logging.getLogger("manta.engine")
 
 _ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
 _PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -41,12 +44,10 @@ def read_pixtral(config: Reader, settings: Reader) -> PixtralVision | None:
     layer = config.get("vision_feature_layer", -1 if merged else -2)  # as transformers' classes
     strategy = config.get("vision_feature_select_strategy", "full" if merged else "default")
     if layer != -1 or strategy != "full":
-        logger.warning(
-            "%s: vision_feature_layer is %r and vision_feature_select_strategy %r, and only -1 and "
-            "'full' are supported: the model takes text alone",
-            config.path,
-            layer,
-            strategy,
+        text_alone(
+            config,
+            f"vision_feature_layer is {layer!r} and vision_feature_select_strategy {strategy!r}, "
+            "and only -1 and 'full' are supported",
         )
         return None
     patch, merge = patch_and_merge(config)

@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.layers.build import Builder
 from engine.models.vision.gemma3 import Gemma3Tower
+from engine.models.vision.gemma4 import Gemma4Tower
 from engine.models.vision.idefics3 import Idefics3Tower
 from engine.models.vision.internvl import InternTower
 from engine.models.vision.llama4 import Llama4Tower
@@ -20,6 +21,7 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "llama4": Llama4Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,
+    "gemma4": Gemma4Tower,
     "pixtral": PixtralTower,
     "qwen3_vl": Qwen3Tower,
 }

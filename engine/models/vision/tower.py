@@ -13,7 +13,7 @@ from engine.layers.norm import LayerNorm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearSpec, Part
 from engine.quantization.registry import linear_method
-from engine.weights.parameter import Parameter, Source
+from engine.weights.parameter import Fill, Parameter, Source
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
 
@@ -118,11 +118,15 @@ class Tower(ABC):
         dtype: torch.dtype = torch.float32,
         std: float = 0.02,
         offset: float = 0.0,
+        fill: Fill | None = None,
     ) -> Parameter:
-        """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape."""
+        """Make a vector of all elements of the checkpoint's tensor `stored`, of any shape.
+
+        std, offset, fill: as of `Parameter`.
+        """
         tensor = torch.empty(size, dtype=dtype, device=self.device)
         source = Source(stored, (size,), flat=True)
-        parameter = Parameter(stored, tensor, (source,), std=std, offset=offset)
+        parameter = Parameter(stored, tensor, (source,), std=std, fill=fill, offset=offset)
         self._parameters.append(parameter)
         return parameter
 

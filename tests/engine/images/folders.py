@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,26 @@ PIXTRAL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+GEMMA4_TEXT = TEXT | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 100,
+    "pad_token_id": 3,
+}
+GEMMA4 = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
+GEMMA4_TOKENS = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_config": None}
 
 SIGLIP = {
     "hidden_size": 32,
@@ -281,6 +302,26 @@ CASES = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "Gemma 4 31B": Case(
+        "Gemma4",
+        GEMMA4_TEXT | {"use_bidirectional_attention": "vision"},
+        GEMMA4 | {"standardize": True},
+        "Gemma4ImageProcessorPil",
+        {"max_soft_tokens": 12, "patch_size": 4},
+        GEMMA4_TOKENS,
+    ),
+    "Gemma 4 E2B": Case(
+        "Gemma4",
+        GEMMA4_TEXT
+        | {
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+        },
+        GEMMA4 | {"use_clipped_linears": True},
+        "Gemma4ImageProcessorPil",
+        {"max_soft_tokens": 12, "patch_size": 4},
+        GEMMA4_TOKENS,
+    ),
 }
 
 
@@ -294,6 +335,8 @@ def save_model(folder: Path, case: Case) -> PreTrainedModel:
         if tensor.is_floating_point() and "inv_freq" not in name:
             deviation = 0.3 if tensor.dim() < 2 else 1 / math.sqrt(max(tensor[0].numel(), 1))
             tensor.normal_(0, deviation)
+            if name.endswith(("put_min", "put_max")):  # of what a layer takes and gives
+                tensor.fill_(-0.9 if name.endswith("min") else 1.1)
             if "norm" in name and name.endswith("weight") and tensor.dim() == 1:
                 tensor.add_(1)
     model.save_pretrained(folder)
@@ -324,7 +367,11 @@ def load_processor(folder: Path) -> ImageProcessor | None:
 
 
 def their_processor(case: Case) -> Any:
-    return getattr(transformers, case.processor)(**case.settings)
+    """Return transformers' own processor of a case's pictures."""
+    theirs = getattr(transformers, case.processor)
+    if most := case.settings.get("max_soft_tokens"):  # fewer than transformers takes
+        sys.modules[theirs.__module__]._SUPPORTED_SOFT_TOKENS = (most,)  # type: ignore[attr-defined]
+    return theirs(**case.settings)
 
 
 def their_inputs(
@@ -339,7 +386,7 @@ def their_inputs(
         pixels = torch.from_numpy(np.concatenate(tiles)).permute(0, 3, 1, 2)
         return {"pixel_values": (pixels.float() / 255 - 0.5) / 0.5}
     inputs = dict(their_processor(case)(images=pictures, return_tensors="pt"))
-    for key in ("num_crops", "num_patches"):  # which are for their tokens
+    for key in ("num_crops", "num_patches", "num_soft_tokens_per_image"):  # for their tokens
         inputs.pop(key, None)
     return inputs
 

@@ -240,6 +240,34 @@ def test_tokens_and_limits_of_pixtral(tmp_path: Path) -> None:
     assert ours.layout(280, 560).shape == (1, 280, 140)
 
 
+def test_pixels_of_gemma_4(tmp_path: Path) -> None:
+    """A side that is rounded up, or a long picture without its one row: more tokens than the model
+    takes."""
+    case = CASES["Gemma 4 31B"]
+    write_folder(tmp_path, case)
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    theirs = their_processor(case)
+    theirs.rescale_factor = 1.0
+    for width, height in [*SIZES, (3000, 1), (1, 3000)]:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        pixels = ours.pixels(image, layout)
+        want = theirs(images=[image], return_tensors="np")
+        (size,) = want["num_soft_tokens_per_image"]
+        assert layout.token_ids == (91, *[90] * size, 92)
+        assert (layout.first, layout.length, layout.size) == (1, size, size)
+        columns, rows = want["image_position_ids"][0].max(0) + 1
+        assert pixels.shape == (*layout.shape, 3) == (1, rows * 4, columns * 4, 3)
+        patches = want["pixel_values"][0, : rows * columns].reshape(rows, columns, 4, 4, 3)
+        back = patches.transpose(0, 2, 1, 3, 4).reshape(pixels.shape)
+        assert np.array_equal(back, pixels.astype(np.float32))
+    (tmp_path / "preprocessor_config.json").write_text("{}")  # so that the class's values are taken
+    ours = image_processor(tmp_path)
+    assert ours is not None
+    assert [ours.layout(640, 427, detail).size for detail in ("high", "low")] == [260, 60]
+
+
 def test_llava_with_another_tower(tmp_path: Path) -> None:
     """Bug: a LLaVA whose tower is CLIP takes pictures for Pixtral's."""
     case = CASES["Pixtral"]

@@ -10,6 +10,7 @@ import pytest
 from deployments.observe.metrics import REPLICA_METRICS
 from deployments.routing.prefix_index import STRIDE, hash_prefix
 from engine.batch import Batch, OutOfMemory, StepResult
+from engine.config.kv_groups import Full, Window
 from engine.images.image import Image
 from engine.messages import EngineRequest, UpdateWeights
 from engine.scheduling import block_manager, request, scheduler
@@ -62,6 +63,15 @@ def check(core: EngineCore, *requests: EngineRequest) -> None:
     wanted = {r.id: expected(r, core.config) for r in requests}
     said = {id: (o.tokens, o.finish) for id, o in run(core, requests).items()}
     assert said == wanted
+
+
+def test_blocks_for_an_image_beside_the_window_before_it() -> None:
+    """Bug: a request is as long as the blocks, and no step has room for its whole image."""
+    runner = Recording(images=WHOLE, kinds=(Full(), Window(8)), num_blocks=18, block_size=4)
+    core = core_with(runner)
+    assert core.config.max_model_len == 4 * (18 - 3 - 2)  # blocks of a window and of an image
+    length = core.config.max_model_len - 1
+    check(core, make_request(1, **make_prompt([9] * (length - 9), 8, [9]), max_tokens=1))
 
 
 def test_a_chunk_ends_before_an_image_that_its_step_cannot_encode() -> None:

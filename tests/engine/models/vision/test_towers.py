@@ -281,15 +281,30 @@ def test_tower_of_a_quantized_model(tmp_path: Path) -> None:
     assert torch.equal(encode(tmp_path, tower_of(tmp_path)), want)
 
 
-def test_embeddings_of_an_inner_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A LLaVA that was trained on an inner layer of the tower gets no images, and keeps its
-    text."""
-    save_model(tmp_path, CASES["Pixtral"])
+@pytest.mark.parametrize(
+    ("name", "section", "changes", "why"),
+    [
+        ("Pixtral", "", {"vision_feature_layer": -2}, "vision_feature_layer is -2"),
+        ("Gemma 4 31B", "vision_config", {"head_dim": 16}, "head_dim 16"),
+        ("Gemma 4 31B", "vision_config", {"position_embedding_size": 35}, "less than the 36"),
+    ],
+)
+def test_towers_that_are_not_supported(
+    name: str,
+    section: str,
+    changes: dict[str, int],
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A tower of another kind is left out, and its model keeps its text."""
+    save_model(tmp_path, CASES[name])
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
-    path.write_text(json.dumps(values | {"vision_feature_layer": -2}))
+    (values[section] if section else values).update(changes)
+    path.write_text(json.dumps(values))
     assert ModelConfig.from_folder(tmp_path).vision is None
-    assert "vision_feature_layer is -2" in caplog.text
+    assert why in caplog.text
 
 
 def test_bytes_and_ranks(tmp_path: Path) -> None:

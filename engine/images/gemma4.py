@@ -1,0 +1,67 @@
+"""Pictures of Gemma 4: one view of any shape, of about as many tokens for every picture."""
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from PIL import Image as Pillow
+
+from engine.images.layout import ImageLayout, check_sides
+from engine.images.settings import ProcessorSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# What transformers' class has where the file is silent.
+_PATCH, _POOL, _MOST = 16, 3, 280
+_LOW = 70  # embeddings of a picture with detail: low
+
+
+class Gemma4Images:
+    """The pictures of a folder whose model resizes them, up or down, to one area.
+
+    unit: pixels on the side of one embedding.
+    most: embeddings of the area.
+    """
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        values = settings.values
+        self.image_token_id = settings.token("image_token_id")
+        self.placeholder = settings.text(self.image_token_id, "<|image|>")
+        config = settings.config
+        self._around = config.count("boi_token_id", 255999), config.count("eoi_token_id", 258882)
+        self.unit = values.size("patch_size", _PATCH) * values.size("pooling_kernel_size", _POOL)
+        self.most = values.size("max_soft_tokens", _MOST)
+        self.filter = settings.filter(Pillow.Resampling.BICUBIC)
+        shown = ["gemma4", self.unit, self.most, self.filter]
+        self.settings = json.dumps(shown).encode()
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture."""
+        check_sides(width, height)
+        most = min(self.most, _LOW) if detail == "low" else self.most
+        rows, columns = self._units(height, width, most)
+        size = rows * columns
+        begin, end = self._around
+        token_ids = (begin, *[self.image_token_id] * size, end)
+        shape = 1, rows * self.unit, columns * self.unit
+        return ImageLayout(token_ids, 1, size, size, (0, 0), shape)
+
+    def _units(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """Return the rows and columns of embeddings, which are `most` together, or fewer."""
+        factor = math.sqrt(most * self.unit**2 / (height * width))
+        rows = math.floor(factor * height / self.unit)
+        columns = math.floor(factor * width / self.unit)
+        if rows == 0:
+            return 1, min(width // height, most)
+        if columns == 0:
+            return min(height // width, most), 1
+        return rows, columns
+
+    def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
+        """Return the pixels [1, height, width, 3] of an RGB picture."""
+        import numpy as np
+
+        _, height, width = layout.shape
+        return np.asarray(picture.resize((width, height), self.filter), np.uint8)[None]
