@@ -24,6 +24,7 @@ from deployments.api.app import build_asgi
 from deployments.api.fields.chat import MESSAGE
 from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.options import ApiOptions
+from deployments.images.intake import ImageIntake
 from deployments.router.rpc.proto_file import HEALTH, INFERENCE, PROTO, message, methods, read_proto
 from deployments.router.rpc.server import GrpcServer
 from deployments.router.rpc.settings import GrpcSettings
@@ -31,6 +32,10 @@ from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.output.test_tools import CITY, PARIS, TEMPLATES, backend_with, written
 from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.deployments.images.test_wire import part, url, user
+from tests.deployments.images.test_wire import text as words
+from tests.deployments.images.vision_backend import VisionBackend
+from tests.engine.images.files import gradient, saved
 
 Chat, Generate, Sampling = map(message, ("ChatRequest", "GenerateRequest", "Sampling"))
 SECRET = b"s" * 32
@@ -94,7 +99,7 @@ def test_fields_have_the_types_of_the_bodies() -> None:
                 field.name
             )
     own = {name for form in MESSAGE.schema["anyOf"] for name in form["properties"]}
-    assert {field.name for field in message("Message").DESCRIPTOR.fields} <= own
+    assert {field.name for field in message("Message").DESCRIPTOR.fields} - {"parts"} <= own
 
 
 async def test_the_same_as_over_http() -> None:
@@ -132,6 +137,39 @@ async def test_the_same_as_over_http() -> None:
         assert [item.token for item in fault_text.logprobs] == plain["logprobs"]["tokens"]
         listed = await ask("Models", message("ModelsRequest")())
         assert [item.id for item in listed.models] == [MODEL]
+
+
+async def test_images() -> None:
+    """Bug: an image that is lost, in another place, or of another detail than over HTTP."""
+    backend = VisionBackend()
+    wide, tall = saved(gradient(40, 16), "PNG"), saved(gradient(16, 32), "JPEG")
+    body = {
+        "model": MODEL,
+        "max_tokens": 4,
+        "messages": [user(words("a"), part(wide), words("b"), part(tall, detail="low"))],
+    }
+    api = build_asgi(backend, ApiOptions(images=ImageIntake()))
+    assert (await Client(api).post("/v1/chat/completions", body)).status == 200
+    request = Chat(sampling=Sampling(max_tokens=4))
+    parts = request.messages.add(role="user").parts
+    parts.add(text="a")
+    parts.add().image.data = wide
+    parts.add(text="b")
+    parts.add().image.url = url(tall)
+    parts[-1].image.detail = "low"
+    async with served(backend, images=ImageIntake()) as (ask, _):
+        await ask("Chat", request)
+        over_http, over_grpc = backend.requests
+        assert over_grpc.token_ids == over_http.token_ids
+        assert over_grpc.images == over_http.images and len(over_grpc.images) == 2
+        request.messages[0].content = "a"
+        with pytest.raises(grpc.aio.AioRpcError, match=r"messages\[0\]\.parts: the message has"):
+            await ask("Chat", request)
+        for none in (message("Part")(), message("Part")(image=message("Image")(detail="low"))):
+            request = Chat()
+            request.messages.add(role="user").parts.append(none)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"messages\[0\]\.parts\[0\] must have"):
+                await ask("Chat", request)
 
 
 async def test_tools() -> None:

@@ -1,5 +1,6 @@
 """Conversion of protobuf requests to bodies of the HTTP API, and of its answers to protobuf."""
 
+import base64
 import json
 from typing import Any
 
@@ -16,7 +17,7 @@ def body_of(request: Any, default_model: str) -> dict[str, Any]:
     chat = request.DESCRIPTOR.name == "ChatRequest"
     own: dict[str, Any] = {"model": request.model or default_model}
     if chat:
-        own["messages"] = [_message(item) for item in request.messages]
+        own["messages"] = [_message(item, i) for i, item in enumerate(request.messages)]
         if request.tools:
             own["tools"] = [_tool(item, i) for i, item in enumerate(request.tools)]
         if request.tool_choice:
@@ -43,8 +44,14 @@ def _options(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _message(one: Any) -> dict[str, Any]:
+def _message(one: Any, index: int) -> dict[str, Any]:
     body: dict[str, Any] = {"role": one.role}
+    if one.parts:
+        place = f"messages[{index}].parts"
+        if one.HasField("content"):
+            raise invalid(f"{place}: the message has content as well", place, "conflicting_fields")
+        parts = enumerate(one.parts)
+        body["content"] = [_content_part(part, f"{place}[{number}]") for number, part in parts]
     for name in ("content", "reasoning_content", "tool_call_id", "name"):
         if one.HasField(name):
             body[name] = getattr(one, name)
@@ -58,6 +65,23 @@ def _message(one: Any) -> dict[str, Any]:
             for call in one.tool_calls
         ]
     return body
+
+
+def _content_part(part: Any, place: str) -> dict[str, Any]:
+    """Return a part of a chat's content. Raises ApiError 400 for one without text or image."""
+    kind = part.WhichOneof("part")
+    if kind == "text":
+        return {"type": "text", "text": part.text}
+    source = part.image.WhichOneof("source") if kind else None
+    if source is None:
+        raise invalid(f"{place} must have a text, or an image with data or url", place)
+    url = part.image.url
+    if source == "data":
+        url = f"data:;base64,{base64.b64encode(part.image.data).decode()}"
+    image = {"url": url}
+    if part.image.detail:
+        image["detail"] = part.image.detail
+    return {"type": "image_url", "image_url": image}
 
 
 def _tool(one: Any, index: int) -> dict[str, Any]:

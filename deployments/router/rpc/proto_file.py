@@ -23,6 +23,7 @@ _SCALARS = {
     "uint32": FieldDescriptorProto.TYPE_UINT32,
     "bool": FieldDescriptorProto.TYPE_BOOL,
     "string": FieldDescriptorProto.TYPE_STRING,
+    "bytes": FieldDescriptorProto.TYPE_BYTES,
 }
 _FIELD = re.compile(r"(?:(optional|repeated) )?(\w+) (\w+) = (\d+);")
 _VALUE = re.compile(r"(\w+) = (\d+);")
