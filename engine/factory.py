@@ -14,7 +14,7 @@ import torch
 
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.lora.build import DeviceAdapters
 from engine.lora.loader import AdapterLoader
 from engine.lora.ranked_loader import RankedLoader
@@ -30,6 +30,7 @@ from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, acting, resolve
 from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.caches.host_copies import host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
 from engine.runner.caches.token_pool import TokenPool
@@ -51,6 +52,7 @@ from engine.runner.memory import (
     available_host_memory,
     check_weights,
     fits_on,
+    host_kv_bytes,
     lora_host_bytes,
     outline,
     parts_here,
@@ -66,6 +68,7 @@ from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.host_tier import HostPlan, HostTier
 from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.sleeping import Sleeper
 from engine.scheduling.snapshots import SnapshotPlan
@@ -91,6 +94,7 @@ logger = logging.getLogger("manta.engine")
 # (phase, fraction done); while weights load, the phase also has ": " and their progress.
 Progress = Callable[[str, float], None]
 _LOG_SECONDS = 5.0
+_LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads them
 _ANY = 1 << 62  # number of blocks that never lowers the minimum over ranks
 
 
@@ -183,6 +187,7 @@ def build(
         _weights(part, ranks),
         Speculation.of(resolved.speculation),
         _receiver(part),
+        _host_tier(part, core_config),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -201,6 +206,18 @@ def build(
         prefix_caching=core.config.prefix_caching,
         stats=core.stats(),
     )
+
+
+def _host_tier(part: _Part, config: CoreConfig) -> HostTier | None:
+    """Return the directory of the KV blocks in host memory, if the engine keeps any there."""
+    copies, plan = part.runner.host, part.plan
+    if copies is None or plan is None:
+        return None
+    cuda = part.resolved.device.type == "cuda"
+    everything = part.resolved.config.host_kv_store == "all"
+    least = _LEAST_LOADED if cuda else config.block_size
+    host_plan = HostPlan(plan.host_blocks, plan.block_bytes, least, everything)
+    return HostTier(host_plan, copies, len(config.kinds))
 
 
 def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
@@ -444,6 +461,8 @@ def _rehearse(core: EngineCore) -> None:
         core.reset_prefix_cache()
     core.check_integrity()
     core.scheduler.counters = SchedulerCounters()
+    if core.scheduler.tier is not None:
+        core.scheduler.tier.reset_counts()
     if core.scheduler.speculation is not None:
         core.scheduler.speculation.forget_steps()
 
@@ -581,6 +600,7 @@ def _build_runner(
         return ModelRunner(forward, sampling, prompts, drafting)
 
     plan: MemoryPlan | None = None
+    host_kv = _host_kv(config)
     if device.type == "cuda":
         if compilers is not None:
             _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
@@ -597,12 +617,15 @@ def _build_runner(
             total,
             context,
             host_bytes=host_bytes,
+            host_kv=host_kv,
             activations=activations,
         )
     elif not place.world.rank % config.ranks_per_node:
         total = available_host_memory()
         total += sum(part.num_bytes for part in parts_here(resolved, model))
-        plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
+        plan = plan_memory(
+            resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes, host_kv=host_kv
+        )
     num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
     # A stage without recurrent layers has room for any number of snapshots.
     bounds = plan is not None and bool(groups.recurrent or not resolved.model.recurrent)
@@ -615,7 +638,37 @@ def _build_runner(
     size = num_blocks * block_bytes / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        return runner_with(num_blocks, snapshots=snapshots, memory=memory), plan
+        runner = runner_with(num_blocks, snapshots=snapshots, memory=memory)
+    if plan is not None and plan.host_kv:
+        _take_host_memory(runner, plan, device)
+    return runner, plan
+
+
+def _host_kv(config: EngineConfig) -> int:
+    """Return the bytes of host memory for KV blocks. Raises ConfigError if they are not free."""
+    available = available_host_memory()
+    size = host_kv_bytes(config, available)
+    if size > available:
+        raise ConfigError(
+            f"host_kv_bytes: {size / GIB:.2f} GiB were asked for and {available / GIB:.2f} GiB of "
+            "host memory are free. Ways out: lower it, or give a share such as 0.5",
+            param="host_kv_bytes",
+        )
+    return size
+
+
+def _take_host_memory(runner: ModelRunner, plan: MemoryPlan, device: torch.device) -> None:
+    """Allocate the host tier of a runner. Raises ConfigError."""
+    caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
+    windows = not all(kind.whole for kind in runner.kv.groups.kinds)
+    try:
+        runner.host = host_copies(caches, plan.host_blocks, device, after_steps=windows)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"host_kv_bytes: {error}. Ways out: lower it, or raise the limit of locked memory "
+            "(ulimit -l, or the container's memlock)",
+            param="host_kv_bytes",
+        ) from error
 
 
 def _hand_over(

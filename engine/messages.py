@@ -269,6 +269,18 @@ class EngineStats(msgspec.Struct, array_like=True):
     image_cache_tokens: int = 0  # embeddings that are kept
     image_cache_size: int = 0  # the most of them
     weights_dropped: bool = False  # by a sleep, so that requests wait for others
+    # Of the host tier: blocks that it has, and the most of them; the others since the start.
+    host_kv_blocks: int = 0
+    host_kv_slots: int = 0
+    host_kv_stored_bytes: int = 0
+    host_kv_loaded_bytes: int = 0
+    host_kv_loaded_tokens: int = 0  # prompt tokens that were loaded instead of computed
+    host_kv_store_seconds: float = 0.0  # time of copies
+    host_kv_load_seconds: float = 0.0
+    host_kv_wait_seconds: float = 0.0  # time that requests waited for loads
+    host_kv_dropped: int = 0  # blocks not stored, as too many waited to be copied
+    host_kv_evicted: int = 0  # blocks that made room for others
+    host_kv_failed_loads: int = 0
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

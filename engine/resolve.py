@@ -200,6 +200,7 @@ def decide(
                 param="max_model_len",
             )
         max_model_len = config.max_model_len
+    _check_host_tier(config, model)
     _check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
     max_num_seqs = config.max_num_seqs or most
@@ -242,6 +243,23 @@ def decide(
             most=min(max_num_seqs, budget),
         ),
     )
+
+
+def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if KV blocks of this engine cannot be kept in host memory."""
+    if not config.host_kv_bytes:
+        return
+    why = ""
+    if not config.prefix_caching:
+        why = "prefix_caching is off, whose blocks it keeps; turn that on"
+    elif config.num_ranks > 1:
+        why = f"not for a model in several ranks, and this one has {config.ranks_said}"
+    elif model.recurrent:
+        why = f"not for states of recurrent layers, which {model.architecture} has"
+    elif model.whole_texts:
+        why = f"{model.architecture} is an encoder and keeps no keys"
+    if why:
+        raise ConfigError(f"host_kv_bytes: {why}; or leave it out", param="host_kv_bytes")
 
 
 def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:

@@ -4,7 +4,7 @@ block table, so a wrong block, a stale row or a lost token changes the text."""
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -22,6 +22,7 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.host_tier import HostPlan, HostTier
 from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.speculation import Speculation
 
@@ -523,6 +524,59 @@ def make_config(**changes: Any) -> CoreConfig:
     return CoreConfig(**(values | changes))
 
 
+class FakeCopies:
+    """Copies of the fake device's blocks to slots of the host and back (`HostCopies`).
+
+    A load ends `delay` looks after it began; until then its blocks have nonsense, and its slots
+    must not change. The loads whose numbers are in `failing` fail.
+    owners: whose keys are in a block; copied with it.
+    """
+
+    def __init__(self, runner: FakeRunner, delay: int = 0, failing: Container[int] = ()) -> None:
+        self._kv = runner.kv
+        self._delay, self._failing = delay, failing
+        self._host: dict[int, Any] = {}
+        self._owners: dict[int, Any] = {}  # of slots
+        self._loads: dict[int, tuple[int, Sequence[tuple[int, int]]]] = {}  # ticket -> looks, pairs
+        self.owners: dict[int, Any] = {}  # of blocks
+        self.load_rate = self.store_seconds = self.load_seconds = 0.0
+        self.most = 1 << 30
+        self.num_stored = 0
+
+    def room(self) -> int:
+        return self.most
+
+    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        reading = {slot for _, pairs in self._loads.values() for slot, _ in pairs}
+        assert reading.isdisjoint(slot for _, slot in pairs), "a slot is overwritten while read"
+        for block, slot in pairs:
+            self._host[slot] = self._kv[block].copy()
+            self._owners[slot] = self.owners.get(block)
+        self.num_stored += len(pairs)
+        return True
+
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for _, block in pairs:
+            self._kv[block] = -7
+        self._loads[ticket] = self._delay, list(pairs)
+
+    def finished(self) -> list[tuple[int, bool]]:
+        done = []
+        for ticket, (looks, pairs) in list(self._loads.items()):
+            self._loads[ticket] = looks - 1, pairs
+            if looks:
+                continue
+            del self._loads[ticket]
+            done.append((ticket, ticket not in self._failing))
+            for slot, block in pairs if ticket not in self._failing else ():
+                self._kv[block] = self._host[slot]
+                self.owners[block] = self._owners[slot]
+        return done
+
+    def wait(self) -> None:
+        self._loads = {ticket: (0, pairs) for ticket, (_, pairs) in self._loads.items()}
+
+
 class Inline(Executor):
     """Runs what is submitted at once; with `hold`, when `release` is called."""
 
@@ -587,13 +641,20 @@ def make_core(
     adapters: AdapterStore | None = None,
     speculation: Speculation | None = None,
     drafts: str = "mixed",
+    host: HostPlan | None = None,
+    delay: int = 0,
+    failing: Container[int] = (),
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
-    """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them."""
+    """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them.
+    host, delay, failing: a host tier, and how its copies go (`FakeCopies`)."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
-    return EngineCore(config, runner, store, speculation=speculation), runner
+    tier = None
+    if host is not None:
+        tier = HostTier(host, FakeCopies(runner, delay, failing), len(config.kinds))
+    return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
 
 
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:

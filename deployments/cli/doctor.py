@@ -153,7 +153,9 @@ def model_checks(
                 yield DoctorCheck("weights", "ok", product)
             for line in result.attention:
                 yield DoctorCheck("KV cache", "ok", line)
-            yield from _speculation(dict(engines(config, device))[pool], result)
+            engine = dict(engines(config, device))[pool]
+            yield from _speculation(engine, result)
+            yield from _host_tier(engine, result)
     except ConfigError as error:
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
@@ -164,6 +166,21 @@ def model_checks(
         return
     if folder.is_dir() and weight_files(folder):
         yield from _headers(config, model, device, folder)
+
+
+def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:
+    """Yield whether this machine has the memory for KV blocks that leave the device."""
+    from engine.runner.memory import available_host_memory, host_kv_bytes
+
+    if not engine.host_kv_bytes:
+        return
+    free = available_host_memory()
+    size = host_kv_bytes(engine, free)
+    text = f"{size / GIB:.2f} of {free / GIB:.2f} GiB of free memory for KV blocks"
+    if size > free:
+        yield DoctorCheck("host memory", "MISSING", text, "lower engine.host_kv_bytes")
+    else:
+        yield DoctorCheck("host memory", "ok", f"{text}: {size // result.block_bytes:,} blocks")
 
 
 def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:

@@ -70,7 +70,7 @@ def _print(
             for line in keys_and_values(result):
                 print(f"         {line}")
         print(f"Pool     {name}")
-        for label, value in (*_rows(result), *_drafts(result)):
+        for label, value in (*_rows(result), *_drafts(result), *_host_tier(by_name[name], result)):
             print(f"  {label:<28} {value}")
         if device.kind == "cpu" and device.cores:
             for label, value in _nodes(by_name[name]):
@@ -299,6 +299,17 @@ def _drafts(result: EnginePlan) -> Iterator[tuple[str, str]]:
     if most := drafts_memory(result):
         where = "" if result.device.kind == "cpu" else " of host memory"
         yield "drafts", f"{most / GIB:9.2f} GiB{where} at most (speculation)"
+
+
+def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, str]]:
+    """Yield the table row of KV blocks in host memory, if this engine keeps any there."""
+    if not engine.host_kv_bytes:
+        return
+    memory = result.memory
+    text = f"{memory.host_kv / GIB:9.2f} GiB, {memory.host_blocks:,} blocks that leave the cache"
+    if not memory.host_kv:  # a share of memory that is known at the start alone
+        text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
+    yield "host memory", text
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:

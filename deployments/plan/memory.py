@@ -164,7 +164,13 @@ def plan(
     from engine.layers.attention.kernels_used import attention_kernels
     from engine.quantization.products import products
     from engine.resolve import decide
-    from engine.runner.memory import check_weights, lora_host_bytes, parts_here, plan_memory
+    from engine.runner.memory import (
+        check_weights,
+        host_kv_bytes,
+        lora_host_bytes,
+        parts_here,
+        plan_memory,
+    )
 
     cuda = device.kind == "cuda"
     check_quantization(model, config, device.kind)
@@ -172,13 +178,21 @@ def plan(
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
+        # a share is of the host's memory, which for a GPU is not known here
+        host_kv = host_kv_bytes(config, 0 if cuda else device.memory)
         kinds = []
         # A GPU holds one rank; a CPU node holds all of its ranks.
         for stage in range(0, resolved.stages, 1 if cuda else config.stages_per_node):
             part = _outline(resolved, stage)
             check_weights(parts_here(resolved, part), device.memory - others[1])
             memory = plan_memory(
-                resolved, part, device.name, device.memory, others, host_bytes=host_bytes
+                resolved,
+                part,
+                device.name,
+                device.memory,
+                others,
+                host_bytes=host_bytes,
+                host_kv=host_kv,
             )
             kinds.append((memory, part))
         memory, part = min(kinds, key=lambda each: each[0].num_blocks)

@@ -77,6 +77,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
     prefix_caching: reuse KV blocks of equal prefixes. A hybrid model finds a prefix up to a
         snapshot of its states.
+    host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on
+        a hit; below 1 it is a share of the free memory, and 0 = none. docs/kv-tiers.md.
+    host_kv_store: blocks that are copied to host memory: "reused" ones, by their second use, or
+        "all".
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of what KV gets otherwise.
     images: "auto" takes images where the model sees them; "off" serves its text model alone and
@@ -168,6 +172,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: int = 0
     num_blocks: int = 0
     prefix_caching: bool = True
+    host_kv_bytes: float = 0.0
+    host_kv_store: Literal["reused", "all"] = "reused"
     snapshot_bytes: int = 0
     images: Literal["auto", "off"] = "auto"
     image_cache_tokens: int = 0
@@ -251,6 +257,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_num_seqs",
             "kv_cache_bytes",
             "num_blocks",
+            "host_kv_bytes",
             "snapshot_bytes",
             "image_cache_tokens",
             "num_threads",

@@ -122,6 +122,15 @@ def lora_host_bytes(config: EngineConfig, available: int) -> int:
     return config.lora_host_bytes or min(LORA_HOST_BYTES, available // 4)
 
 
+def host_kv_bytes(config: EngineConfig, available: int) -> int:
+    """Return the bytes of host memory for KV blocks.
+
+    available: free bytes of host memory.
+    """
+    given = config.host_kv_bytes
+    return int(given * available) if given < 1 else int(given)
+
+
 def chunk_bytes(resolved: Resolved) -> int:
     """Return the most buffer bytes of a recurrent layer's kernels in a prompt step on CUDA.
 
@@ -158,6 +167,7 @@ def plan_memory(
     others: tuple[str, int],
     *,
     host_bytes: int,
+    host_kv: int = 0,
     activations: int | None = None,
 ) -> "MemoryPlan":
     """Plan the memory of each part; KV blocks get the rest, or what the configuration says.
@@ -168,6 +178,7 @@ def plan_memory(
     device, total: name and bytes of the device's memory, or of the host's free memory.
     others: name and bytes of other uses of the memory.
     host_bytes: see lora_host_bytes.
+    host_kv: see host_kv_bytes.
     activations: measured bytes; None = estimate them.
     Raises ConfigError with numbers and advice if something does not fit.
     """
@@ -209,6 +220,8 @@ def plan_memory(
         used.insert(2 + (drafter is not None), (f"states ({seqs} requests)", (seqs + 1) * states))
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
+    if not cuda and host_kv:
+        used.append(("KV in host memory", host_kv))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used, cuda=cuda)
     plan.groups, plan.block_size, plan.state_bytes = groups, block_size, states
     plan.kv_ranks = resolved.kv_ranks
@@ -222,6 +235,13 @@ def plan_memory(
     plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
     if drafter is not None:
         plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
+    plan.host_kv = host_kv
+    if (host_kv or config.host_kv_bytes >= 1) and not plan.host_blocks:
+        raise ConfigError(
+            f"host_kv_bytes: {host_kv} bytes hold no block of {block_size} tokens, which takes "
+            f"{plan.block_bytes}; raise it, or leave it out",
+            param="host_kv_bytes",
+        )
     free = plan.total - sum(size for _, size in plan.rows)
     reason, ways_out = "", kv_ways_out(cuda, bool(states))
     least = groups.blocks(longest, block_size)
@@ -287,6 +307,12 @@ class MemoryPlan:
     snapshots: int = 0
     kv_ranks: int = 1  # ranks that each have this many blocks, for different requests
     cuda: bool = False
+    host_kv: int = 0  # of host memory, for blocks that leave the device
+
+    @property
+    def host_blocks(self) -> int:
+        """The number of KV blocks that host memory holds."""
+        return self.host_kv // self.block_bytes
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Plan the snapshots of states, if there are any, and return their bytes.
@@ -343,6 +369,8 @@ class MemoryPlan:
         used = sum(size for _, size in rows)
         rows.append(("free", max(0, self.total - used)))
         rows.append((f"total on {self.device}", self.total))
+        if self.host_kv and self.cuda:
+            rows.append((f"host memory for KV ({self.host_blocks} blocks)", self.host_kv))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {size / GIB:8.2f} GiB" for name, size in rows)
 

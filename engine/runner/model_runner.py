@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, NewRow, OutOfMemory, PrefixCopy
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
+from engine.runner.caches.host_copies import Copies
 from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward
 from engine.runner.graphs import StepGraphs
@@ -62,6 +63,7 @@ class ModelRunner:
         self.model, self.rows, self.kv = forward.model, forward.rows, forward.kv
         self.lora, self.link = forward.lora, forward.link
         self._prompts = prompts
+        self.host: Copies | None = None  # set by an engine with a host tier
         self.graphs: StepGraphs | None = None  # set by `warm_up.capture_graphs`
         # Programs of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
@@ -100,6 +102,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> DeviceResult | StagedResult:
+        if self.host is not None:
+            self.host.before(batch)
         if batch.new_rows:
             self._set_rows(batch.new_rows)
         encode_seconds = None
@@ -192,6 +196,8 @@ class ModelRunner:
 
     def shrink(self, num_blocks: int) -> None:
         """Replace the KV cache by `num_blocks` empty blocks. Legal when no step is in flight."""
+        if self.host is not None:
+            self.host.wait()
         if self.graphs is not None:
             self.graphs.forget()  # they contain the old blocks' addresses
         if self.programs is not None:

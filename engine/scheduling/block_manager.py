@@ -15,7 +15,7 @@ where a group has no block: it was freed, as no later token reads it, or was nev
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
@@ -185,17 +185,25 @@ class BlockManager:
             return request.blocks
         return [block for block in request.blocks if block >= 0]
 
-    def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+    def match_prefix(
+        self, hashes: Sequence[bytes], elsewhere: Sequence[Mapping[bytes, int]] = ()
+    ) -> list[int]:
         """Return the table of the longest resident prefix from which a request can continue.
 
         Changes nothing: follow with `share`.
+
+        elsewhere: for each group, hash -> slot of blocks that are in other memory. They count as
+            resident, and slot n is entry num_blocks + n of the table.
         """
         count = len(hashes)
         tables: list[list[int]] = []  # one for each group
-        for kind, resident in zip(self.kinds, self._resident, strict=True):
+        for group, (kind, resident) in enumerate(zip(self.kinds, self._resident, strict=True)):
             blocks = []
             for digest in hashes[:count]:
                 block = resident.get(digest, -1)
+                if block < 0 and elsewhere:
+                    slot = elsewhere[group].get(digest, -1)
+                    block = slot if slot < 0 else self.num_blocks + slot
                 if block < 0 and kind.whole:
                     break
                 blocks.append(block)
@@ -227,6 +235,19 @@ class BlockManager:
             behind = min(kind.behind(best * size, size), len(blocks))
             blocks[:behind] = [-1] * behind
         return best
+
+    def name_of(self, block: int) -> tuple[int, bytes] | None:
+        """Return the group and hash of a block in the prefix cache; None for other blocks."""
+        digest = self._hashes[block]
+        return None if digest is None else (self._group_of[block], digest)
+
+    def adopt(self, block: int, name: tuple[int, bytes]) -> None:
+        """Register a block whose keys came from elsewhere, unless another one has its name.
+
+        name: its group and hash.
+        """
+        group, digest = name
+        self._register(digest, block, group)
 
     def is_resident(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash."""

@@ -50,6 +50,7 @@ from engine.messages import (
 from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.host_tier import HostTier
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
@@ -70,6 +71,8 @@ logger = logging.getLogger("manta.engine")
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
+# Between looks at loads from the host, if nothing else is to be done. A load takes milliseconds.
+_LOAD_SECONDS = 0.0002
 _MOST_MASK_THREADS = 8  # 16 threads made steps of 64 rows no shorter
 _NO_GRAMMARS = InvalidRequest(
     "this engine has no vocabulary to constrain outputs with",
@@ -146,6 +149,7 @@ class EngineCore:
         weights: WeightLoader | None = None,
         speculation: Speculation | None = None,
         receiver: WeightReceiver | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         """Set up the core.
 
@@ -154,12 +158,13 @@ class EngineCore:
         memory: the memory of an engine that may sleep; None = it cannot.
         mask_memory: allocates the host memory from which the device copies masks.
         speculation: the drafts of steps; None = each decode gets one token a step.
+        tier: the KV blocks in host memory, of a device with one pool; None = there are none.
         """
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
         self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
-        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, speculation)
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, speculation, tier)
         self.draining = False
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
@@ -265,6 +270,7 @@ class EngineCore:
             or (self.scheduler.can_run() and not self._held)
             or self._adapters.has_news()
             or self._grammars.has_news()
+            or self.scheduler.loading
             or self._may_fall_asleep()
         )
 
@@ -289,6 +295,7 @@ class EngineCore:
             self.wake()
         began = time.perf_counter()
         scheduler.take_loaded()
+        scheduler.take_arrived()
         if self._preparing:
             self._take_prepared()
         batch = None if held else scheduler.schedule()
@@ -303,9 +310,11 @@ class EngineCore:
                 self.on_device = True
                 result = pending.popleft().wait()
             self.on_device = False
-        assert result or blame.failure or batch or held or not scheduler.can_run(), (
-            "requests are left, yet none can run"
-        )
+        idle = not (result or blame.failure or batch or held)
+        if idle and scheduler.loading:
+            time.sleep(_LOAD_SECONDS)
+        else:
+            assert not (idle and scheduler.can_run()), "requests are left, yet none can run"
         if result is not None:
             self._poison_unconfirmed = False
             if self._shortages.count_success():
@@ -330,6 +339,8 @@ class EngineCore:
             if result is not None:  # a chunk's size does not change what its images take
                 seconds = max(0.0, seconds - result.encode_seconds)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
+            if scheduler.tier is not None:
+                scheduler.tier.observe_step(done.prompt_tokens, seconds)
             if scheduler.speculation is not None:
                 entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
                 scheduler.speculation.observe_step(entries, done.num_drafts, seconds)
@@ -519,6 +530,9 @@ class EngineCore:
             self.scheduler.requeue(trusted=True)
         self.scheduler.memory.reset_prefix_cache()
         self.scheduler.drop_images()
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.copies.wait()
+            self.scheduler.take_arrived()
         self._sleep.begin()
 
     def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
@@ -633,6 +647,7 @@ class EngineCore:
             accepted_by_position=counters.accepted_by_position.copy(),
             **_of_states(scheduler),
             **({} if scheduler.images is None else scheduler.images.stats()),
+            **({} if scheduler.tier is None else scheduler.tier.stats()),
         )
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""WaitingQueue: the requests without a row, in the queue or waiting for their adapters."""
+"""WaitingQueue: the requests without a row: in the queue, or waiting for adapters or blocks."""
 
 import time
 from bisect import bisect_left, insort
@@ -18,12 +18,14 @@ class WaitingQueue:
         self.waiting: list[Request] = []  # in the order of service
         # Requests that reached the head of the queue while their adapter was not on the device.
         self.waiting_for_adapter: dict[Adapter, list[Request]] = {}
+        self.waiting_for_blocks: list[Request] = []  # from the host tier
         self.num_tokens = 0
         self.retry = True  # whether memory or rows may now suffice for the first request
         self.only: Container[Request] | None = None  # if given, only these requests may start
 
     def __len__(self) -> int:
-        return len(self.waiting) + sum(map(len, self.waiting_for_adapter.values()))
+        blocked = len(self.waiting_for_blocks) + sum(map(len, self.waiting_for_adapter.values()))
+        return len(self.waiting) + blocked
 
     def first(self) -> Request | None:
         """Return the request that may start next; None if there is none."""
@@ -71,9 +73,31 @@ class WaitingQueue:
             del self.waiting_for_adapter[request.adapter]
             self.retry = True
 
+    def wait_for_blocks(self, request: Request) -> None:
+        """Set the request aside until its prefix is on the device."""
+        self.waiting.remove(request)
+        request.phase = RequestPhase.WAITING_FOR_BLOCKS
+        self.waiting_for_blocks.append(request)
+
+    def blocks_ready(self, request: Request) -> None:
+        """Put a request that waited for blocks back into the order of service."""
+        self.waiting_for_blocks.remove(request)
+        request.phase = RequestPhase.WAITING
+        insort(self.waiting, request)
+        self.retry = True
+
+    def drop_waiting_for_blocks(self, request: Request) -> None:
+        """Remove a request that has ended while it waited for blocks."""
+        self.waiting_for_blocks.remove(request)
+        self.num_tokens -= request.queued_tokens
+        self.retry = True
+
     def check_integrity(self) -> None:
         blocked = [r for requests in self.waiting_for_adapter.values() for r in requests]
         assert all(r.phase is RequestPhase.WAITING for r in self.waiting)
         assert all(r.phase is RequestPhase.WAITING_FOR_ADAPTER for r in blocked)
+        loading = RequestPhase.WAITING_FOR_BLOCKS
+        assert all(r.phase is loading for r in self.waiting_for_blocks)
+        blocked += self.waiting_for_blocks
         assert self.waiting == sorted(self.waiting)
         assert self.num_tokens == sum(r.queued_tokens for r in self.waiting + blocked)

@@ -40,6 +40,7 @@ class RequestPhase(enum.Enum):
 
     WAITING = enum.auto()  # no row and no blocks: new or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # like WAITING, but its adapter is not on the device
+    WAITING_FOR_BLOCKS = enum.auto()  # like WAITING, while its prefix is loaded from the host
     COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
     DECODING = enum.auto()  # in a decode group: one token in each of its steps
     FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
@@ -62,6 +63,7 @@ class Request:
         "constraint",
         "delivered",
         "drafts",
+        "fetched",
         "group_index",
         "hashes",
         "id",
@@ -78,6 +80,7 @@ class Request:
         "num_prefix",
         "num_prompt",
         "num_registered",
+        "num_reused",
         "num_virtual",
         "order",
         "params",
@@ -148,6 +151,8 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
+        self.fetched = False  # whether blocks were loaded for it since it was queued
+        self.num_reused = 0  # leading blocks that the host tier stores when it leaves
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.group_index = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next step_index of its group

@@ -4,12 +4,13 @@ Only this file assigns rows and blocks. It knows nothing of the queue, of micro-
 step's contents. The scheduler says which requests start and leave, and which step is done.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.admission import Footprint, KVMemory
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.host_tier import HostTier
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
 from engine.scheduling.snapshots import Snapshots
@@ -24,6 +25,7 @@ class DeferredRelease:
     kv_rank: int  # the rank that has the blocks
     blocks: list[int]
     adapter_slot: int = -1
+    worth: Collection[bytes] = ()  # hashes of the blocks that the host tier stores
 
 
 class RequestMemory:
@@ -31,6 +33,7 @@ class RequestMemory:
 
     pools: the block pool of each KV rank; block ids start from 0 in each.
     running: id -> request that has a row.
+    tier: the blocks in host memory; None = blocks that leave the device are lost.
     reserved_blocks: blocks of all running requests at their maximum lengths.
     """
 
@@ -39,8 +42,10 @@ class RequestMemory:
         config: CoreConfig,
         num_rows: int,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
+        tier: HostTier | None = None,
     ) -> None:
         self._config = config
+        self.tier = tier
         self._free_blocks = free_blocks
         self.num_rows = num_rows
         self.running: dict[int, Request] = {}
@@ -56,6 +61,9 @@ class RequestMemory:
             BlockManager(num_blocks, size, self._free_blocks, config.kinds)
             for _ in range(config.kv_ranks)
         ]
+        if self.tier is not None:
+            for pool in self.pools:
+                pool.on_forget = self.tier.evicted
         # rows that neither a request nor a snapshot has
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.snapshots: Snapshots | None = None
@@ -121,6 +129,8 @@ class RequestMemory:
         pool.hash_blocks(request, request.num_computed)
         if self.snapshots is not None:
             self.snapshots.leave(request)
+        tier = self.tier
+        worth = () if tier is None else tier.leave(request, pool.block_size)
         del self.running[request.id]
         self.reserved_blocks -= self.most_blocks(request)
         self.deferred.append(
@@ -130,6 +140,7 @@ class RequestMemory:
                 request.kv_rank,
                 pool.held(request),
                 request.adapter_slot,
+                worth,
             )
         )
         request.row = request.adapter_slot = -1
@@ -140,7 +151,10 @@ class RequestMemory:
         """Free the rows and blocks that no step after this one uses, and return these releases."""
         freed = [release for release in self.deferred if release.step <= done_step]
         for release in freed:
-            self.pools[release.kv_rank].free(release.blocks)
+            pool = self.pools[release.kv_rank]
+            pool.free(release.blocks)
+            if self.tier is not None and release.worth:
+                self.tier.store(pool, release.blocks, release.worth)
             self.free_rows.append(release.row)
         self.deferred = [release for release in self.deferred if release.step > done_step]
         return freed
@@ -150,11 +164,15 @@ class RequestMemory:
         request.cacheable = False
         for pool in self.pools:  # the request may have run in another pool before
             pool.forget(request.hashes)
+        if self.tier is not None:
+            self.tier.forget(request.hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, and keep blocks of running requests out of it."""
+        """Empty the prefix cache and the host tier, and keep blocks of running requests out."""
         for pool in self.pools:
             pool.reset()
+        if self.tier is not None:
+            self.tier.clear()
         for request in self.running.values():
             request.cacheable = False
 
@@ -179,6 +197,8 @@ class RequestMemory:
             for r in self.running.values()
             if r.kv_rank == rank and r.phase is RequestPhase.FINISHING
         )
+        if self.tier is not None:
+            count += self.tier.num_coming()
         if not pool.whole:
             count += sum(
                 pool.num_behind(r, r.num_computed + length)
@@ -251,7 +271,8 @@ class RequestMemory:
         held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
         held += [(release.row, release.kv_rank, release.blocks) for release in self.deferred]
         for rank, pool in enumerate(self.pools):
-            pool.check_integrity([blocks for _, its, blocks in held if its == rank])
+            tables = [] if self.tier is None else self.tier.tables(pool)
+            pool.check_integrity([*tables, *(blocks for _, its, blocks in held if its == rank)])
         if self.snapshots is not None:
             self.snapshots.check_integrity()
         rows = [row for row, _, _ in held]

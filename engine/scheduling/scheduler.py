@@ -23,6 +23,7 @@ The token budget of a step is spent in this order:
 4. drafts of requests that decode.
 The order of service is (priority, arrival).
 A chunk with image tokens ends before an image that the step cannot encode: image_cache.py.
+A request whose prefix is in host memory waits outside the queue while it is loaded: host_tier.py.
 """
 
 import logging
@@ -41,6 +42,7 @@ from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup, next_group
+from engine.scheduling.host_tier import HostTier
 from engine.scheduling.image_cache import ImageCache
 from engine.scheduling.pacing.chunking import (
     PromptPace,
@@ -59,6 +61,12 @@ from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
 
+_QUEUED = (  # phases without a row
+    RequestPhase.WAITING,
+    RequestPhase.WAITING_FOR_ADAPTER,
+    RequestPhase.WAITING_FOR_BLOCKS,
+)
+
 
 class Scheduler:
     """The owner of the requests and, in `memory`, of their rows and blocks.
@@ -72,6 +80,7 @@ class Scheduler:
         adapters: AdapterStore | None = None,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         speculation: Speculation | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         self.config = config
         self.speculation = speculation
@@ -81,7 +90,8 @@ class Scheduler:
         # Every running request must be able to decode in every step, so the token budget bounds
         # rows.
         self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.memory = RequestMemory(config, self._most_rows, free_blocks)
+        self.memory = RequestMemory(config, self._most_rows, free_blocks, tier)
+        self.tier = tier
         self.running = self.memory.running
         self.images = None if config.images is None else ImageCache(config.images)
         self.counters = SchedulerCounters()
@@ -173,11 +183,17 @@ class Scheduler:
         return failed
 
     def can_run(self) -> bool:
-        """Whether a request runs or may start; False if all requests wait for their adapters."""
+        """Whether a request runs or may start; False if all requests wait for adapters or
+        blocks."""
         if self.running:
             return True
         request = self.queue.first()
         return request is not None and self._joins(request, self.running, self.queue)
+
+    @property
+    def loading(self) -> bool:
+        """Whether blocks are being loaded from the host, which `take_arrived` asks for."""
+        return self.tier is not None and self.tier.num_loads > 0
 
     def requeue(self, *, trusted: bool) -> None:
         """Put all running requests back into the queue and drop the steps in flight.
@@ -215,7 +231,13 @@ class Scheduler:
         self.queue.retry = True
 
     def shrink(self, num_blocks: int) -> None:
-        """Replace the KV cache by num_blocks empty blocks. Legal when no request runs."""
+        """Replace the KV cache by num_blocks empty blocks.
+
+        Legal when no request runs and no copy of the host tier is in flight.
+        """
+        if self.tier is not None:
+            for request in self.tier.abandon():
+                self.queue.blocks_ready(request)
         self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
 
@@ -490,7 +512,7 @@ class Scheduler:
         memories: list[KVMemory] = []  # of each pool
         queue, rows = self.queue, self.rows
         while self.memory.has_row and self._budget(builder) > 0 and (request := queue.first()):
-            if len(self.running) >= rows:
+            if len(self.running) + len(queue.waiting_for_blocks) >= rows:
                 return
             if request.last_step > self.done_step:  # its token in flight is not known yet
                 assert len(self.decode_groups) > 1
@@ -504,6 +526,9 @@ class Scheduler:
                 continue
             if not memories:
                 memories = self._memories()
+            if self.tier is not None and self._fetch(self.tier, request, memories):
+                memories = []
+                continue
             if not self._start(request, memories, builder):
                 queue.retry = False
                 return
@@ -524,6 +549,42 @@ class Scheduler:
         self.queue.wait_for_adapter(adapter, request)
         return False
 
+    def take_arrived(self) -> None:
+        """Queue the requests whose prefixes were loaded from the host, or failed to load."""
+        if self.tier is not None and self.tier.num_loads:
+            before = self.tier.num_loads
+            for request in self.tier.take_arrived():
+                self.queue.blocks_ready(request)
+            self.queue.retry |= self.tier.num_loads < before  # its blocks are free now
+
+    def _fetch(self, tier: HostTier, request: Request, memories: list[KVMemory]) -> bool:
+        """Return whether the request now waits for blocks from the host, as loading them is faster
+        than computing their tokens.
+
+        memories: the memory of each pool.
+        """
+        if request.fetched or self.queue.only is not None or not self._shares(request):
+            return False
+        (pool,) = self.memory.pools
+        hashes = pool.hash_prefix(request, (len(request.token_ids) - 1) // self.config.block_size)
+        prefix = tier.find(pool, hashes)
+        if prefix is None:
+            return False
+        if find_start(request, hashes, (pool,), memories, None, self._fits) is None:
+            return False
+        request.fetched = True
+        self.queue.wait_for_blocks(request)
+        tier.begin(request, pool, prefix)
+        return True
+
+    def _shares(self, request: Request) -> bool:
+        """Whether the request may start with blocks of others."""
+        return (
+            self.config.prefix_caching
+            and request.pooled is None
+            and request.prompt_logprobs is None
+        )
+
     def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:
         """Give the request a row and the cached blocks of its prefix, if memory allows.
 
@@ -531,7 +592,7 @@ class Scheduler:
         """
         held, size, num_tokens = self.memory, self.config.block_size, len(request.token_ids)
         caching = self.config.prefix_caching and request.pooled is None
-        lookup = caching and request.prompt_logprobs is None
+        lookup = self._shares(request)
         hashes: list[bytes] = []
         if lookup:
             # The last token is computed again even if it is cached, because sampling needs its
@@ -543,6 +604,8 @@ class Scheduler:
         pool, memory = held.pools[start.kv_rank], memories[start.kv_rank]
         self.queue.remove_request(request)
         held.start(request, start, cacheable=caching)
+        if self.tier is not None:
+            self.tier.start(request, hashes, request.num_registered)
         if request.adapter is not None:
             first = request.num_cached < 0
             request.adapter_slot = self._adapters.pin(request.adapter, first=first)
@@ -725,6 +788,7 @@ class Scheduler:
         self._leave(request)
         self._release(request)
         request.num_computed = 0
+        request.fetched = False
         if self.images is not None:
             self.images.restart(request)
         self.queue.add_request(request)
@@ -740,6 +804,10 @@ class Scheduler:
             self.queue.retry = True
         elif request.phase is RequestPhase.WAITING_FOR_ADAPTER:
             self.queue.drop_waiting_for_adapter(request)
+        elif request.phase is RequestPhase.WAITING_FOR_BLOCKS:
+            assert self.tier is not None
+            self.queue.drop_waiting_for_blocks(request)
+            self.tier.end_request(request)
 
     def _end(self, request: Request) -> None:
         """End the request; its row and blocks are released when no step in flight uses them."""
@@ -797,16 +865,16 @@ class Scheduler:
         phases = dict.fromkeys(RequestPhase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1
-            queued = request.phase in (RequestPhase.WAITING, RequestPhase.WAITING_FOR_ADAPTER)
-            assert (request.row >= 0) != queued
+            assert (request.row >= 0) != (request.phase in _QUEUED)
             assert (request.group_index >= 0) == (request.phase is RequestPhase.DECODING)
         assert phases[RequestPhase.ENDED] == 0
         assert phases[RequestPhase.COMPUTING] == len(self.computing)
         assert phases[RequestPhase.DECODING] == sum(map(len, self.decode_groups))
-        num_queued = phases[RequestPhase.WAITING] + phases[RequestPhase.WAITING_FOR_ADAPTER]
-        assert num_queued == len(self.queue)
+        assert sum(phases[phase] for phase in _QUEUED) == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
+        if self.tier is not None:
+            self.tier.check_integrity(self.queue.waiting_for_blocks)
         if self.images is not None:
             self.images.check_integrity(self.requests.values())
         pins = Counter(r.adapter_slot for r in self.running.values())

@@ -1,11 +1,40 @@
-"""CacheMemory: allocates caches; on the host, pages cost nothing until they are used."""
+"""CacheMemory and pinned_bytes: allocate caches, and host memory that a device copies from.
+
+On the host, pages cost nothing until they are used.
+"""
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def pinned_bytes(size: int, device: torch.device) -> Tensor:
+    """Return uint8 [size] of host memory, which is pinned if the device is a CUDA device.
+
+    It has exactly this size, as torch would round it up to a power of two. Huge pages are pinned
+    many times faster.
+    Raises RuntimeError if the memory cannot be pinned.
+    """
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.from_numpy(np.frombuffer(pages, np.uint8))
+    if device.type == "cuda":
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+        if int(code):
+            gib = size / (1 << 30)
+            raise RuntimeError(f"{gib:.2f} GiB of host memory cannot be pinned: {code}")
+    return memory
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Undo the pinning of `pinned_bytes`, so that the memory can be freed."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class CacheMemory:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.errors import ConfigError, EngineDead
 from engine.messages import CACHES, PARTS, WEIGHTS
 from engine.parallel.group import TensorParallelGroup
-from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.caches.cache_memory import CacheMemory, pinned_bytes, unpin
 from kernels.device_memory import Region
 from kernels.dispatch import Kernels
 
@@ -233,7 +233,7 @@ class CudaSleepMemory(SleepMemory):
         self._dropped = drop and bool(self._updated)
         if self._dropped:
             for copy in self._copies:
-                self._unpin(copy)
+                unpin(copy, self._device)
             self._copies, self._stale = [], True
             self._others = [
                 (storage, storage.bytes.to("cpu", copy=True))
@@ -242,7 +242,10 @@ class CudaSleepMemory(SleepMemory):
             ]
         elif self._stale or self._written:
             self._stale = False
-            self._copies = self._copies or [self._pinned(pages.size) for pages in self._weights]
+            device = self._device
+            self._copies = self._copies or [
+                pinned_bytes(pages.size, device) for pages in self._weights
+            ]
             for region, copy in zip(self._weights, self._copies, strict=True):
                 copy.copy_(region.bytes, non_blocking=True)
             self._finish_work()
@@ -281,27 +284,6 @@ class CudaSleepMemory(SleepMemory):
     def _finish_work(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _pinned(self, size: int) -> Tensor:
-        """Return uint8 [size] of host memory that is pinned for the device.
-
-        It has exactly this size, as torch would round it up to a power of two. Huge pages are
-        pinned many times faster.
-        """
-        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.from_numpy(np.frombuffer(pages, np.uint8))
-        if self._device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-            if int(code):
-                raise RuntimeError(f"{size / GIB:.2f} GiB of host memory cannot be pinned: {code}")
-        return memory
-
-    def _unpin(self, memory: Tensor) -> None:
-        """Undo `_pinned`, so that the memory can be freed."""
-        if self._device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def sleep_memory(device: torch.device) -> SleepMemory:

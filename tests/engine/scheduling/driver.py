@@ -9,6 +9,7 @@ from engine.messages import EngineRequest
 from engine.scheduling.request import Request, RequestPhase
 from tests.fakes import (
     VIRTUAL,
+    FakeCopies,
     Output,
     collect,
     expected,
@@ -37,6 +38,10 @@ class Driver:
         self.refused: set[int] = set()
         self._next_id = 0
         self._owner: dict[int, tuple[str, str]] = {}  # block -> adapter and salt of its contents
+        if self.scheduler.tier is not None:
+            copies = self.scheduler.tier.copies
+            assert isinstance(copies, FakeCopies)
+            copies.owners = self._owner
         self._scopes: dict[int, tuple[str, str]] = {}  # request id -> its adapter and salt
         self._tables: dict[int, dict[int, int]] = {}  # row -> index -> block, as told
         self._head: Request | None = None
@@ -159,7 +164,8 @@ class Driver:
         """The first of the queue gets in at the latest a few steps after all have ended who ran
         when it became the first, or come before it; those who wait for adapters may do so."""
         head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
-        waits = bool(self.scheduler.queue.waiting_for_adapter)
+        queue = self.scheduler.queue
+        waits = bool(queue.waiting_for_adapter or queue.waiting_for_blocks)
         if head is not self._head or preempted or self._searching or waits:
             self._head = head
             self._blockers = {r.id for r in self.scheduler.running.values()}

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine.scheduling.host_tier import HostPlan
 from engine.scheduling.image_plan import ImagePlan
 from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
@@ -40,6 +41,9 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.sampled_from(["", *KINDS]),
         by_model=st.booleans(),
         lengths=st.lists(st.sampled_from([0, 1, 3, 7]), min_size=1, max_size=4),
+        slots=st.sampled_from([0, 0, 5, 60]),
+        everything=st.booleans(),
+        delay=st.sampled_from([0, 1, 5]),
     )
     def start(
         self,
@@ -49,8 +53,13 @@ class EngineMachine(RuleBasedStateMachine):
         drafts: str,
         by_model: bool,
         lengths: list[int],
+        slots: int,
+        everything: bool,
         **changes: Any,
     ) -> None:
+        if slots and changes["prefix_caching"]:
+            changes["host"] = HostPlan(slots, 1, everything=everything)
+            changes["failing"] = (3, 4)
         if drafts and changes["admission"] != "peak":
             changes["speculation"] = computed(lengths) if by_model else told(drafts, lengths)
             changes["drafts"] = drafts

@@ -1,0 +1,435 @@
+"""HostTier: the KV blocks that are kept in host memory, and the loads that bring them back.
+
+A block goes to the host when a request that used it has left, and comes back when a waiting request
+begins with its tokens:
+
+ device   in use -> evictable -> evicted            taken -> in the prefix cache -> in use
+               \\  copied while evictable            /  while its request waits outside the batch
+ host           `--> slot of (group, hash) --------'
+
+A load only fills the prefix cache of the device. Its request is then queued again, and starts as
+after any other hit. So a load that fails is a miss, and a second request with the same tokens waits
+for the same load.
+
+Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything` stores all):
+
+ a block that a request found in the prefix cache, or that was evicted and computed again
+ all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
+ all blocks of a preempted request
+
+A load is worth it if it takes less time than computing the tokens, by the rates of the last copies
+and of the largest steps. The slots of equal hashes hold equal keys; hashes contain model, adapter
+and salt (prefix_hash.py). The least recently used slot is taken first, and never one that is being
+read.
+"""
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request
+
+_REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
+_LAUNCH_SECONDS = 0.0003  # from the decision to the first byte, and back into the queue
+
+Name = tuple[int, bytes]  # group of layers, hash
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The size and policy of the host tier.
+
+    blocks: slots, of block_bytes each.
+    least_tokens: fewer tokens are computed rather than loaded.
+    everything: whether blocks are stored at their first use.
+    """
+
+    blocks: int
+    block_bytes: int
+    least_tokens: int = 1
+    everything: bool = False
+
+
+class HostCopies(Protocol):
+    """The copies between blocks of the device and slots of the host, all of them asynchronous.
+
+    load_rate: bytes a second of the last loads, or measured at the start; 0 = unknown.
+    store_seconds, load_seconds: time that copies took, since the start.
+    """
+
+    load_rate: float
+    store_seconds: float
+    load_seconds: float
+
+    def room(self) -> int:
+        """Return how many further blocks `store` takes now without a queue that grows too long."""
+        ...
+
+    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Begin to copy blocks to slots, (block, slot); return False if that failed.
+
+        All steps that write the blocks are done. Later steps and loads that write them wait for the
+        copies.
+        """
+        ...
+
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy slots to blocks, (slot, block), after all stores to these slots.
+
+        No step in flight writes the blocks, and none reads them before the copies are done.
+        """
+        ...
+
+    def finished(self) -> list[tuple[int, bool]]:
+        """Return (ticket, whether it succeeded) of loads that are done, each once."""
+        ...
+
+    def wait(self) -> None:
+        """Block until no copy is in flight."""
+        ...
+
+
+@dataclass(slots=True)
+class Loadable:
+    """A prefix that reaches further on the host than on the device.
+
+    held: its blocks on the device.
+    missing: (index in the table, name, slot) of each block to load.
+    awaited: tickets of loads that bring further blocks of it.
+    num_tokens: tokens that the device lacks.
+    """
+
+    held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
+    missing: list[tuple[int, Name, int]] = field(default_factory=list)
+    awaited: set[int] = field(default_factory=set)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    pool: BlockManager
+    table: list[int]  # blocks that it holds, in the order of a table
+    entries: list[tuple[Name, int, int]]  # (name, slot, block)
+    num_tokens: int
+    stale: bool = False  # whether its keys must not be used
+
+
+@dataclass(slots=True)
+class _Waiting:
+    tickets: set[int]
+    began: float
+
+
+class HostTier:
+    """The directory of the host's slots. It decides what is stored and loaded."""
+
+    def __init__(self, plan: HostPlan, copies: HostCopies, num_groups: int) -> None:
+        self.plan = plan
+        self.copies = copies
+        # For each group: hash -> slot.
+        self._slots: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._names: list[Name | None] = [None] * plan.blocks
+        self._free = list(range(plan.blocks - 1, -1, -1))
+        self._order: OrderedDict[int, None] = OrderedDict()  # slots with a name, oldest first
+        self._reading: set[int] = set()  # slots of loads in flight
+        self._loads: dict[int, _Load] = {}  # by ticket
+        self._coming: dict[Name, int] = {}  # blocks of loads in flight -> ticket
+        self._waiting: dict[Request, _Waiting] = {}
+        self._tickets = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
+        self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
+        self._token_seconds = 0.0  # of a prompt token in the largest steps; 0 = unknown
+        self._largest = 0
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Begin all counts anew."""
+        self.stored = self.loaded = self.loaded_tokens = 0
+        self.dropped = self.evictions = self.failed_loads = 0
+        self.wait_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def num_loads(self) -> int:
+        """The number of loads in flight."""
+        return len(self._loads)
+
+    def tables(self, pool: BlockManager) -> list[list[int]]:
+        """Return the blocks that each load in flight holds."""
+        return [load.table for load in self._loads.values() if load.pool is pool]
+
+    def num_coming(self) -> int:
+        """Return how many blocks become free when the loads in flight are done."""
+        return sum(load.pool.num_exclusive(load.table) for load in self._loads.values())
+
+    # ---- which blocks are worth their copies ---------------------------------------------------
+
+    def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
+        """Note that a request starts.
+
+        hashes: of the blocks that it could share.
+        num_cached: leading blocks that it found in the prefix cache.
+        """
+        again = request.num_cached >= 0  # it was preempted
+        ends, evicted = self._ends, self._evicted
+        if self.plan.everything or again or any(map(ends.__contains__, reversed(hashes))):
+            request.num_reused = sys.maxsize
+            return
+        count = num_cached
+        while count < len(hashes) and hashes[count] in evicted:
+            count += 1
+        request.num_reused = count
+
+    def leave(self, request: Request, block_size: int) -> Collection[bytes]:
+        """Return the hashes of the blocks to store when a request leaves; its blocks are named."""
+        hashes = request.hashes[: request.num_registered]
+        if not request.cacheable or not hashes:
+            return ()
+        prompt = min(len(hashes), request.num_prompt // block_size)
+        for end in {prompt, len(hashes)} - {0}:
+            _remember(self._ends, hashes[end - 1])
+        return set(hashes[: request.num_reused])
+
+    def evicted(self, digest: bytes) -> None:
+        """Note that a block has left the prefix cache of the device."""
+        _remember(self._evicted, digest)
+
+    def store(self, pool: BlockManager, blocks: Sequence[int], worth: Collection[bytes]) -> None:
+        """Store those of a request's blocks that are worth it and not on the host.
+
+        blocks: in the order of its table; no step in flight uses them.
+        worth: the result of `leave`.
+        """
+        named = [(name, block) for block in blocks if (name := pool.name_of(block)) is not None]
+        named = [(name, block) for name, block in named if name[1] in worth]
+        absent = [name for name, _ in named if name[1] not in self._slots[name[0]]]
+        room = min(self.copies.room(), self.plan.blocks) if absent else 0
+        self.dropped += max(0, len(absent) - room)
+        taken = set(absent[:room])
+        pairs: list[tuple[int, int]] = []
+        for name, block in reversed(named):  # so that a tail is taken before its head
+            slot = self._slots[name[0]].get(name[1], -1)
+            if slot >= 0:
+                self._order.move_to_end(slot)
+            elif name in taken:
+                slot = self._take_slot()
+                if slot < 0:
+                    self.dropped += 1
+                    continue
+                self._names[slot] = name
+                self._slots[name[0]][name[1]] = slot
+                self._order[slot] = None
+                pairs.append((block, slot))
+        if pairs and self.copies.store(pairs):
+            self.stored += len(pairs)
+        else:
+            self.dropped += len(pairs)
+            for _, slot in pairs:
+                self._drop(slot)
+
+    def _take_slot(self) -> int:
+        """Return a slot without a name, of the least recently used block if need be; -1 = none."""
+        if self._free:
+            return self._free.pop()
+        for slot in self._order:
+            if slot not in self._reading:
+                self.evictions += 1
+                self._drop(slot)
+                return self._free.pop()
+        return -1
+
+    def _drop(self, slot: int) -> None:
+        name = self._names[slot]
+        if name is None:
+            return
+        self._names[slot] = None
+        del self._slots[name[0]][name[1]], self._order[slot]
+        if slot not in self._reading:
+            self._free.append(slot)
+
+    # ---- loads ---------------------------------------------------------------------------------
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Learn the time of a prompt token from a step that computed so many of them."""
+        if 2 * tokens < self._largest or not tokens:
+            return
+        self._largest = max(self._largest, tokens)
+        new, old = seconds / tokens, self._token_seconds
+        self._token_seconds = new if not old else (new + old) / 2
+
+    def find(self, pool: BlockManager, hashes: Sequence[bytes]) -> Loadable | None:
+        """Return the prefix to load before a request starts; None if the device has as much, or
+        computing is faster. Changes nothing: follow with `begin`.
+
+        hashes: of the blocks that the request can share.
+        """
+        if not self._order:
+            return None
+        table = pool.match_prefix(hashes, self._slots)
+        groups, first = pool.num_groups, pool.num_blocks
+        if not table or max(table) < first:
+            return None
+        extra = (len(table) - len(pool.match_prefix(hashes))) // groups
+        prefix = Loadable(num_tokens=extra * pool.block_size)
+        for index, entry in enumerate(table):
+            name = index % groups, hashes[index // groups]
+            if 0 <= entry < first:
+                prefix.held.append((index, entry))
+            elif entry >= first and name in self._coming:
+                prefix.awaited.add(self._coming[name])
+            elif entry >= first:
+                prefix.missing.append((index, name, entry - first))
+        if len(prefix.missing) > pool.num_free - pool.num_unused(block for _, block in prefix.held):
+            return None
+        return prefix if self._pays(prefix.num_tokens, len(prefix.missing)) else None
+
+    def _pays(self, tokens: int, blocks: int) -> bool:
+        if tokens < self.plan.least_tokens:
+            return False
+        rate, compute = self.copies.load_rate, tokens * self._token_seconds
+        if not rate or not compute:
+            return True
+        return blocks * self.plan.block_bytes / rate + _LAUNCH_SECONDS < compute
+
+    def begin(self, request: Request, pool: BlockManager, prefix: Loadable) -> None:
+        """Begin to load a prefix that `find` has just returned; the request waits for it."""
+        tickets = set(prefix.awaited)
+        if prefix.missing:
+            pool.share([block for _, block in prefix.held])
+            blocks = pool.allocate(len(prefix.missing))
+            entries = [
+                (name, slot, block)
+                for (_, name, slot), block in zip(prefix.missing, blocks, strict=True)
+            ]
+            places = [index for index, _, _ in prefix.missing]
+            table = [*prefix.held, *zip(places, blocks, strict=True)]
+            self._tickets += 1
+            load = _Load(pool, [block for _, block in sorted(table)], entries, prefix.num_tokens)
+            self._loads[self._tickets] = load
+            for name, slot, _ in reversed(entries):
+                self._coming[name] = self._tickets
+                self._reading.add(slot)
+                self._order.move_to_end(slot)
+            tickets.add(self._tickets)
+            self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries])
+        self._waiting[request] = _Waiting(tickets, time.monotonic())
+
+    def take_arrived(self) -> list[Request]:
+        """Move the blocks of finished loads into the prefix cache; return the requests that wait
+        no longer."""
+        for ticket, succeeded in self.copies.finished():
+            load = self._loads.pop(ticket, None)
+            if load is not None:
+                self._finish(ticket, load, succeeded)
+        arrived = [request for request, waiting in self._waiting.items() if not waiting.tickets]
+        for request in arrived:
+            self.wait_seconds += time.monotonic() - self._waiting.pop(request).began
+        return arrived
+
+    def _finish(self, ticket: int, load: _Load, succeeded: bool) -> None:
+        for name, slot, block in load.entries:
+            del self._coming[name]
+            self._reading.discard(slot)
+            if self._names[slot] is None:  # it was dropped while it was read
+                self._free.append(slot)
+            elif not succeeded:
+                self._drop(slot)
+            if succeeded and not load.stale:
+                load.pool.adopt(block, name)
+        if succeeded and not load.stale:
+            self.loaded += len(load.entries)
+            self.loaded_tokens += load.num_tokens
+        elif not succeeded:
+            self.failed_loads += 1
+        load.pool.free(load.table)
+        for waiting in self._waiting.values():
+            waiting.tickets.discard(ticket)
+
+    def end_request(self, request: Request) -> None:
+        """Note that a request no longer waits, because it has ended."""
+        del self._waiting[request]
+
+    # ---- dropping blocks -----------------------------------------------------------------------
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Drop the blocks of these hashes, because their keys may be wrong."""
+        for digest in hashes:
+            for group, slots in enumerate(self._slots):
+                if (slot := slots.get(digest)) is not None:
+                    self._drop(slot)
+                if (ticket := self._coming.get((group, digest))) is not None:
+                    self._loads[ticket].stale = True
+
+    def clear(self) -> None:
+        """Drop all blocks. Loads in flight end without effect."""
+        for slot in list(self._order):
+            self._drop(slot)
+        for load in self._loads.values():
+            load.stale = True
+        self._ends.clear()
+        self._evicted.clear()
+
+    def abandon(self) -> list[Request]:
+        """Forget the loads in flight, whose pools are replaced; return the requests that waited.
+
+        Legal when no copy is in flight.
+        """
+        for ticket, load in list(self._loads.items()):
+            del self._loads[ticket]
+            load.stale = True
+            self._finish(ticket, load, succeeded=True)
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
+
+    # ---- counts and checks ---------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` about the host tier."""
+        size = self.plan.block_bytes
+        return {
+            "host_kv_blocks": len(self),
+            "host_kv_slots": self.plan.blocks,
+            "host_kv_stored_bytes": self.stored * size,
+            "host_kv_loaded_bytes": self.loaded * size,
+            "host_kv_loaded_tokens": self.loaded_tokens,
+            "host_kv_store_seconds": self.copies.store_seconds,
+            "host_kv_load_seconds": self.copies.load_seconds,
+            "host_kv_wait_seconds": self.wait_seconds,
+            "host_kv_dropped": self.dropped,
+            "host_kv_evicted": self.evictions,
+            "host_kv_failed_loads": self.failed_loads,
+        }
+
+    def check_integrity(self, waiting: Collection[Request]) -> None:
+        """Assert the invariants.
+
+        waiting: the requests that the queue has set aside until their blocks have come.
+        """
+        assert self._waiting.keys() == set(waiting), "a request waits for nothing, or for ever"
+        named = {slot for slot, name in enumerate(self._names) if name is not None}
+        assert named == self._order.keys()
+        assert {(g, d): s for g, slots in enumerate(self._slots) for d, s in slots.items()} == {
+            name: slot for slot, name in enumerate(self._names) if name is not None
+        }
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not free & (named | self._reading)
+        assert len(free | named | self._reading) == self.plan.blocks, "a slot is lost"
+        entries = [entry for load in self._loads.values() for entry in load.entries]
+        assert {name for name, _, _ in entries} == self._coming.keys()
+        assert {slot for _, slot, _ in entries} == self._reading
+        assert all(w.tickets <= self._loads.keys() for w in self._waiting.values())
+
+
+def _remember(hashes: OrderedDict[bytes, None], digest: bytes) -> None:
+    hashes[digest] = None
+    hashes.move_to_end(digest)
+    if len(hashes) > _REMEMBERED:
+        hashes.popitem(last=False)
