@@ -68,7 +68,7 @@ from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.host_tier import HostPlan, HostTier
+from engine.scheduling.host_tier import HostCopies, HostPlan, HostTier
 from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.sleeping import Sleeper
 from engine.scheduling.snapshots import SnapshotPlan
@@ -176,18 +176,19 @@ def build(
         whole_texts=resolved.model.whole_texts,
         images=_image_plan(resolved),
     )
+    ranked = None if ranks is None else RankedRunner(part.runner, part.place, ranks)
     core = EngineCore(
         core_config,
-        part.runner if ranks is None else RankedRunner(part.runner, part.place, ranks),
+        ranked or part.runner,
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
         _memory(part, ranks),
         Masked.memory(resolved.device),
-        _weights(part, ranks),
+        _weights(part, ranks, ranked),
         Speculation.of(resolved.speculation),
         _receiver(part),
-        _host_tier(part, core_config),
+        _host_tier(part, core_config, ranked),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -208,9 +209,10 @@ def build(
     )
 
 
-def _host_tier(part: _Part, config: CoreConfig) -> HostTier | None:
+def _host_tier(part: _Part, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
     """Return the directory of the KV blocks in host memory, if the engine keeps any there."""
-    copies, plan = part.runner.host, part.plan
+    plan = part.plan
+    copies: HostCopies | None = part.runner.host if ranked is None else ranked.copies
     if copies is None or plan is None:
         return None
     cuda = part.resolved.device.type == "cuda"
@@ -220,12 +222,14 @@ def _host_tier(part: _Part, config: CoreConfig) -> HostTier | None:
     return HostTier(host_plan, copies, len(config.kinds))
 
 
-def _weights(part: _Part, ranks: Ranks | None) -> WeightLoader | None:
+def _weights(part: _Part, ranks: Ranks | None, ranked: RankedRunner | None) -> WeightLoader | None:
     """Return the loader by which `update_weights` replaces the weights; None for a pooling model,
     whose head it would not replace."""
     if part.pooling is not None:
         return None
-    return part.refill if ranks is None else RankedRefill(part.refill, ranks)
+    if ranks is None or ranked is None:
+        return part.refill
+    return RankedRefill(part.refill, ranks, ranked.copies)
 
 
 def _receiver(part: _Part) -> WeightTransfer | None:
@@ -639,8 +643,11 @@ def _build_runner(
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
         runner = runner_with(num_blocks, snapshots=snapshots, memory=memory)
-    if plan is not None and plan.host_kv:
-        _take_host_memory(runner, plan, device)
+    if config.host_kv_bytes:
+        blocks = place.world.least(_ANY if plan is None else plan.host_blocks)
+        if plan is not None:
+            plan.host_kv = blocks * plan.block_bytes
+        _take_host_memory(runner, blocks, device)
     return runner, plan
 
 
@@ -657,12 +664,12 @@ def _host_kv(config: EngineConfig) -> int:
     return size
 
 
-def _take_host_memory(runner: ModelRunner, plan: MemoryPlan, device: torch.device) -> None:
-    """Allocate the host tier of a runner. Raises ConfigError."""
+def _take_host_memory(runner: ModelRunner, num_blocks: int, device: torch.device) -> None:
+    """Allocate the host tier of a runner, for so many blocks. Raises ConfigError."""
     caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
     windows = not all(kind.whole for kind in runner.kv.groups.kinds)
     try:
-        runner.host = host_copies(caches, plan.host_blocks, device, after_steps=windows)
+        runner.host = host_copies(caches, num_blocks, device, after_steps=windows)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"host_kv_bytes: {error}. Ways out: lower it, or raise the limit of locked memory "

@@ -252,8 +252,8 @@ def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
     why = ""
     if not config.prefix_caching:
         why = "prefix_caching is off, whose blocks it keeps; turn that on"
-    elif config.num_ranks > 1:
-        why = f"not for a model in several ranks, and this one has {config.ranks_said}"
+    elif config.attention_data_parallel:
+        why = "not with attention_data_parallel, where ranks have blocks of their own"
     elif model.recurrent:
         why = f"not for states of recurrent layers, which {model.architecture} has"
     elif model.whole_texts:

@@ -555,10 +555,11 @@ class FakeCopies:
         self.num_stored += len(pairs)
         return True
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
         for _, block in pairs:
             self._kv[block] = -7
         self._loads[ticket] = self._delay, list(pairs)
+        return ticket not in self._failing
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []

@@ -306,7 +306,10 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     if not engine.host_kv_bytes:
         return
     memory = result.memory
-    text = f"{memory.host_kv / GIB:9.2f} GiB, {memory.host_blocks:,} blocks that leave the cache"
+    each = " a rank" if result.ranks > 1 and result.device.kind == "cuda" else ""
+    text = (
+        f"{memory.host_kv / GIB:9.2f} GiB{each}, {memory.host_blocks:,} blocks that leave the cache"
+    )
     if not memory.host_kv:  # a share of memory that is known at the start alone
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
     yield "host memory", text

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,18 @@ class RankLoop:
         assert self._memory is not None
         self._memory.wake(parts)
         self._calls.send(True)
+
+    def store_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy KV blocks to host memory; see `HostCopies.store`."""
+        assert self._runner.host is not None
+        self._runner.host.store(pairs)  # of a slot where it fails, no load succeeds
+
+    def load_blocks(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin to copy KV blocks from host memory, and reply whether that succeeded."""
+        host = self._runner.host
+        assert host is not None
+        host.finished()
+        self._calls.send(host.load(ticket, pairs))
 
     def shrink(self, num_blocks: int) -> None:
         self._launched.clear()

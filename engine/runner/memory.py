@@ -235,7 +235,8 @@ def plan_memory(
     plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
     if drafter is not None:
         plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
-    plan.host_kv = host_kv
+    # the ranks of a node divide its memory; on the CPU a block is one of all of them
+    plan.host_kv = host_kv // config.ranks_per_node if cuda else host_kv
     if (host_kv or config.host_kv_bytes >= 1) and not plan.host_blocks:
         raise ConfigError(
             f"host_kv_bytes: {host_kv} bytes hold no block of {block_size} tokens, which takes "

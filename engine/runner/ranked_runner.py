@@ -1,12 +1,15 @@
-"""RankedRunner, RankedRefill, RankedMemory: rank 0's, which make the other ranks do the same."""
+"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's, which make the others do the same.
+"""
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from engine.batch import Batch
 from engine.errors import EngineDead, MantaError
 from engine.messages import PARTS
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Place
+from engine.runner.caches.host_copies import Copies
 from engine.runner.caches.sleep_memory import SleepMemory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.refill import Refill
@@ -16,17 +19,81 @@ from engine.sampling.device_result import DeviceResult
 _NOTICED = 0.5  # seconds; sending to a rank that has ended fails before its end is reported
 
 
+class RankedCopies:
+    """The copies of all ranks to their host memory (`engine.scheduling.host_tier.HostCopies`).
+
+    A load has succeeded when rank 0's copy is done and the other ranks have begun theirs, for which
+    their next steps wait.
+    """
+
+    def __init__(self, copies: Copies, ranks: Ranks) -> None:
+        self._copies = copies
+        self._ranks = ranks
+        self._owed: deque[int] = deque()  # tickets of loads that the ranks have not replied to
+        self._begun: dict[int, bool] = {}  # ticket -> whether all of them could begin it
+        self._ended: dict[int, bool] = {}  # ticket -> how rank 0's copy ended
+
+    @property
+    def load_rate(self) -> float:
+        return self._copies.load_rate
+
+    @property
+    def store_seconds(self) -> float:
+        return self._copies.store_seconds
+
+    @property
+    def load_seconds(self) -> float:
+        return self._copies.load_seconds
+
+    def room(self) -> int:
+        return self._copies.room()
+
+    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        self._ranks.call("store_blocks", pairs)
+        return self._copies.store(pairs)
+
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
+        self._ranks.call("load_blocks", ticket, pairs)
+        self._owed.append(ticket)
+        return self._copies.load(ticket, pairs)
+
+    def finished(self) -> list[tuple[int, bool]]:
+        self._ended |= dict(self._copies.finished())
+        if any(ticket in self._ended for ticket in self._owed):
+            self.settle()
+        done = [
+            (ticket, ended and self._begun.pop(ticket)) for ticket, ended in self._ended.items()
+        ]
+        self._ended.clear()
+        return done
+
+    def settle(self) -> None:
+        """Take the ranks' replies to loads, before a call to which they reply otherwise."""
+        while self._owed:
+            self._begun[self._owed.popleft()] = all(self._ranks.replies())
+
+    def wait(self) -> None:
+        self._copies.wait()
+
+
 class RankedRefill:
     """The replacement of the weights on all ranks (`engine.scheduling.updates.WeightLoader`)."""
 
-    def __init__(self, refill: Refill, ranks: Ranks) -> None:
+    def __init__(self, refill: Refill, ranks: Ranks, copies: RankedCopies | None = None) -> None:
+        """Set up the replacement.
+
+        copies: of the ranks' host memory, if they have any.
+        """
         self._refill = refill
         self._ranks = ranks
+        self._copies = copies
 
     def check(self, folder: str) -> None:
         self._refill.check(folder)
 
     def load(self, folder: str) -> None:
+        if self._copies is not None:
+            self._copies.settle()
         self._ranks.call("refill", folder)  # a rank that fails ends, and with it the engine
         try:
             self._refill.load(folder)
@@ -62,6 +129,7 @@ class RankedRunner:
         self._runner = runner
         self._place = place
         self._ranks = ranks
+        self.copies = None if runner.host is None else RankedCopies(runner.host, ranks)
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
         self._ranks.call("launch", batch)  # sent first, because our launch may write into the batch
@@ -88,6 +156,8 @@ class RankedRunner:
             return False
         self._place.begin_round()
         self._ranks.call("recover")
+        if self.copies is not None:
+            self.copies.settle()
         done = [self._runner.recover(), *self._ranks.replies()]
         self._place.join_round()
         return all(done)

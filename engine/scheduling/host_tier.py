@@ -55,15 +55,22 @@ class HostPlan:
 
 
 class HostCopies(Protocol):
-    """The copies between blocks of the device and slots of the host, all of them asynchronous.
+    """The copies between blocks of the device and slots of the host, all of them asynchronous."""
 
-    load_rate: bytes a second of the last loads, or measured at the start; 0 = unknown.
-    store_seconds, load_seconds: time that copies took, since the start.
-    """
+    @property
+    def load_rate(self) -> float:
+        """Bytes a second of the last loads, or measured at the start; 0 = unknown."""
+        ...
 
-    load_rate: float
-    store_seconds: float
-    load_seconds: float
+    @property
+    def store_seconds(self) -> float:
+        """Seconds of copies to the host, since the start."""
+        ...
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds of copies from the host, since the start."""
+        ...
 
     def room(self) -> int:
         """Return how many further blocks `store` takes now without a queue that grows too long."""
@@ -77,10 +84,11 @@ class HostCopies(Protocol):
         """
         ...
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
         """Begin to copy slots to blocks, (slot, block), after all stores to these slots.
 
-        No step in flight writes the blocks, and none reads them before the copies are done.
+        Returns False if that failed, which `finished` tells too. No step in flight writes the
+        blocks, and none reads them before the copies are done.
         """
         ...
 

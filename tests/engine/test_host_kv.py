@@ -97,7 +97,7 @@ def test_refusals_name_the_key(tmp_path: Path) -> None:
     for changes, options, why in (
         (QWEN | SHAPES, {}, "states of recurrent layers"),
         (PLAIN, {"prefix_caching": False}, "prefix_caching is off"),
-        (PLAIN, {"pipeline_parallel": 3}, "several ranks, and this one has pipeline_parallel 3"),
+        (PLAIN, {"tensor_parallel": 2, "attention_data_parallel": True}, "blocks of their own"),
     ):
         config = config_of(tmp_path, changes, host_kv_bytes=1 << 24, **options)
         with pytest.raises(ConfigError, match=f"host_kv_bytes: .*{why}.*leave it out"):

@@ -4,6 +4,9 @@ A slot has the block's rows of every cache (the model's, and a drafter's) one af
 copy is one call for each block and cache. The bytes of a block do not depend on what its layers
 keep: latents, quantised keys and windows are all copied alike.
 
+Of several ranks each has its own slots, for its part of each block, under the same numbers
+(`engine.runner.ranked_runner.RankedCopies`).
+
 On CUDA the timeline of a store, and of a step and a load that take the same block afterwards:
 
  host     step n waited for | store(block) | launch n+1, which writes the block
@@ -64,6 +67,7 @@ class CpuCopies:
     def __init__(self, slots: HostSlots) -> None:
         self.slots = slots
         self._done: list[tuple[int, bool]] = []
+        self._lost: set[int] = set()  # slots whose last store failed
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
 
     def room(self) -> int:
@@ -71,27 +75,33 @@ class CpuCopies:
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
         began = time.perf_counter()
+        slots = {slot for _, slot in pairs}
+        self._lost -= slots
         try:
             self._copy(pairs, to_host=True)
         except Exception:
             logger.warning("KV blocks were not copied to the host", exc_info=True)
+            self._lost |= slots
             return False
         self.store_seconds += time.perf_counter() - began
         return True
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
         began = time.perf_counter()
         try:
+            if not self._lost.isdisjoint(slot for slot, _ in pairs):
+                raise RuntimeError("they had not got there")
             self._copy([(block, slot) for slot, block in pairs], to_host=False)
         except Exception:
             logger.warning("KV blocks were not loaded from the host", exc_info=True)
             self._done.append((ticket, False))
-            return
+            return False
         seconds = time.perf_counter() - began
         self.load_seconds += seconds
         if len(pairs) >= _WORTH_TIMING:
             self.load_rate = len(pairs) * self.slots.block_bytes / seconds
         self._done.append((ticket, True))
+        return True
 
     @torch.inference_mode()
     def _copy(self, pairs: Sequence[tuple[int, int]], *, to_host: bool) -> None:
@@ -131,7 +141,7 @@ class _Store:
 @dataclass(slots=True)
 class _Load:
     ticket: int
-    num_blocks: int
+    blocks: frozenset[int]
     began: torch.cuda.Event
     done: torch.cuda.Event
     failed: bool = False
@@ -154,6 +164,7 @@ class CudaCopies:
         self._load_stream = torch.cuda.Stream(device)
         self._stores: deque[_Store] = deque()
         self._loads: deque[_Load] = deque()
+        self._lost: set[int] = set()  # slots whose last store failed
         torch.cuda.synchronize(device)  # the caches are filled before the first copy
         self._probe()
 
@@ -174,22 +185,25 @@ class CudaCopies:
             blocks, slots = zip(*piece, strict=True)
             self._stores.append(_Store(frozenset(blocks), frozenset(slots), began, done))
             if not succeeded:
+                self._lost.update(slot for _, slot in pairs)
                 return False
+        self._lost.difference_update(slot for _, slot in pairs)
         return True
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
         stream = self._load_stream
         if self._after_steps:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         slots, blocks = zip(*pairs, strict=True)
         self._order(stream, frozenset(blocks), frozenset(slots))
-        load = _Load(ticket, len(pairs), _event(), _event())
+        load = _Load(ticket, frozenset(blocks), _event(), _event())
         load.began.record(stream)
-        load.failed = not self._copy(
-            [(block, slot) for slot, block in pairs], stream, to_host=False
-        )
+        moved = [(block, slot) for slot, block in pairs]
+        lost = not self._lost.isdisjoint(slots)
+        load.failed = lost or not self._copy(moved, stream, to_host=False)
         load.done.record(stream)
         self._loads.append(load)
+        return not load.failed
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []
@@ -197,19 +211,27 @@ class CudaCopies:
             load = self._loads.popleft()
             seconds = load.began.elapsed_time(load.done) / 1000
             self.load_seconds += seconds
-            if load.num_blocks >= _WORTH_TIMING and not load.failed and seconds:
-                self.load_rate = load.num_blocks * self.slots.block_bytes / seconds
+            if len(load.blocks) >= _WORTH_TIMING and not load.failed and seconds:
+                self.load_rate = len(load.blocks) * self.slots.block_bytes / seconds
             done.append((load.ticket, not load.failed))
         return done
 
     def before(self, batch: Batch) -> None:
-        """Let a step that is about to be launched wait for stores of blocks that it writes."""
-        if not self._stores:
+        """Let a step that is about to be launched wait for stores of blocks that it writes.
+
+        On other ranks than 0 it also waits for loads of blocks that it uses, which rank 0 has seen
+        only its own end of.
+        """
+        if not (self._stores or self._loads):
             return
         self._take_stored()
-        written = {block for _, _, block in batch.new_blocks}
-        written.update(block for prefix in batch.prefixes for block in prefix.blocks)
-        self._order(torch.cuda.current_stream(self._device), written, ())
+        used = {block for _, _, block in batch.new_blocks}
+        used.update(block for prefix in batch.prefixes for block in prefix.blocks)
+        stream = torch.cuda.current_stream(self._device)
+        self._order(stream, used, ())
+        for load in self._loads:
+            if not load.blocks.isdisjoint(used):
+                stream.wait_event(load.done)
 
     def wait(self) -> None:
         self._store_stream.synchronize()

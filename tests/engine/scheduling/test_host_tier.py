@@ -241,6 +241,7 @@ def test_shrunken_pool() -> None:
         {"num_blocks": 24, "max_model_len": 64},
         {"max_num_batched_tokens": 7, "async_scheduling": False},
         {"block_size": 1, "num_blocks": 130},
+        {"micro_batches": 2},
         {"kinds": (Full(), Window(12)), "num_blocks": 60},
         {"kinds": (Full(), Chunked(16)), "num_blocks": 60, "async_scheduling": False},
     ],
