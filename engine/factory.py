@@ -210,16 +210,31 @@ def build(
 
 
 def _host_tier(part: _Part, config: CoreConfig, ranked: RankedRunner | None) -> HostTier | None:
-    """Return the directory of the KV blocks in host memory, if the engine keeps any there."""
-    plan = part.plan
-    copies: HostCopies | None = part.runner.host if ranked is None else ranked.copies
-    if copies is None or plan is None:
+    """Return the directory of the KV blocks in host memory, if the engine keeps any there.
+
+    Raises ConfigError.
+    """
+    own = part.runner.host
+    if own is None:
         return None
+    if not config.prefix_caching:
+        raise ConfigError(
+            "host_kv_bytes: the device has no room for a snapshot of states, without which no "
+            "prefix is found; set snapshot_bytes, or leave it out",
+            param="host_kv_bytes",
+        )
+    copies: HostCopies | None = own if ranked is None else ranked.copies
+    assert copies is not None
     cuda = part.resolved.device.type == "cuda"
-    everything = part.resolved.config.host_kv_store == "all"
-    least = _LEAST_LOADED if cuda else config.block_size
-    host_plan = HostPlan(plan.host_blocks, plan.block_bytes, least, everything)
-    return HostTier(host_plan, copies, len(config.kinds))
+    plan = HostPlan(
+        own.blocks.count,
+        own.blocks.num_bytes,
+        _LEAST_LOADED if cuda else config.block_size,
+        part.resolved.config.host_kv_store == "all",
+        0 if config.snapshots is None else own.num_states,
+        0 if own.states is None else own.states.num_bytes,
+    )
+    return HostTier(plan, copies, len(config.kinds))
 
 
 def _weights(part: _Part, ranks: Ranks | None, ranked: RankedRunner | None) -> WeightLoader | None:
@@ -645,9 +660,8 @@ def _build_runner(
         runner = runner_with(num_blocks, snapshots=snapshots, memory=memory)
     if config.host_kv_bytes:
         blocks = place.world.least(_ANY if plan is None else plan.host_blocks)
-        if plan is not None:
-            plan.host_kv = blocks * plan.block_bytes
-        _take_host_memory(runner, blocks, device)
+        states = place.world.least(plan.host_states if plan is not None and bounds else _ANY)
+        _take_host_memory(runner, blocks, states, device)
     return runner, plan
 
 
@@ -664,12 +678,14 @@ def _host_kv(config: EngineConfig) -> int:
     return size
 
 
-def _take_host_memory(runner: ModelRunner, num_blocks: int, device: torch.device) -> None:
-    """Allocate the host tier of a runner, for so many blocks. Raises ConfigError."""
+def _take_host_memory(
+    runner: ModelRunner, num_blocks: int, num_states: int, device: torch.device
+) -> None:
+    """Allocate the host tier of a runner, for so many blocks and snapshots. Raises ConfigError."""
     caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
-    windows = not all(kind.whole for kind in runner.kv.groups.kinds)
+    reread = not all(kind.whole for kind in runner.kv.groups.kinds) or runner.kv.states is not None
     try:
-        runner.host = host_copies(caches, num_blocks, device, after_steps=windows)
+        runner.host = host_copies(caches, num_blocks, num_states, device, after_steps=reread)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"host_kv_bytes: {error}. Ways out: lower it, or raise the limit of locked memory "

@@ -254,8 +254,6 @@ def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
         why = "prefix_caching is off, whose blocks it keeps; turn that on"
     elif config.attention_data_parallel:
         why = "not with attention_data_parallel, where ranks have blocks of their own"
-    elif model.recurrent:
-        why = f"not for states of recurrent layers, which {model.architecture} has"
     elif model.whole_texts:
         why = f"{model.architecture} is an encoder and keeps no keys"
     if why:

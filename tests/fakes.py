@@ -22,7 +22,7 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.host_tier import HostPlan, HostTier
+from engine.scheduling.host_tier import HostPlan, HostTier, Pairs
 from engine.scheduling.image_plan import ImagePlan
 from engine.scheduling.speculation import Speculation
 
@@ -533,11 +533,14 @@ class FakeCopies:
     """
 
     def __init__(self, runner: FakeRunner, delay: int = 0, failing: Container[int] = ()) -> None:
+        self._runner = runner
         self._kv = runner.kv
+        self._states: dict[int, Any] = {}  # of slots
         self._delay, self._failing = delay, failing
         self._host: dict[int, Any] = {}
         self._owners: dict[int, Any] = {}  # of slots
-        self._loads: dict[int, tuple[int, Sequence[tuple[int, int]]]] = {}  # ticket -> looks, pairs
+        # ticket -> looks, pairs, states, steps that it comes after
+        self._loads: dict[int, tuple[int, Pairs, Pairs, list[Any]]] = {}
         self.owners: dict[int, Any] = {}  # of blocks
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
         self.most = 1 << 30
@@ -546,36 +549,43 @@ class FakeCopies:
     def room(self) -> int:
         return self.most
 
-    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        reading = {slot for _, pairs in self._loads.values() for slot, _ in pairs}
+    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
+        reading = {slot for _, pairs, _, _ in self._loads.values() for slot, _ in pairs}
         assert reading.isdisjoint(slot for _, slot in pairs), "a slot is overwritten while read"
+        reading = {slot for _, _, states, _ in self._loads.values() for slot, _ in states}
+        assert reading.isdisjoint(slot for _, slot in states), "a state is overwritten while read"
+        for snapshot, slot in states:
+            self._states[slot] = self._runner.states[snapshot]
         for block, slot in pairs:
             self._host[slot] = self._kv[block].copy()
             self._owners[slot] = self.owners.get(block)
         self.num_stored += len(pairs)
         return True
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
+    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         for _, block in pairs:
             self._kv[block] = -7
-        self._loads[ticket] = self._delay, list(pairs)
+        self._loads[ticket] = self._delay, pairs, states, list(self._runner.in_flight)
         return ticket not in self._failing
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []
-        for ticket, (looks, pairs) in list(self._loads.items()):
-            self._loads[ticket] = looks - 1, pairs
-            if looks:
+        for ticket, (looks, pairs, states, steps) in list(self._loads.items()):
+            self._loads[ticket] = max(0, looks - 1), pairs, states, steps
+            if looks or any(step in self._runner.in_flight for step in steps):
                 continue
             del self._loads[ticket]
             done.append((ticket, ticket not in self._failing))
             for slot, block in pairs if ticket not in self._failing else ():
                 self._kv[block] = self._host[slot]
                 self.owners[block] = self._owners[slot]
+            for slot, snapshot in states:
+                failed = ticket in self._failing
+                self._runner.states[snapshot] = (-7, -7) if failed else self._states[slot]
         return done
 
     def wait(self) -> None:
-        self._loads = {ticket: (0, pairs) for ticket, (_, pairs) in self._loads.items()}
+        self._loads = {ticket: (0, *load[1:]) for ticket, load in self._loads.items()}
 
 
 class Inline(Executor):

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.rendezvous import Place
+    from engine.runner.caches.host_copies import Pairs
     from engine.runner.caches.sleep_memory import SleepMemory
     from engine.runner.model_runner import ModelRunner
     from engine.runner.refill import Refill
@@ -145,17 +146,17 @@ class RankLoop:
         self._memory.wake(parts)
         self._calls.send(True)
 
-    def store_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def store_blocks(self, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks to host memory; see `HostCopies.store`."""
         assert self._runner.host is not None
-        self._runner.host.store(pairs)  # of a slot where it fails, no load succeeds
+        self._runner.host.store(pairs, states)  # of a slot where it fails, no load succeeds
 
-    def load_blocks(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def load_blocks(self, ticket: int, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks from host memory, and reply whether that succeeded."""
         host = self._runner.host
         assert host is not None
         host.finished()
-        self._calls.send(host.load(ticket, pairs))
+        self._calls.send(host.load(ticket, pairs, states))
 
     def shrink(self, num_blocks: int) -> None:
         self._launched.clear()

@@ -237,10 +237,13 @@ def plan_memory(
         plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
     # the ranks of a node divide its memory; on the CPU a block is one of all of them
     plan.host_kv = host_kv // config.ranks_per_node if cuda else host_kv
-    if (host_kv or config.host_kv_bytes >= 1) and not plan.host_blocks:
+    without = states and not plan.host_states
+    if (host_kv or config.host_kv_bytes >= 1) and (without or not plan.host_blocks):
+        what = f"no snapshot of states beside blocks, which takes {states}"
+        if not without:
+            what = f"no block of {block_size} tokens, which takes {plan.block_bytes}"
         raise ConfigError(
-            f"host_kv_bytes: {host_kv} bytes hold no block of {block_size} tokens, which takes "
-            f"{plan.block_bytes}; raise it, or leave it out",
+            f"host_kv_bytes: {host_kv} bytes hold {what}; raise it, or leave it out",
             param="host_kv_bytes",
         )
     free = plan.total - sum(size for _, size in plan.rows)
@@ -312,8 +315,14 @@ class MemoryPlan:
 
     @property
     def host_blocks(self) -> int:
-        """The number of KV blocks that host memory holds."""
-        return self.host_kv // self.block_bytes
+        """The number of KV blocks that host memory holds, in half of it beside states."""
+        # a stage may have no layer that keeps keys
+        return (self.host_kv - self.host_states * self.state_bytes) // max(1, self.block_bytes)
+
+    @property
+    def host_states(self) -> int:
+        """The number of snapshots of states that host memory holds."""
+        return self.host_kv // 2 // self.state_bytes if self.state_bytes else 0
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Plan the snapshots of states, if there are any, and return their bytes.

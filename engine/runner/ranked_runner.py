@@ -1,15 +1,14 @@
-"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's, which make the others do the same.
-"""
+"""RankedRunner, RankedCopies, RankedRefill, RankedMemory: rank 0's, which order other ranks."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from engine.batch import Batch
 from engine.errors import EngineDead, MantaError
 from engine.messages import PARTS
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Place
-from engine.runner.caches.host_copies import Copies
+from engine.runner.caches.host_copies import Copies, Pairs
 from engine.runner.caches.sleep_memory import SleepMemory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.refill import Refill
@@ -48,14 +47,14 @@ class RankedCopies:
     def room(self) -> int:
         return self._copies.room()
 
-    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        self._ranks.call("store_blocks", pairs)
-        return self._copies.store(pairs)
+    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
+        self._ranks.call("store_blocks", pairs, states)
+        return self._copies.store(pairs, states)
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
-        self._ranks.call("load_blocks", ticket, pairs)
+    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
+        self._ranks.call("load_blocks", ticket, pairs, states)
         self._owed.append(ticket)
-        return self._copies.load(ticket, pairs)
+        return self._copies.load(ticket, pairs, states)
 
     def finished(self) -> list[tuple[int, bool]]:
         self._ended |= dict(self._copies.finished())

@@ -295,7 +295,8 @@ class EngineCore:
             self.wake()
         began = time.perf_counter()
         scheduler.take_loaded()
-        scheduler.take_arrived()
+        if scheduler.tier is not None:
+            scheduler.take_arrived()
         if self._preparing:
             self._take_prepared()
         batch = None if held else scheduler.schedule()

@@ -17,6 +17,9 @@ Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything`
  all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
  all blocks of a preempted request
 
+Of a recurrent model the snapshots of states (snapshots.py) are stored and loaded with their blocks,
+in slots of their own.
+
 A load is worth it if it takes less time than computing the tokens, by the rates of the last copies
 and of the largest steps. The slots of equal hashes hold equal keys; hashes contain model, adapter
 and salt (prefix_hash.py). The least recently used slot is taken first, and never one that is being
@@ -32,11 +35,13 @@ from typing import Any, Protocol
 
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
+from engine.scheduling.snapshots import Snapshots
 
 _REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
 _LAUNCH_SECONDS = 0.0003  # from the decision to the first byte, and back into the queue
 
 Name = tuple[int, bytes]  # group of layers, hash
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,15 @@ class HostPlan:
     blocks: slots, of block_bytes each.
     least_tokens: fewer tokens are computed rather than loaded.
     everything: whether blocks are stored at their first use.
+    states, state_bytes: slots for snapshots of a recurrent model, and the size of one.
     """
 
     blocks: int
     block_bytes: int
     least_tokens: int = 1
     everything: bool = False
+    states: int = 0
+    state_bytes: int = 0
 
 
 class HostCopies(Protocol):
@@ -76,19 +84,23 @@ class HostCopies(Protocol):
         """Return how many further blocks `store` takes now without a queue that grows too long."""
         ...
 
-    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
+    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         """Begin to copy blocks to slots, (block, slot); return False if that failed.
 
         All steps that write the blocks are done. Later steps and loads that write them wait for the
         copies.
+
+        states: (slot of a snapshot, slot for it on the host), likewise.
         """
         ...
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
+    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         """Begin to copy slots to blocks, (slot, block), after all stores to these slots.
 
         Returns False if that failed, which `finished` tells too. No step in flight writes the
         blocks, and none reads them before the copies are done.
+
+        states: (slot on the host, slot of a snapshot), which steps in flight may still read.
         """
         ...
 
@@ -107,12 +119,14 @@ class Loadable:
 
     held: its blocks on the device.
     missing: (index in the table, name, slot) of each block to load.
-    awaited: tickets of loads that bring further blocks of it.
+    state: the block whose snapshot has to be loaded; b"" = none.
+    awaited: tickets of loads that bring further parts of it.
     num_tokens: tokens that the device lacks.
     """
 
     held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
     missing: list[tuple[int, Name, int]] = field(default_factory=list)
+    state: bytes = b""
     awaited: set[int] = field(default_factory=set)
     num_tokens: int = 0
 
@@ -123,6 +137,11 @@ class _Load:
     table: list[int]  # blocks that it holds, in the order of a table
     entries: list[tuple[Name, int, int]]  # (name, slot, block)
     num_tokens: int
+    # Of a snapshot that it brings:
+    state: bytes = b""
+    state_slot: int = -1  # on the host
+    snapshot: int = -1  # the slot that is reserved for it
+    snapshots: Snapshots | None = None
     stale: bool = False  # whether its keys must not be used
 
 
@@ -146,6 +165,10 @@ class HostTier:
         self._reading: set[int] = set()  # slots of loads in flight
         self._loads: dict[int, _Load] = {}  # by ticket
         self._coming: dict[Name, int] = {}  # blocks of loads in flight -> ticket
+        self._states: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
+        self._free_states = list(range(plan.states - 1, -1, -1))
+        self._reading_states: set[int] = set()
+        self._coming_states: dict[bytes, int] = {}  # states of loads in flight -> ticket
         self._waiting: dict[Request, _Waiting] = {}
         self._tickets = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
@@ -156,7 +179,7 @@ class HostTier:
 
     def reset_counts(self) -> None:
         """Begin all counts anew."""
-        self.stored = self.loaded = self.loaded_tokens = 0
+        self.stored_bytes = self.loaded_bytes = self.loaded_tokens = 0
         self.dropped = self.evictions = self.failed_loads = 0
         self.wait_seconds = 0.0
 
@@ -194,28 +217,38 @@ class HostTier:
             count += 1
         request.num_reused = count
 
-    def leave(self, request: Request, block_size: int) -> Collection[bytes]:
-        """Return the hashes of the blocks to store when a request leaves; its blocks are named."""
+    def leave(self, request: Request, block_size: int) -> Sequence[bytes]:
+        """Return the hashes of the blocks to store when a request leaves, in order; its blocks are
+        named."""
         hashes = request.hashes[: request.num_registered]
         if not request.cacheable or not hashes:
             return ()
         prompt = min(len(hashes), request.num_prompt // block_size)
         for end in {prompt, len(hashes)} - {0}:
             _remember(self._ends, hashes[end - 1])
-        return set(hashes[: request.num_reused])
+        return hashes[: request.num_reused]
 
     def evicted(self, digest: bytes) -> None:
         """Note that a block has left the prefix cache of the device."""
         _remember(self._evicted, digest)
 
-    def store(self, pool: BlockManager, blocks: Sequence[int], worth: Collection[bytes]) -> None:
-        """Store those of a request's blocks that are worth it and not on the host.
+    def store(
+        self,
+        pool: BlockManager,
+        blocks: Sequence[int],
+        worth: Sequence[bytes],
+        snapshots: Snapshots | None = None,
+        done_step: int = 0,
+    ) -> None:
+        """Store those of a request's blocks and snapshots that are worth it and not on the host.
 
         blocks: in the order of its table; no step in flight uses them.
         worth: the result of `leave`.
+        done_step: the last step that is done.
         """
+        wanted = set(worth)
         named = [(name, block) for block in blocks if (name := pool.name_of(block)) is not None]
-        named = [(name, block) for name, block in named if name[1] in worth]
+        named = [(name, block) for name, block in named if name[1] in wanted]
         absent = [name for name, _ in named if name[1] not in self._slots[name[0]]]
         room = min(self.copies.room(), self.plan.blocks) if absent else 0
         self.dropped += max(0, len(absent) - room)
@@ -234,12 +267,50 @@ class HostTier:
                 self._slots[name[0]][name[1]] = slot
                 self._order[slot] = None
                 pairs.append((block, slot))
-        if pairs and self.copies.store(pairs):
-            self.stored += len(pairs)
+        states = [] if snapshots is None else self._take_states(snapshots, worth, done_step)
+        if not (pairs or states):
+            return
+        saved = [(slot, self._states[digest]) for digest, slot in states]
+        if self.copies.store(pairs, saved):
+            size = len(pairs) * self.plan.block_bytes + len(states) * self.plan.state_bytes
+            self.stored_bytes += size
         else:
             self.dropped += len(pairs)
             for _, slot in pairs:
                 self._drop(slot)
+            for digest, _ in states:
+                self._drop_state(digest)
+
+    def _take_states(
+        self, snapshots: Snapshots, worth: Sequence[bytes], done_step: int
+    ) -> list[tuple[bytes, int]]:
+        """Give slots to the snapshots of these blocks that are not on the host.
+
+        Returns (hash, slot of the snapshot) of each. The longest prefix is dropped last.
+        """
+        taken: dict[bytes, int] = {}
+        for digest in worth:
+            snapshot = snapshots.saved(digest, done_step)
+            if snapshot < 0:
+                continue
+            if digest in self._states:
+                self._states.move_to_end(digest)
+                continue
+            if not self._free_states:
+                old = (d for d, slot in self._states.items() if slot not in self._reading_states)
+                oldest = next(old, None)
+                if oldest is None:
+                    continue
+                self._drop_state(oldest)
+                taken.pop(oldest, None)
+            self._states[digest] = self._free_states.pop()
+            taken[digest] = snapshot
+        return list(taken.items())
+
+    def _drop_state(self, digest: bytes) -> None:
+        slot = self._states.pop(digest)
+        if slot not in self._reading_states:
+            self._free_states.append(slot)
 
     def _take_slot(self) -> int:
         """Return a slot without a name, of the least recently used block if need be; -1 = none."""
@@ -271,20 +342,34 @@ class HostTier:
         new, old = seconds / tokens, self._token_seconds
         self._token_seconds = new if not old else (new + old) / 2
 
-    def find(self, pool: BlockManager, hashes: Sequence[bytes]) -> Loadable | None:
+    def find(
+        self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None = None
+    ) -> Loadable | None:
         """Return the prefix to load before a request starts; None if the device has as much, or
         computing is faster. Changes nothing: follow with `begin`.
 
         hashes: of the blocks that the request can share.
         """
-        if not self._order:
+        if not (self._order or self._states):
             return None
-        table = pool.match_prefix(hashes, self._slots)
         groups, first = pool.num_groups, pool.num_blocks
-        if not table or max(table) < first:
-            return None
-        extra = (len(table) - len(pool.match_prefix(hashes))) // groups
-        prefix = Loadable(num_tokens=extra * pool.block_size)
+        prefix = Loadable()
+        if snapshots is None:
+            table = pool.match_prefix(hashes, self._slots)
+            if not table or max(table) < first:
+                return None
+            near = len(pool.match_prefix(hashes))
+        else:
+            near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
+            table = self._resumable(pool, hashes, snapshots, near // groups)
+            if not table:
+                return None
+            digest = hashes[len(table) // groups - 1]
+            if digest in self._coming_states:
+                prefix.awaited.add(self._coming_states[digest])
+            elif digest not in snapshots:
+                prefix.state = digest
+        prefix.num_tokens = (len(table) - near) // groups * pool.block_size
         for index, entry in enumerate(table):
             name = index % groups, hashes[index // groups]
             if 0 <= entry < first:
@@ -295,20 +380,51 @@ class HostTier:
                 prefix.missing.append((index, name, entry - first))
         if len(prefix.missing) > pool.num_free - pool.num_unused(block for _, block in prefix.held):
             return None
-        return prefix if self._pays(prefix.num_tokens, len(prefix.missing)) else None
+        size = len(prefix.missing) * self.plan.block_bytes
+        size += self.plan.state_bytes if prefix.state else 0
+        return prefix if self._pays(prefix.num_tokens, size) else None
 
-    def _pays(self, tokens: int, blocks: int) -> bool:
+    def _resumable(
+        self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots, near: int
+    ) -> list[int]:
+        """Return the table of the longest prefix beyond `near` positions that has a snapshot."""
+        table = pool.match_prefix(hashes, self._slots)
+        groups = pool.num_groups
+        reach = len(table) // groups
+        for count in range(reach, near, -1):
+            if hashes[count - 1] in snapshots or hashes[count - 1] in self._states:
+                if count < reach:
+                    table = pool.match_prefix(hashes[:count], self._slots)
+                if len(table) == count * groups:
+                    return table
+        return []
+
+    def _pays(self, tokens: int, size: int) -> bool:
         if tokens < self.plan.least_tokens:
             return False
         rate, compute = self.copies.load_rate, tokens * self._token_seconds
         if not rate or not compute:
             return True
-        return blocks * self.plan.block_bytes / rate + _LAUNCH_SECONDS < compute
+        return size / rate + _LAUNCH_SECONDS < compute
 
-    def begin(self, request: Request, pool: BlockManager, prefix: Loadable) -> None:
-        """Begin to load a prefix that `find` has just returned; the request waits for it."""
+    def begin(
+        self,
+        request: Request,
+        pool: BlockManager,
+        prefix: Loadable,
+        snapshots: Snapshots | None = None,
+    ) -> bool:
+        """Begin to load a prefix that `find` has just returned; the request waits for it.
+
+        Returns False, and changes nothing, if no slot is free for a snapshot.
+        """
         tickets = set(prefix.awaited)
-        if prefix.missing:
+        snapshot = -1
+        if prefix.state and snapshots is not None:
+            snapshot = snapshots.reserve()
+            if snapshot < 0:
+                return False
+        if prefix.missing or prefix.state:
             pool.share([block for _, block in prefix.held])
             blocks = pool.allocate(len(prefix.missing))
             entries = [
@@ -320,13 +436,22 @@ class HostTier:
             self._tickets += 1
             load = _Load(pool, [block for _, block in sorted(table)], entries, prefix.num_tokens)
             self._loads[self._tickets] = load
+            states: list[tuple[int, int]] = []
+            if prefix.state:
+                load.state, load.snapshot, load.snapshots = prefix.state, snapshot, snapshots
+                load.state_slot = self._states[prefix.state]
+                self._states.move_to_end(prefix.state)
+                self._reading_states.add(load.state_slot)
+                self._coming_states[prefix.state] = self._tickets
+                states.append((load.state_slot, snapshot))
             for name, slot, _ in reversed(entries):
                 self._coming[name] = self._tickets
                 self._reading.add(slot)
                 self._order.move_to_end(slot)
             tickets.add(self._tickets)
-            self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries])
+            self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries], states)
         self._waiting[request] = _Waiting(tickets, time.monotonic())
+        return True
 
     def take_arrived(self) -> list[Request]:
         """Move the blocks of finished loads into the prefix cache; return the requests that wait
@@ -350,8 +475,18 @@ class HostTier:
                 self._drop(slot)
             if succeeded and not load.stale:
                 load.pool.adopt(block, name)
-        if succeeded and not load.stale:
-            self.loaded += len(load.entries)
+        usable = succeeded and not load.stale
+        if load.snapshots is not None:
+            del self._coming_states[load.state]
+            self._reading_states.discard(load.state_slot)
+            if self._states.get(load.state) != load.state_slot:  # it was dropped meanwhile
+                self._free_states.append(load.state_slot)
+            elif not succeeded:
+                self._drop_state(load.state)
+            load.snapshots.adopt(load.snapshot, load.state if usable else b"")
+        if usable:
+            self.loaded_bytes += len(load.entries) * self.plan.block_bytes
+            self.loaded_bytes += self.plan.state_bytes if load.state else 0
             self.loaded_tokens += load.num_tokens
         elif not succeeded:
             self.failed_loads += 1
@@ -368,6 +503,8 @@ class HostTier:
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Drop the blocks of these hashes, because their keys may be wrong."""
         for digest in hashes:
+            if digest in self._states:
+                self._drop_state(digest)
             for group, slots in enumerate(self._slots):
                 if (slot := slots.get(digest)) is not None:
                     self._drop(slot)
@@ -378,6 +515,8 @@ class HostTier:
         """Drop all blocks. Loads in flight end without effect."""
         for slot in list(self._order):
             self._drop(slot)
+        for digest in list(self._states):
+            self._drop_state(digest)
         for load in self._loads.values():
             load.stale = True
         self._ends.clear()
@@ -400,12 +539,11 @@ class HostTier:
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of `EngineStats` about the host tier."""
-        size = self.plan.block_bytes
         return {
             "host_kv_blocks": len(self),
             "host_kv_slots": self.plan.blocks,
-            "host_kv_stored_bytes": self.stored * size,
-            "host_kv_loaded_bytes": self.loaded * size,
+            "host_kv_stored_bytes": self.stored_bytes,
+            "host_kv_loaded_bytes": self.loaded_bytes,
             "host_kv_loaded_tokens": self.loaded_tokens,
             "host_kv_store_seconds": self.copies.store_seconds,
             "host_kv_load_seconds": self.copies.load_seconds,
@@ -433,6 +571,10 @@ class HostTier:
         entries = [entry for load in self._loads.values() for entry in load.entries]
         assert {name for name, _, _ in entries} == self._coming.keys()
         assert {slot for _, slot, _ in entries} == self._reading
+        slots = [*self._free_states, *({*self._states.values()} | self._reading_states)]
+        assert sorted(slots) == list(range(self.plan.states)), "a slot of a state is lost"
+        coming = {load.state for load in self._loads.values()} - {b""}
+        assert coming == self._coming_states.keys()
         assert all(w.tickets <= self._loads.keys() for w in self._waiting.values())
 
 

@@ -4,7 +4,7 @@ Only this file assigns rows and blocks. It knows nothing of the queue, of micro-
 step's contents. The scheduler says which requests start and leave, and which step is done.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.admission import Footprint, KVMemory
@@ -25,7 +25,7 @@ class DeferredRelease:
     kv_rank: int  # the rank that has the blocks
     blocks: list[int]
     adapter_slot: int = -1
-    worth: Collection[bytes] = ()  # hashes of the blocks that the host tier stores
+    worth: Sequence[bytes] = ()  # hashes of the blocks that the host tier stores
 
 
 class RequestMemory:
@@ -61,9 +61,6 @@ class RequestMemory:
             BlockManager(num_blocks, size, self._free_blocks, config.kinds)
             for _ in range(config.kv_ranks)
         ]
-        if self.tier is not None:
-            for pool in self.pools:
-                pool.on_forget = self.tier.evicted
         # rows that neither a request nor a snapshot has
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.snapshots: Snapshots | None = None
@@ -73,7 +70,16 @@ class RequestMemory:
             self.snapshots = Snapshots(
                 config.snapshots, size, pool.is_resident, self.free_rows, first
             )
-            pool.on_forget = self.snapshots.forget
+        if self.snapshots is not None or self.tier is not None:
+            for pool in self.pools:
+                pool.on_forget = self._forgotten
+
+    def _forgotten(self, digest: bytes) -> None:
+        """Note that a block has left the prefix cache."""
+        if self.snapshots is not None:
+            self.snapshots.forget(digest)
+        if self.tier is not None:
+            self.tier.evicted(digest)
 
     def pool(self, request: Request) -> BlockManager:
         """Return the pool of the request's blocks, while the request has a row."""
@@ -154,7 +160,8 @@ class RequestMemory:
             pool = self.pools[release.kv_rank]
             pool.free(release.blocks)
             if self.tier is not None and release.worth:
-                self.tier.store(pool, release.blocks, release.worth)
+                blocks, worth = release.blocks, release.worth
+                self.tier.store(pool, blocks, worth, self.snapshots, done_step)
             self.free_rows.append(release.row)
         self.deferred = [release for release in self.deferred if release.step > done_step]
         return freed

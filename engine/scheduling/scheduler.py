@@ -567,14 +567,16 @@ class Scheduler:
             return False
         (pool,) = self.memory.pools
         hashes = pool.hash_prefix(request, (len(request.token_ids) - 1) // self.config.block_size)
-        prefix = tier.find(pool, hashes)
+        snapshots = self.memory.snapshots
+        prefix = tier.find(pool, hashes, snapshots)
         if prefix is None:
             return False
-        if find_start(request, hashes, (pool,), memories, None, self._fits) is None:
+        if find_start(request, hashes, (pool,), memories, snapshots, self._fits) is None:
+            return False
+        if not tier.begin(request, pool, prefix, snapshots):
             return False
         request.fetched = True
         self.queue.wait_for_blocks(request)
-        tier.begin(request, pool, prefix)
         return True
 
     def _shares(self, request: Request) -> bool:

@@ -131,6 +131,8 @@ class Snapshots:
         self._steps: dict[bytes, int] = {}  # hash -> the step that takes the snapshot
         self._rolling: set[bytes] = set()  # hashes that the request which took them will replace
         self._to_save: dict[int, int] = {}  # slot -> row, copied at the beginning of the next step
+        self._to_resume: set[int] = set()  # slots that the next step copies to rows
+        self._reserved: set[int] = set()  # slots with their own memory, for states from elsewhere
         self.evicted = 0  # number evicted to make room while their blocks were still cached
 
     def __len__(self) -> int:
@@ -223,7 +225,49 @@ class Snapshots:
         """Return (row, slot) of each state to copy before the step; each is returned once."""
         pairs = [(row, slot) for slot, row in self._to_save.items()]
         self._to_save.clear()
+        self._to_resume.clear()
         return pairs
+
+    # ---- states in host memory -----------------------------------------------------------------
+
+    def saved(self, digest: bytes, done_step: int) -> int:
+        """Return the slot of a block's snapshot; -1 = there is none, or it is not taken yet.
+
+        done_step: the last step that is done.
+        """
+        slot = self._slots.get(digest, -1)
+        return slot if slot >= 0 and self._steps[digest] <= done_step else -1
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slots
+
+    def reserve(self) -> int:
+        """Take a slot for a state that comes from the host, or return -1; follow with `adopt`.
+
+        The slot is not a row, and the step that is being scheduled does not use it.
+        """
+        busy = self._to_save.keys() | self._to_resume
+        slot = next((slot for slot in reversed(self._free) if slot not in busy), -1)
+        if slot < 0:
+            oldest = (d for d, s in self._slots.items() if s >= self._first and s not in busy)
+            digest = next(oldest, None)
+            if digest is None:
+                return -1
+            slot = self._slots[digest]
+            self.forget(digest)
+            self.evicted += 1
+        self._free.remove(slot)
+        self._reserved.add(slot)
+        return slot
+
+    def adopt(self, slot: int, digest: bytes) -> None:
+        """Give a reserved slot the name of a block, or free it if the name is b"", the block has
+        left the cache or has a snapshot."""
+        self._reserved.remove(slot)
+        if not digest or digest in self._slots or not self._resident(digest):
+            self._free.append(slot)
+        else:
+            self._slots[digest], self._steps[digest] = slot, 0
 
     # ---- starting from snapshots ---------------------------------------------------------------
 
@@ -282,6 +326,7 @@ class Snapshots:
             del self._slots[digest], self._steps[digest]
             return -1
         self._slots.move_to_end(digest)
+        self._to_resume.add(slot)
         return slot
 
     # ---- dropping snapshots --------------------------------------------------------------------
@@ -314,7 +359,7 @@ class Snapshots:
         """Assert the invariants."""
         own = [slot for slot in self._slots.values() if slot >= self._first]
         every = list(range(self._first, self._first + self.plan.slots))
-        assert sorted(own + self._free) == every, "a snapshot is lost or shared"
+        assert sorted([*own, *self._free, *self._reserved]) == every, "a snapshot is lost or shared"
         assert self._steps.keys() == self._slots.keys()
         assert self._rolling <= self._slots.keys()
         assert all(map(self._resident, self._slots)), "a snapshot has outlived its block"

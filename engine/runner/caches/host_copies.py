@@ -2,7 +2,8 @@
 
 A slot has the block's rows of every cache (the model's, and a drafter's) one after the other, so a
 copy is one call for each block and cache. The bytes of a block do not depend on what its layers
-keep: latents, quantised keys and windows are all copied alike.
+keep: latents, quantised keys and windows are all copied alike. Snapshots of recurrent states have
+slots of their own, which are filled in the same way.
 
 Of several ranks each has its own slots, for its part of each block, under the same numbers
 (`engine.runner.ranked_runner.RankedCopies`).
@@ -20,15 +21,18 @@ the CPU copies are done when the call returns.
 
 import logging
 import time
+import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.batch import Batch
 from engine.runner.caches.cache_memory import pinned_bytes
 from engine.runner.caches.kv_cache import KVCache
+from engine.runner.caches.state_cache import StateCache
 from kernels.block_copies import copy_rows
 
 logger = logging.getLogger("manta.engine")
@@ -36,49 +40,88 @@ logger = logging.getLogger("manta.engine")
 _QUEUE_BYTES = 8 << 30  # bytes of stores that may wait to be copied
 _PIECE = 32  # blocks between two events
 _PROBED = 64  # blocks whose loads are timed at the start
-_WORTH_TIMING = 8  # blocks; the time of fewer is that of the launch
+_WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the launch
+
+Pairs = Sequence[tuple[int, int]]
 
 
 class HostSlots:
-    """The slots of a host tier, as tensors over one piece of host memory.
+    """Slots of host memory, each for one item of the device: a KV block, or a snapshot.
 
-    caches: the caches whose blocks are copied; all have the same block ids.
+    parts: return what an item consists of, uint8 [rows, items, bytes of a row] each.
+    num_bytes: of an item.
     Raises RuntimeError if the memory cannot be pinned.
     """
 
-    def __init__(self, caches: Sequence[KVCache], count: int, device: torch.device) -> None:
-        self.caches = caches
+    def __init__(
+        self, parts: Sequence[Callable[[], Tensor]], count: int, device: torch.device
+    ) -> None:
+        self.parts = parts
         self.count = count
-        self.shapes = [_rows(cache) for cache in caches]
-        self.block_bytes = sum(rows * width for rows, width in self.shapes)
-        self.memory = pinned_bytes(count * self.block_bytes, device)
-        self.slots = self.memory.view(count, self.block_bytes)
+        self.num_bytes = sum(part().shape[0] * part().shape[2] for part in parts)
+        size = count * self.num_bytes  # 0 on a stage whose layers keep no keys
+        self.memory = pinned_bytes(max(size, 1), device)[:size]
+        self.slots = self.memory.view(count, self.num_bytes)
+        if device.type == "cuda":  # before the memory goes, also where the process goes on
+            weakref.finalize(self, _unpin, self.memory).atexit = False
+
+    @classmethod
+    def of_blocks(cls, caches: Sequence[KVCache], count: int, device: torch.device) -> "HostSlots":
+        """Return slots for blocks of caches, which all have the same block ids."""
+        return cls([_blocks_of(cache) for cache in caches], count, device)
+
+    @classmethod
+    def of_states(cls, states: StateCache, count: int, device: torch.device) -> "HostSlots":
+        """Return slots for rows and snapshots of recurrent states."""
+        return cls([_states_of(storage) for storage in states.storages], count, device)
 
 
-def _rows(cache: KVCache) -> tuple[int, int]:
-    """Return the number of rows of a cache's block, and their bytes."""
-    slots, tensors, _, width = cache.storage.shape
-    return slots * tensors, width * cache.storage.element_size()
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _blocks_of(cache: KVCache) -> Callable[[], Tensor]:
+    # asked for each time, as an engine without memory gets other storage
+    return lambda: cache.storage.flatten(0, 1).view(torch.uint8)
+
+
+def _states_of(storage: Tensor) -> Callable[[], Tensor]:
+    items = storage.flatten(2).view(torch.uint8)
+    return lambda: items
+
+
+def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
+    """Return one set of blocks (or their slots) and snapshots (or theirs), which are negative."""
+    return frozenset(blocks).union(-1 - slot for slot in states)
 
 
 class CpuCopies:
-    """The copies of an engine on the CPU (`engine.scheduling.host_tier.HostCopies`)."""
+    """The copies of an engine on the CPU (`engine.scheduling.host_tier.HostCopies`).
 
-    def __init__(self, slots: HostSlots) -> None:
-        self.slots = slots
+    num_states: slots for snapshots that all ranks have, even if this one has no recurrent layer.
+    """
+
+    def __init__(
+        self, blocks: HostSlots, states: HostSlots | None = None, num_states: int = 0
+    ) -> None:
+        self.blocks = blocks
+        self.states = states
+        self.num_states = num_states
         self._done: list[tuple[int, bool]] = []
-        self._lost: set[int] = set()  # slots whose last store failed
+        self._lost: frozenset[int] = frozenset()  # slots whose last store failed
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
 
     def room(self) -> int:
-        return self.slots.count
+        return self.blocks.count
 
-    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
+    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
-        slots = {slot for _, slot in pairs}
+        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
         self._lost -= slots
         try:
-            self._copy(pairs, to_host=True)
+            self._copy(self.blocks, pairs, to_host=True)
+            if self.states is not None:
+                self._copy(self.states, states, to_host=True)
         except Exception:
             logger.warning("KV blocks were not copied to the host", exc_info=True)
             self._lost |= slots
@@ -86,35 +129,38 @@ class CpuCopies:
         self.store_seconds += time.perf_counter() - began
         return True
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
+    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
         try:
-            if not self._lost.isdisjoint(slot for slot, _ in pairs):
+            if self._lost & _ends((slot for slot, _ in pairs), (slot for slot, _ in states)):
                 raise RuntimeError("they had not got there")
-            self._copy([(block, slot) for slot, block in pairs], to_host=False)
+            self._copy(self.blocks, _reversed(pairs), to_host=False)
+            if self.states is not None:
+                self._copy(self.states, _reversed(states), to_host=False)
         except Exception:
             logger.warning("KV blocks were not loaded from the host", exc_info=True)
             self._done.append((ticket, False))
             return False
         seconds = time.perf_counter() - began
         self.load_seconds += seconds
-        if len(pairs) >= _WORTH_TIMING:
-            self.load_rate = len(pairs) * self.slots.block_bytes / seconds
+        size = _size(self, pairs, states)
+        if size >= _WORTH_TIMING:
+            self.load_rate = size / seconds
         self._done.append((ticket, True))
         return True
 
     @torch.inference_mode()
-    def _copy(self, pairs: Sequence[tuple[int, int]], *, to_host: bool) -> None:
+    def _copy(self, slots: HostSlots, pairs: Pairs, *, to_host: bool) -> None:
         at = 0
-        for cache, (rows, width) in zip(self.slots.caches, self.slots.shapes, strict=True):
-            blocks = cache.storage.view(torch.uint8).view(rows, cache.num_blocks, width)
-            slots = self.slots.slots[:, at : at + rows * width]
-            for block, slot in pairs:
-                place = slots[slot].view(rows, width)
+        for part in slots.parts:
+            items = part()
+            rows, _, width = items.shape
+            places = slots.slots[:, at : at + rows * width].view(slots.count, rows, width)
+            for item, slot in pairs:
                 if to_host:
-                    place.copy_(blocks[:, block])
+                    places[slot].copy_(items[:, item])
                 else:
-                    blocks[:, block].copy_(place)
+                    items[:, item].copy_(places[slot])
             at += rows * width
 
     def finished(self) -> list[tuple[int, bool]]:
@@ -128,20 +174,18 @@ class CpuCopies:
         """Do nothing, as all copies are done."""
 
 
-@dataclass(slots=True)
-class _Store:
-    """A piece of a store in flight."""
+def _reversed(pairs: Pairs) -> Pairs:
+    return [(item, slot) for slot, item in pairs]
 
-    blocks: frozenset[int]
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy in flight: what it uses on the device and on the host (`_ends`)."""
+
+    ticket: int  # of a load
+    items: frozenset[int]
     slots: frozenset[int]
-    began: torch.cuda.Event
-    done: torch.cuda.Event
-
-
-@dataclass(slots=True)
-class _Load:
-    ticket: int
-    blocks: frozenset[int]
+    size: int
     began: torch.cuda.Event
     done: torch.cuda.Event
     failed: bool = False
@@ -150,60 +194,82 @@ class _Load:
 class CudaCopies:
     """The copies of an engine on CUDA (`engine.scheduling.host_tier.HostCopies`).
 
+    num_states: see `CpuCopies`.
     after_steps: whether loads wait for the steps in flight, which may still read blocks that were
-        given back behind a window.
+        given back behind a window, or a snapshot.
     """
 
-    def __init__(self, slots: HostSlots, device: torch.device, *, after_steps: bool) -> None:
-        self.slots = slots
+    def __init__(
+        self,
+        blocks: HostSlots,
+        states: HostSlots | None,
+        num_states: int,
+        device: torch.device,
+        *,
+        after_steps: bool,
+    ) -> None:
+        self.blocks = blocks
+        self.states = states
+        self.num_states = num_states
         self._device = device
         self._after_steps = after_steps
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
         # Each direction has its own copy engine.
         self._store_stream = torch.cuda.Stream(device)
         self._load_stream = torch.cuda.Stream(device)
-        self._stores: deque[_Store] = deque()
-        self._loads: deque[_Load] = deque()
-        self._lost: set[int] = set()  # slots whose last store failed
+        self._stores: deque[_Copy] = deque()
+        self._loads: deque[_Copy] = deque()
+        self._lost: frozenset[int] = frozenset()  # slots whose last store failed
         torch.cuda.synchronize(device)  # the caches are filled before the first copy
         self._probe()
 
     def room(self) -> int:
         self._take_stored()
-        queued = sum(len(store.blocks) for store in self._stores)
-        return max(0, _QUEUE_BYTES // self.slots.block_bytes - queued)
+        queued = sum(store.size for store in self._stores)
+        return max(0, _QUEUE_BYTES - queued) // max(1, self.blocks.num_bytes)
 
-    def store(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        stream = self._store_stream
-        for first in range(0, len(pairs), _PIECE):
-            piece = pairs[first : first + _PIECE]
-            began, done = _event(), _event()
-            began.record(stream)
-            succeeded = self._copy(piece, stream, to_host=True)
-            done.record(stream)
-            # noted even after a failure, as some of its copies may be in flight
-            blocks, slots = zip(*piece, strict=True)
-            self._stores.append(_Store(frozenset(blocks), frozenset(slots), began, done))
-            if not succeeded:
-                self._lost.update(slot for _, slot in pairs)
-                return False
-        self._lost.difference_update(slot for _, slot in pairs)
-        return True
+    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
+        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
+        pieces = [(pairs[at : at + _PIECE], ()) for at in range(0, len(pairs), _PIECE)]
+        succeeded = True
+        for piece, some in [*pieces, ((), states)]:
+            if (piece or some) and succeeded:
+                succeeded = self._store(piece, some)
+        self._lost = self._lost - slots if succeeded else self._lost | slots
+        return succeeded
 
-    def load(self, ticket: int, pairs: Sequence[tuple[int, int]]) -> bool:
+    def _store(self, pairs: Pairs, states: Pairs) -> bool:
+        store = self._begin(0, pairs, states, self._store_stream)
+        store.failed = not self._copy(pairs, states, self._store_stream, to_host=True)
+        store.done.record(self._store_stream)
+        self._stores.append(store)  # even after a failure, as some copies may be in flight
+        return not store.failed
+
+    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         stream = self._load_stream
         if self._after_steps:
             stream.wait_stream(torch.cuda.current_stream(self._device))
-        slots, blocks = zip(*pairs, strict=True)
-        self._order(stream, frozenset(blocks), frozenset(slots))
-        load = _Load(ticket, frozenset(blocks), _event(), _event())
-        load.began.record(stream)
-        moved = [(block, slot) for slot, block in pairs]
-        lost = not self._lost.isdisjoint(slots)
-        load.failed = lost or not self._copy(moved, stream, to_host=False)
+        moved, states = _reversed(pairs), _reversed(states)
+        self._order(
+            stream,
+            _ends((block for block, _ in moved), (snapshot for snapshot, _ in states)),
+            _ends((slot for _, slot in moved), (slot for _, slot in states)),
+        )
+        load = self._begin(ticket, moved, states, stream)
+        load.failed = bool(self._lost & load.slots) or not self._copy(
+            moved, states, stream, to_host=False
+        )
         load.done.record(stream)
         self._loads.append(load)
         return not load.failed
+
+    def _begin(self, ticket: int, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream) -> _Copy:
+        """Return a copy that begins now. pairs, states: (item, slot)."""
+        items = _ends((item for item, _ in pairs), (item for item, _ in states))
+        slots = _ends((slot for _, slot in pairs), (slot for _, slot in states))
+        copy = _Copy(ticket, items, slots, _size(self, pairs, states), _event(), _event())
+        copy.began.record(stream)
+        return copy
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []
@@ -211,26 +277,29 @@ class CudaCopies:
             load = self._loads.popleft()
             seconds = load.began.elapsed_time(load.done) / 1000
             self.load_seconds += seconds
-            if len(load.blocks) >= _WORTH_TIMING and not load.failed and seconds:
-                self.load_rate = len(load.blocks) * self.slots.block_bytes / seconds
+            if load.size >= _WORTH_TIMING and not load.failed and seconds:
+                self.load_rate = load.size / seconds
             done.append((load.ticket, not load.failed))
         return done
 
     def before(self, batch: Batch) -> None:
-        """Let a step that is about to be launched wait for stores of blocks that it writes.
+        """Let a step that is about to be launched wait for stores of what it writes.
 
-        On other ranks than 0 it also waits for loads of blocks that it uses, which rank 0 has seen
-        only its own end of.
+        On other ranks than 0 it also waits for loads of what it reads, of which rank 0 has seen
+        only its own end.
         """
         if not (self._stores or self._loads):
             return
         self._take_stored()
-        used = {block for _, _, block in batch.new_blocks}
-        used.update(block for prefix in batch.prefixes for block in prefix.blocks)
-        stream = torch.cuda.current_stream(self._device)
+        blocks = {block for _, _, block in batch.new_blocks}
+        blocks.update(block for prefix in batch.prefixes for block in prefix.blocks)
+        states = {new.row for new in batch.new_rows}
+        states.update(slot for _, slot in batch.saved_states)
+        states.update(slot for _, slot in batch.resumed_states)
+        used, stream = _ends(blocks, states), torch.cuda.current_stream(self._device)
         self._order(stream, used, ())
         for load in self._loads:
-            if not load.blocks.isdisjoint(used):
+            if not load.items.isdisjoint(used):
                 stream.wait_event(load.done)
 
     def wait(self) -> None:
@@ -239,7 +308,7 @@ class CudaCopies:
 
     def _probe(self) -> None:
         """Measure the rate of loads, with the first blocks of caches that nothing uses yet."""
-        count = min(_PROBED, self.slots.caches[0].num_blocks, self.slots.count)
+        count = min(_PROBED, self.blocks.parts[0]().shape[1], self.blocks.count)
         pairs = [(number, number) for number in range(count)]
         self.store(pairs)  # so that what comes back is what was there
         for ticket in range(2):
@@ -255,34 +324,39 @@ class CudaCopies:
             self.store_seconds += store.began.elapsed_time(store.done) / 1000
 
     def _order(
-        self, stream: torch.cuda.Stream, blocks: Collection[int], slots: Collection[int]
+        self, stream: torch.cuda.Stream, items: Collection[int], slots: Collection[int]
     ) -> None:
-        """Let a stream wait for the stores from these blocks or to these slots."""
+        """Let a stream wait for the stores from these items or to these slots."""
         for store in self._stores:
-            if not (store.blocks.isdisjoint(blocks) and store.slots.isdisjoint(slots)):
+            if not (store.items.isdisjoint(items) and store.slots.isdisjoint(slots)):
                 stream.wait_event(store.done)
 
     def _copy(
-        self, pairs: Sequence[tuple[int, int]], stream: torch.cuda.Stream, *, to_host: bool
+        self, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream, *, to_host: bool
     ) -> bool:
-        """Enqueue the copies of blocks and slots; return False after an error."""
-        handle, memory = stream.cuda_stream, self.slots.memory.data_ptr()
+        """Enqueue the copies of (item, slot); return False after an error."""
         try:
-            at = 0
-            for cache, (rows, width) in zip(self.slots.caches, self.slots.shapes, strict=True):
-                pool, pitch = cache.storage.data_ptr(), cache.num_blocks * width
-                for block, slot in pairs:
-                    place = pool + block * width
-                    other = memory + slot * self.slots.block_bytes + at
-                    if to_host:
-                        copy_rows(other, width, place, pitch, width, rows, handle)
-                    else:
-                        copy_rows(place, pitch, other, width, width, rows, handle)
-                at += rows * width
+            _enqueue(self.blocks, pairs, stream.cuda_stream, to_host)
+            if self.states is not None:
+                _enqueue(self.states, states, stream.cuda_stream, to_host)
         except Exception:
             logger.warning("KV blocks were not copied", exc_info=True)
             return False
         return True
+
+
+def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None:
+    at = slots.memory.data_ptr()
+    for part in slots.parts:
+        items = part()
+        (rows, count, width), first = items.shape, items.data_ptr()
+        for item, slot in pairs if rows else ():
+            place, other = first + item * width, at + slot * slots.num_bytes
+            if to_host:
+                copy_rows(other, width, place, count * width, width, rows, stream)
+            else:
+                copy_rows(place, count * width, other, width, width, rows, stream)
+        at += rows * width
 
 
 def _event() -> torch.cuda.Event:
@@ -292,15 +366,29 @@ def _event() -> torch.cuda.Event:
 Copies = CpuCopies | CudaCopies
 
 
-def host_copies(
-    caches: Sequence[KVCache], count: int, device: torch.device, *, after_steps: bool
-) -> Copies:
-    """Return the copies of caches to `count` slots, whose memory is taken now.
+def _size(copies: Copies, pairs: Pairs, states: Pairs) -> int:
+    """Return the bytes of so many blocks and snapshots."""
+    of_states = 0 if copies.states is None else len(states) * copies.states.num_bytes
+    return len(pairs) * copies.blocks.num_bytes + of_states
 
-    caches, after_steps: see `HostSlots` and `CudaCopies`.
+
+def host_copies(
+    caches: Sequence[KVCache],
+    num_blocks: int,
+    num_states: int,
+    device: torch.device,
+    *,
+    after_steps: bool,
+) -> Copies:
+    """Return the copies of caches to slots, whose memory is taken now.
+
+    caches: the model's, which may have states, and others with the same block ids.
+    after_steps: see `CudaCopies`.
     Raises RuntimeError if the memory cannot be pinned.
     """
-    slots = HostSlots(caches, count, device)
+    blocks = HostSlots.of_blocks(caches, num_blocks, device)
+    own = caches[0].states
+    states = None if own is None else HostSlots.of_states(own, num_states, device)
     if device.type == "cuda":
-        return CudaCopies(slots, device, after_steps=after_steps)
-    return CpuCopies(slots)
+        return CudaCopies(blocks, states, num_states, device, after_steps=after_steps)
+    return CpuCopies(blocks, states, num_states)

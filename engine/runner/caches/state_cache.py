@@ -29,6 +29,7 @@ class StateCache:
 
     rows: the number of slots of running requests, padding included.
     snapshots: the number of slots after the rows.
+    storages: all memory, [tensors, rows + snapshots, *shape] float32 of each shape.
     layers: the tensors of each recurrent layer, [rows + snapshots, *shape] float32, contiguous. A
         layer with a single tensor has it twice.
     """
@@ -43,7 +44,7 @@ class StateCache:
     ) -> None:
         # Tensors of one shape are stacked, [tensors, slots, *shape], so that one copy moves a slot
         # of all.
-        self._storages: list[Tensor] = []
+        self.storages: list[Tensor] = []
         shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for layer, record in recurrent:
             for index, shape in enumerate(record.state_shapes):
@@ -52,7 +53,7 @@ class StateCache:
         for shape, places in shapes.items():
             size = (len(places), rows + snapshots, *shape)
             storage = memory.zeros(size, torch.float32, device)
-            self._storages.append(storage)
+            self.storages.append(storage)
             for own, (layer, index) in zip(storage, places, strict=True):
                 states[layer][index] = own
         self.layers = {
@@ -79,19 +80,19 @@ class StateCache:
     @property
     def row_bytes(self) -> int:
         """The bytes of one row's states."""
-        return sum(storage[:, 0].nbytes for storage in self._storages)
+        return sum(storage[:, 0].nbytes for storage in self.storages)
 
     def copied(self, rows: Tensor) -> list[Tensor]:
         """Return copies of the states of these rows (int64)."""
-        return [storage.index_select(1, rows) for storage in self._storages]
+        return [storage.index_select(1, rows) for storage in self.storages]
 
     def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
         """Write the copies that `copied` returned back into these rows."""
-        for storage, copy in zip(self._storages, copies, strict=True):
+        for storage, copy in zip(self.storages, copies, strict=True):
             storage[:, rows] = copy
 
     def _copy(self, source: int, target: int) -> None:
         # Slot by slot, because an index copy of many slots would need a temporary as large as the
         # slots.
-        for storage in self._storages:
+        for storage in self.storages:
             storage[:, target].copy_(storage[:, source])

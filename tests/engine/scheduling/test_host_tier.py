@@ -6,6 +6,7 @@ import pytest
 
 from engine.config.kv_groups import Chunked, Full, Window
 from engine.scheduling.host_tier import HostPlan, HostTier
+from engine.scheduling.snapshots import SnapshotPlan
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import FakeCopies
 
@@ -234,6 +235,44 @@ def test_shrunken_pool() -> None:
     driver.finish()
 
 
+@pytest.mark.parametrize("slots, states", [(1, 3), (6, 40)])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_blocks": 24, "max_model_len": 64}, {"async_scheduling": False}]
+)
+def test_random_lives_of_recurrent_models(slots: int, states: int, changes: dict[str, Any]) -> None:
+    """Bugs: a request goes on from the state of another place, or from one that is not there yet;
+    a snapshot's slot is lost, or given to a load and to a step."""
+    loaded = 0
+    for seed in range(4):
+        host = HostPlan(100, 1, everything=seed < 2, states=states, state_bytes=1)
+        driver = random_run(
+            seed,
+            host=host,
+            delay=seed,
+            failing=(2, 5),
+            snapshots=SnapshotPlan(slots, 8, gap=4),
+            kinds=(Full(),),
+            **changes,
+        )
+        loaded += tier_of(driver).loaded_bytes
+        driver.core.check_integrity()
+    assert loaded > 10, "these runs are meant to load"
+
+
+def test_a_state_comes_with_its_blocks() -> None:
+    """Bug: without the snapshot the blocks are of no use, and everything is computed again."""
+    host = HostPlan(100, 1 << 10, everything=True, states=30, state_bytes=1000)
+    driver = make_driver(host, snapshots=SnapshotPlan(3, 64, gap=4), max_num_seqs=2)
+    say(driver, PROMPT)
+    for number in range(4):
+        flood(driver, number)
+    before = driver.runner.num_tokens
+    say(driver, [*PROMPT, 3])
+    stats = driver.core.stats()
+    assert stats.host_kv_loaded_tokens == 40 and stats.host_kv_loaded_bytes == 10 * (1 << 10) + 1000
+    assert driver.runner.num_tokens - before < 10
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -253,6 +292,6 @@ def test_random_lives(changes: dict[str, Any]) -> None:
     for seed in range(4):
         host = HostPlan(25 if seed % 2 else 200, 1, everything=seed < 2)
         driver = random_run(seed, host=host, delay=seed, failing=(2, 5), **changes)
-        loaded += tier_of(driver).loaded
+        loaded += tier_of(driver).loaded_bytes
         driver.core.check_integrity()
     assert loaded > 20, "these runs are meant to load"

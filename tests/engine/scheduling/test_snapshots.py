@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from engine.config.kv_groups import Full, Window
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore
+from engine.scheduling.host_tier import HostPlan
 from engine.scheduling.snapshots import SnapshotPlan, Snapshots
 from engine.scheduling.speculation import Speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
@@ -294,10 +295,12 @@ class HybridMachine(RuleBasedStateMachine):
         worth=st.sampled_from([0, 20]),
         drafts=st.sampled_from(["", *KINDS]),
         by_model=st.booleans(),
+        host=st.sampled_from([0, 0, 4, 60]),
+        delay=st.sampled_from([0, 1, 5]),
     )
     def start(
         self, block_size: int, budget: int, spare: int, window: int, slots: int, every: int,
-        gap: int, worth: int, drafts: str, by_model: bool, **changes: Any,
+        gap: int, worth: int, drafts: str, by_model: bool, host: int, **changes: Any,
     ) -> None:  # fmt: skip
         if drafts:
             drafter = ToldDrafter(drafts)
@@ -306,6 +309,8 @@ class HybridMachine(RuleBasedStateMachine):
             changes["speculation"] = computed([7, 0, 3]) if by_model else by_host
             changes["drafts"] = drafts
         self.texts: list[list[int]] = []
+        if host:
+            changes["host"] = HostPlan(2 * host, 1, everything=host > 4, states=host, state_bytes=1)
         self.driver = Driver(
             block_size=block_size,
             max_num_batched_tokens=budget,
