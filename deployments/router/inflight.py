@@ -277,6 +277,8 @@ class InflightRequest:
         if tokens:
             choice.emitted += delta.token_ids
             metrics.output_tokens.values[()] += tokens
+            if tokens > 1:  # a step gives one token and those of accepted drafts
+                self.trace.drafted(tokens - 1)
         self._items.append((choice.index, delta))
         if delta.finish:
             choice.done = True

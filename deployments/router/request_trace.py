@@ -1,8 +1,8 @@
 """The trace of a request, for GET /v1/requests/{id} and as spans for an OpenTelemetry collector.
 
 The router that has the request keeps the trace. A RequestTrace is written to when the request is
-sent to a replica, gets its first token, moves or ends, but not for each token. It holds no tokens
-and no text, so thousands of traces take a few megabytes. Times are arguments.
+sent to a replica, gets its first token or several in a step, moves or ends, but not for each token.
+It holds no tokens and no text, so thousands of traces take a few megabytes. Times are arguments.
 """
 
 import logging
@@ -48,6 +48,7 @@ class RequestTrace:
     __slots__ = (
         "_decisions",
         "_moves",
+        "accepted_runs",
         "adapter",
         "adapter_us",
         "arrived",
@@ -89,6 +90,8 @@ class RequestTrace:
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
+        # number of drafts that a step accepted -> how often; see engine.scheduling.speculation
+        self.accepted_runs: dict[int, int] = {}
         self.finish: list[str] = []
         self.error = ""
         self.ended = 0.0
@@ -114,6 +117,10 @@ class RequestTrace:
         self.cached = max(0, delta.cached)
         sent = self._decisions[-1][0] if self._decisions else now
         self.started = sent + max(0, delta.queued_us) / 1e6
+
+    def drafted(self, accepted: int) -> None:
+        """Note that a step of a choice accepted this many drafts, at least one."""
+        self.accepted_runs[accepted] = self.accepted_runs.get(accepted, 0) + 1
 
     def moves(self, place: str, why: str, now: float) -> None:
         """Note that a choice has left its replica and goes on elsewhere."""
@@ -180,6 +187,10 @@ class RequestTrace:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached,
             "output_tokens": self.output_tokens,
+            "accepted_runs": [
+                {"tokens": tokens, "steps": steps}
+                for tokens, steps in sorted(self.accepted_runs.items())
+            ],
             "choices": self.choices,
             "max_tokens": self.max_tokens,
             "finish_reasons": list(self.finish),

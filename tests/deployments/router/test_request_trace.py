@@ -44,10 +44,13 @@ def test_a_request_is_told_step_by_step() -> None:
     request_trace.begun(Delta(2, [7], cached=8, queued_us=100_000, adapter_us=0), 101.6)
     request_trace.moves("gpu/1", "lost: gone", 102.0)
     request_trace.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
+    for accepted in (3, 1, 3):
+        request_trace.drafted(accepted)
     request_trace.finish += ["stop", "length"]
     request_trace.ends(13, "", 104.0)
     body = request_trace.to_json("router-1", 999.0)
     assert body["state"] == "finished" and body["output_tokens"] == 13
+    assert body["accepted_runs"] == [{"tokens": 1, "steps": 1}, {"tokens": 3, "steps": 2}]
     assert body["timing_ms"] == {
         "queue": 1000.0,
         "engine_queue": 200.0,

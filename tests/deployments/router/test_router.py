@@ -196,6 +196,7 @@ def test_a_request_that_moves_is_the_same_request():
         inflight = InflightRequest(request, RouterMetrics(), Anybody(), Anybody())
         choice = inflight.choices[1]
         inflight.take_delta(choice, Delta(41, [8, 9]), 1.0)
+        assert inflight.trace.accepted_runs == {1: 1}, "the step has accepted a draft"
         moved = choice.as_request()
         assert moved.token_ids == [*PROMPT, 8, 9] and moved.num_prompt_tokens == len(PROMPT)
         assert (moved.id, moved.choice, moved.params) == (41, 1, request.params)

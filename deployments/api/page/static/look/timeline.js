@@ -87,6 +87,7 @@ function showPart(part) {
     `received ${new Date(1000 * part.received_at).toLocaleTimeString()} by ${part.router}`,
   ];
   if (part.adapter) facts.push(`adapter ${part.adapter.name}, waited ${milliseconds(part.adapter.load_ms)}`);
+  const drafts = acceptedRuns(part.accepted_runs, part.output_tokens);
   const legend = PHASES.map(([name, what]) =>
     element("span", {}, element("i", { className: `phase ${name}` }), `${what} ${milliseconds(timing[name] ?? null)}`),
   );
@@ -96,8 +97,30 @@ function showPart(part) {
     element("p", { className: "figures" }, facts.join(" · ")),
     drawing,
     element("p", { className: "legend" }, ...legend, `total ${milliseconds(timing.total)}`),
+    ...drafts,
     steps(route, moves),
   );
+}
+
+/** How many tokens the steps of an answer took from drafts: a bar for each length. */
+function acceptedRuns(runs, written) {
+  if (!runs.length) return [];
+  const most = Math.max(...runs.map(({ steps: times }) => times));
+  const drafted = runs.reduce((sum, { tokens, steps: times }) => sum + tokens * times, 0);
+  const rows = runs.map(({ tokens, steps: times }) =>
+    element(
+      "tr",
+      {},
+      element("td", { textContent: `${tokens} accepted` }),
+      element("td", {}, element("progress", { max: most, value: times })),
+      element("td", { textContent: `${times} steps` }),
+    ),
+  );
+  const share = written ? ` of ${written} output tokens` : "";
+  return [
+    element("p", { className: "figures" }, `${drafted}${share} were drafts`),
+    element("div", { className: "wide" }, element("table", {}, ...rows)),
+  ];
 }
 
 const mark = (x, kind, title) =>
