@@ -53,7 +53,9 @@ class AttentionMeta:
     # [num_entries] int32: the entries' rows, in a step that verifies drafts. Adjacent decodes of a
     # row at consecutive positions then read their keys once. None: no row has several decodes.
     runs: Tensor | None = None
-    # how layers that keep a state compute such a step
+    # whether entries are so short that layers that keep a state walk their tokens one by one
+    by_token: bool = False
+    # how layers that keep a state compute a step that verifies drafts
     state_runs: "StateRuns | None" = None
 
     def first_key(self, position: Any) -> Any:

@@ -14,7 +14,8 @@ A graph of a pipeline stage has only the layers. They read the activations of th
 one buffer and write theirs to another. Sampling waits for the last stage while further steps are
 uploaded, so that it is launched kernel by kernel.
 A batch with drafts has several decodes of a row, whose keys are read once. Such steps have graphs
-of their own, as the kernel for them is slower where each row has one decode.
+of their own, as the kernel for them is slower where each row has one decode. In models with states
+a second graph brings the states to the accepted tokens, before the next step (state_runs.py).
 With data-parallel attention, graphs do not depend on the number of this rank's requests. A graph's
 attention runs over all tokens of the step, and tokens of other ranks are padding.
 """
@@ -35,6 +36,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.runner.forward import ModelForward
 from engine.runner.inputs import CudaInputs, max_entries
+from engine.runner.state_runs import GRAPHED, GraphRuns
 from engine.sampling.sampler import Masked, Sampled, SamplePlan
 from engine.sampling.step_sampler import Hidden, MaskedChoice, StepSampler
 from kernels.metadata import AttentionMeta
@@ -108,8 +110,10 @@ class StepGraphs:
         self._inputs: CudaInputs = forward.inputs
         self._own_inputs: CudaInputs | None = None if forward.own is None else forward.own.inputs
         self._decodes = sorted(sizes)
-        drafts = drafts and forward.own is None and forward.state_runs is None
+        drafts = drafts and forward.own is None
         self._with_drafts = draft_sizes(self._decodes) if drafts else []
+        if forward.state_runs is not None:
+            self._with_drafts = [size for size in self._with_drafts if size <= GRAPHED]
         self._max_tokens = max_tokens
         # Padding may have one token less than a size, and must fit into the padding row.
         limit = min(max_tokens, self._rows.tokens.shape[1] - 1)
@@ -121,6 +125,9 @@ class StepGraphs:
         # The key is (size, whether tokens may have adapters).
         self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
         self._verifications: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}  # with drafts
+        self._state_runs: dict[
+            tuple[Size, bool], GraphRuns
+        ] = {}  # of these, where layers keep states
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
@@ -233,6 +240,8 @@ class StepGraphs:
             return []
         self._all_padding((sizes[0], sizes[0]))
         metas = self._launch_layers((sizes[0], sizes[0]), adapters=False, drafts=True)
+        if self._forward.state_runs is not None:  # the other graphs would take drafts for text
+            return sizes
         return (
             sizes if any(meta.plan is not None and meta.plan.queries > 1 for meta in metas) else []
         )
@@ -304,6 +313,7 @@ class StepGraphs:
         """Drop all graphs; each is captured again when it is first needed."""
         self._forwards.clear()
         self._verifications.clear()
+        self._state_runs.clear()
         self._choices.clear()
         self._pool = None
 
@@ -321,7 +331,7 @@ class StepGraphs:
             self._entered[: batch.num_tokens].copy_(link.receive(batch.num_tokens))
         lora = self._forward.lora
         slots = None if lora is None else lora.slots_of(batch)
-        verifies = bool(batch.drafts) and not mixed and size[0] in self._with_drafts
+        verifies = self.verifies(batch, size)
         graphs = self._verifications if verifies else self._forwards
         key = (size, slots is not None)
         if key not in graphs:
@@ -331,6 +341,8 @@ class StepGraphs:
             self._own_inputs.upload(self._forward.own.padded(batch), *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
+        if verifies and self._forward.state_runs is not None:
+            self._forward.state_runs.upload(batch, self._state_runs[key])
         graphs[key].replay()
         if stage.alone:
             hidden = Hidden(self._hidden[:count], None, graphs=self, size=size)
@@ -344,6 +356,10 @@ class StepGraphs:
         places = self.places(count, mixed) if stage.first else None
         tokens = count if stage.last else batch.num_tokens
         return Hidden(self._handed_on[:tokens].clone(), places)
+
+    def verifies(self, batch: Batch, size: Size) -> bool:
+        """Whether the batch's graph of this size is one for steps with drafts."""
+        return bool(batch.drafts) and size[0] == size[1] and size[0] in self._with_drafts
 
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
         """Sample the next token of each sampling entry and write it into the entry's row.
@@ -417,9 +433,18 @@ class StepGraphs:
         self._forwards[size, adapters] = graph
 
     def _capture_verification(self, size: Size, adapters: bool) -> None:
+        states, runs = self._forward.state_runs, None
+        if states is not None:
+            _, metas = self._inputs.lay_out(*size, size[0], self._rows.tokens.shape[1] - 1)
+            runs = states.graphed(size[0], metas[0])
         with self._recording() as graph:
-            self._launch_layers(size, adapters, drafts=True)
+            self._launch_layers(size, adapters, drafts=True, runs=runs)
         self._verifications[size, adapters] = graph
+        if runs is not None:
+            with self._recording() as replay:
+                runs.replay()
+            runs.settle = replay.replay
+            self._state_runs[size, adapters] = runs
 
     def _capture_choice(self, entries: int, mixed: bool, how: How) -> None:
         first = None
@@ -448,15 +473,20 @@ class StepGraphs:
         self._pool = graph.pool()
 
     def _launch_layers(
-        self, size: Size, adapters: bool, drafts: bool = False
+        self, size: Size, adapters: bool, drafts: bool = False, runs: GraphRuns | None = None
     ) -> list[AttentionMeta]:
-        """Launch a padded step up to its hidden states; return the meta of each group of layers."""
+        """Launch a padded step up to its hidden states; return the meta of each group of layers.
+
+        runs: those of a step with drafts, where layers keep states.
+        """
         forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size
         mixed = num_tokens > entries
         max_kv_len = self._rows.tokens.shape[1] - 1
         layout = entries, num_tokens, entries, max_kv_len
         token_ids, metas = self._inputs.lay_out(*layout, runs=drafts)
+        for meta in metas:
+            meta.state_runs = None if runs is None else runs.runs
         own: list[AttentionMeta] = []
         if self._own_inputs is not None:
             _, own = self._own_inputs.lay_out(*layout)

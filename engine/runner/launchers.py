@@ -99,7 +99,7 @@ class ProgramStep:
 class GraphStep:
     """The launch of a step as a CUDA graph; see graphs.py.
 
-    Drafts of models with states are launched kernel by kernel.
+    Drafts of models with states have graphs of their own, or are launched kernel by kernel.
     """
 
     def __init__(
@@ -117,12 +117,13 @@ class GraphStep:
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         size = None
-        runs_of_states = bool(batch.drafts) and self._forward.state_runs is not None
-        if runs_of_states or self._forward.sees_images(batch):
+        if self._forward.sees_images(batch):
             return self._otherwise.launch(batch)
         # A graph only returns the states of entries that sample.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):
             size = self._graphs.size_of(batch)
+        if batch.drafts and self._forward.state_runs is not None and size is not None:
+            size = size if self._graphs.verifies(batch, size) else None
         if size is None:
             return self._otherwise.launch(batch)
         return self._graphs.launch(batch, size)

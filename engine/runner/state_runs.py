@@ -6,9 +6,12 @@ as the layer's kernel. What the kernel read of these tokens is kept until the ne
 names the tokens that the text got, and each kernel computes them once more, now on the state
 itself. No other part of a layer runs again. Inputs are the smallest of what a step could keep: a
 state for each draft would take megabytes a layer.
+
+On CUDA both are graphs for up to GRAPHED decodes; their numbers are uploaded before each launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,6 +20,104 @@ from torch import Tensor
 
 from engine.batch import Batch
 from kernels.metadata import AttentionMeta, StateRuns
+
+GRAPHED = 64  # decodes of the largest captured step: more would keep gigabytes of states' copies
+
+
+class _Numbers:
+    """Numbers of a layout at fixed places: int32 arrays on the host, and tensors on the device."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.arrays = [part.numpy() for part in self._host.split(list(sizes))]
+        self.tensors = self._packed.split(list(sizes))
+
+    def upload(self) -> None:
+        self._packed.copy_(self._host, non_blocking=True)
+
+
+class _Layout:
+    """A layout at fixed places, of at most `entries` entries. A step uses the first ones."""
+
+    def __init__(self, entries: int, like: AttentionMeta, pad_row: int, device: torch.device):
+        self._numbers = _Numbers((entries, entries + 1, entries, 2), device)
+        self._pad_row = pad_row
+        rows, starts, kv_len, counts = self._numbers.tensors
+        self.meta = _layout(like, rows, starts, kv_len, counts)
+        self.fill([], [], [])
+
+    def fill(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Upload entries; those that are left over have no tokens."""
+        count = len(rows)
+        own_rows, query_start, kv_len, counts = self._numbers.arrays
+        own_rows[:count], own_rows[count:] = rows, self._pad_row
+        query_start[1 : count + 1] = np.cumsum(lengths)
+        query_start[count + 1 :] = query_start[count]
+        kv_len[:count], kv_len[count:] = np.add(starts, lengths), 0
+        counts[1] = count
+        self._numbers.upload()
+
+
+class GraphRuns:
+    """The runs of a captured step of decodes: what its graph reads, and the replay's graph.
+
+    runs: for the metas of the step while it is captured.
+    settle: launches the replay, once it is captured.
+    """
+
+    def __init__(
+        self, decodes: int, like: AttentionMeta, pad_row: int, device: torch.device
+    ) -> None:
+        """Set up the runs.
+
+        like: the meta of the captured step.
+        """
+        self._decodes, self._pad_row = decodes, pad_row
+        most = decodes // 2  # a run has a draft at least
+        self._numbers = _Numbers((decodes, decodes, most, decodes), device)
+        others_rows, tokens, rows, back = self._numbers.tensors
+        # its rows are numbers of copies
+        self._layout = _Layout(most, like, 0, device)
+        self.settled = _Layout(2 * most, like, pad_row, device)
+        self.runs = StateRuns(
+            others=torch.arange(decodes, device=device),
+            others_meta=replace(like, rows=others_rows),
+            tokens=tokens,
+            meta=self._layout.meta,
+            rows=rows,
+            back=back,
+        )
+        self.settle: Callable[[], object] = self.replay
+        self.fill([], [], [], [], [])
+
+    def fill(
+        self,
+        others: Sequence[int],
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        """Upload a step's runs.
+
+        others: of each decode its row; the padding row for those of runs.
+        tokens: indices of the runs' tokens.
+        """
+        own_others, own_tokens, own_rows, back = self._numbers.arrays
+        own_others[: len(others)], own_others[len(others) :] = others, self._pad_row
+        own_tokens[: len(tokens)], own_tokens[len(tokens) :] = tokens, 0
+        own_rows[: len(rows)], own_rows[len(rows) :] = rows, self._pad_row
+        back[:] = np.arange(self._decodes)
+        back[list(tokens)] = self._decodes + np.arange(len(tokens))
+        self._numbers.upload()
+        self._layout.fill(range(len(rows)), starts, lengths)
+
+    def replay(self) -> None:
+        """Compute the accepted tokens on the states."""
+        for replay in self.runs.replays:
+            replay(self.settled.meta)
 
 
 class StateVerification:
@@ -28,24 +129,31 @@ class StateVerification:
     def __init__(self, pad_row: int, device: torch.device) -> None:
         self._pad_row = pad_row
         self._device = device
-        self._runs: StateRuns | None = None
+        self._runs: StateRuns | GraphRuns | None = None
         self._rows: list[int] = []  # of each run
         self._starts: list[int] = []
         self._lengths: list[int] = []
+
+    def graphed(self, decodes: int, like: AttentionMeta) -> GraphRuns:
+        """Return the runs of a step that is to be captured.
+
+        like: its meta, at the places that the graph reads.
+        """
+        return GraphRuns(decodes, like, self._pad_row, self._device)
+
+    def upload(self, batch: Batch, graph: GraphRuns) -> None:
+        """Upload the runs of a batch of decodes, some of which have drafts, for a captured step."""
+        tokens = self._take(batch)
+        others = np.asarray(batch.rows)
+        others[tokens] = self._pad_row
+        graph.fill(others.tolist(), tokens, self._rows, self._starts, self._lengths)
+        self._runs = graph
 
     def lay_out(self, batch: Batch, metas: Sequence[AttentionMeta]) -> None:
         """Set `state_runs` of a step's metas, if its batch has drafts."""
         if not batch.drafts:
             return
-        first_draft = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
-        entries = {row: entry for entry, row in enumerate(batch.rows[:first_draft])}
-        self._rows = [row for row, _, _ in batch.drafts]
-        self._starts = [batch.starts[entries[row]] for row in self._rows]
-        self._lengths = [1 + len(drafts) for _, _, drafts in batch.drafts]
-        tokens: list[int] = []
-        for row, _, drafts in batch.drafts:
-            tokens += [entries[row], *range(first_draft, first_draft + len(drafts))]
-            first_draft += len(drafts)
+        tokens = self._take(batch)
         in_run = np.zeros(batch.num_tokens, dtype=bool)
         in_run[tokens] = True
         others = np.flatnonzero(~in_run)
@@ -55,20 +163,34 @@ class StateVerification:
         back[np.concatenate((others, np.asarray(tokens)))] = np.arange(batch.num_tokens)
         self._runs = StateRuns(
             others=self._on_device(others),
-            others_meta=self._layout(
+            others_meta=self._entries(
                 metas[0],
                 [batch.rows[entry] for entry in rest],
                 [batch.starts[entry] for entry in rest],
                 [batch.lengths[entry] for entry in rest],
                 len(decodes),
+                short=False,
             ),
             tokens=self._on_device(tokens),
-            meta=self._layout(metas[0], range(len(self._rows)), self._starts, self._lengths),
+            meta=self._entries(metas[0], range(len(self._rows)), self._starts, self._lengths),
             rows=self._on_device(self._rows),
             back=self._on_device(back),
         )
         for meta in metas:
             meta.state_runs = self._runs
+
+    def _take(self, batch: Batch) -> list[int]:
+        """Note the runs of a batch; return the indices of their tokens."""
+        at = batch.num_decodes - sum(len(drafts) for _, _, drafts in batch.drafts)
+        entries = {row: entry for entry, row in enumerate(batch.rows[:at])}
+        self._rows = [row for row, _, _ in batch.drafts]
+        self._starts = [batch.starts[entries[row]] for row in self._rows]
+        self._lengths = [1 + len(drafts) for _, _, drafts in batch.drafts]
+        tokens: list[int] = []
+        for row, _, drafts in batch.drafts:
+            tokens += [entries[row], *range(at, at + len(drafts))]
+            at += len(drafts)
+        return tokens
 
     def settle(self, settled: Sequence[tuple[int, int]]) -> None:
         """Bring the states of rows up to the ends of their texts, before a step or a snapshot reads
@@ -91,7 +213,11 @@ class StateVerification:
                     rows.append(own)
                     starts.append(first)
                     lengths.append(tokens)
-        layout = self._layout(runs.meta, rows, starts, lengths)
+        if isinstance(runs, GraphRuns):
+            runs.settled.fill(rows, starts, lengths)
+            runs.settle()
+            return
+        layout = self._entries(runs.meta, rows, starts, lengths)
         for replay in runs.replays:
             replay(layout)
 
@@ -99,36 +225,53 @@ class StateVerification:
         """Drop the runs of a step whose result is dropped."""
         self._runs = None
 
-    def _layout(
+    def _entries(
         self,
         like: AttentionMeta,
         rows: Sequence[int],
         starts: Sequence[int],
         lengths: Sequence[int],
         num_decodes: int = 0,
+        *,
+        short: bool = True,
     ) -> AttentionMeta:
-        """Return the layout of entries, as far as layers that keep a state read it."""
+        """Return the layout of entries, as far as layers that keep a state read it.
+
+        short: whether no entry is a prompt's.
+        """
         ends = [0, *accumulate(lengths)]
         kv_len = [start + length for start, length in zip(starts, lengths, strict=True)]
         count = len(rows)
         packed = self._on_device([*rows, *ends, *kv_len, num_decodes, count])
-        own_rows, query_start, lens, counts = packed.split((count, count + 1, count, 2))
-        return AttentionMeta(
-            positions=like.positions[:0],
-            slots=like.slots[:0],
-            query_start=query_start.int(),
-            kv_len=lens.int(),
-            block_table=like.block_table[:0],
-            num_decodes=num_decodes,
-            max_kv_len=max(kv_len, default=0),
-            query_start_host=ends,
-            kv_len_host=kv_len,
-            counts=counts.int(),
-            rows=own_rows,
-        )
+        numbers = packed.int()
+        own_rows, query_start, lens, counts = numbers.split((count, count + 1, count, 2))
+        if self._device.type == "cpu":  # whose kernels take rows of 64 bits
+            own_rows = packed[:count]
+        meta = _layout(like, own_rows, query_start, lens, counts)
+        meta.by_token, meta.num_decodes = short, num_decodes
+        meta.query_start_host, meta.kv_len_host = ends, kv_len
+        return meta
 
     def _on_device(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
         host = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _layout(
+    like: AttentionMeta, rows: Tensor, query_start: Tensor, kv_len: Tensor, counts: Tensor
+) -> AttentionMeta:
+    """Return a layout of short entries without decodes, without what keys need."""
+    return AttentionMeta(
+        positions=like.positions[:0],
+        slots=like.slots[:0],
+        query_start=query_start,
+        kv_len=kv_len,
+        block_table=like.block_table[:0],
+        num_decodes=0,
+        max_kv_len=0,
+        counts=counts,
+        rows=rows,
+        by_token=True,
+    )

@@ -21,7 +21,8 @@ wait for each other.
 
 Prompts are computed in chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi). In
 deterministic mode all entries are computed token by token instead: each program keeps a head's
-state in registers, so results depend on the entry alone.
+state in registers, so results depend on the entry alone. Short entries (`AttentionMeta.by_token`)
+are, too, after pending updates are applied.
 """
 
 from typing import NamedTuple
@@ -397,7 +398,36 @@ def _delta_decode_kernel(
             tl.store(into, every.to(out.dtype.element_ty), mask=there)
 
 
-# 20 parameters or more: 21 are tensors and numbers of the launch, and constants are in a struct.
+@triton.jit
+def _applied(
+    matrix, late, since, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr,
+    LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """Return a head's state with its pending updates, and zero these in memory.
+
+    since: how many there are.
+    """
+    of_sum = KEY + VALUE + dims * (1 if BY_KEY else 0)
+    total = dims * 0.0
+    for i in tl.static_range(LATE):
+        mask = (dims < KEY) & (since + dims * 0 > i)
+        # Cumulated logarithms only fall, so the last is the smallest.
+        total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
+    matrix *= tl.exp(total)[:, None]
+    for i in tl.static_range(LATE):
+        mask = (dims < KEY) & (since + dims * 0 > i)
+        key = tl.load(late + i * ENTRY + dims, mask=mask, other=0.0)
+        key *= tl.exp(total - tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
+        own = (columns < VALUE) & (since + columns * 0 > i)
+        value = tl.load(late + i * ENTRY + KEY + columns, mask=own, other=0.0)
+        matrix += key[:, None] * value[None, :]
+    tl.debug_barrier()  # other threads may still read
+    for origin in range(0, LATE * ENTRY, dims.shape[0]):
+        tl.store(late + origin + dims, dims * 0.0, mask=origin + dims < LATE * ENTRY)
+    return matrix
+
+
+# 20 parameters or more: 22 are tensors and numbers of the launch, and constants are in a struct.
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
@@ -413,6 +443,7 @@ def _delta_walk_kernel(
     norm,
     tail,
     state,
+    late,  # as in `_delta_decode_kernel`
     out,
     arrived,  # [entries * KEY_HEADS], from `tickets`
     rows,
@@ -425,6 +456,8 @@ def _delta_walk_kernel(
     a_stride,
     b_stride,
     SIZES: tl.constexpr,  # `DeltaSizes`
+    LATE: tl.constexpr,
+    ENTRY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     VALUES: tl.constexpr = SIZES.values
@@ -455,6 +488,12 @@ def _delta_walk_kernel(
     tile = dims[:, None] * SIZES.value_dim + columns[None, :]
     tile_mask = key_mask[:, None] & value_mask[None, :]
     matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
+    if LATE:
+        late += (row * SIZES.value_heads + head) * LATE * ENTRY
+        matrix = _applied(
+            matrix, late, before % (LATE + 1), dims, columns, SIZES.key_dim, SIZES.value_dim,
+            LATE, ENTRY, SIZES.by_key,
+        )  # fmt: skip
     SHARED: tl.constexpr = SIZES.value_heads // SIZES.key_heads
     key_head = head // SHARED
     of_q, of_k, of_v = _channels(
@@ -539,14 +578,14 @@ def gated_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = 
     """Compute `kernels.reference.Kernels.gated_delta`. Tokens after the last entry get zeros.
 
     inputs: x, z, a and b may have any row stride, a and b the same.
-    deterministic: a token's result is the same bit for bit however its prompt is cut. Pending
-    updates are not supported.
+    deterministic: a token's result is the same bit for bit however its prompt is cut.
     """
     x, heads = inputs.x, inputs.heads
     assert inputs.a.stride(0) == inputs.b.stride(0)
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(inputs, out, meta, deterministic)
-    if not deterministic and x.shape[0] > meta.num_decodes:
+    walks = deterministic or meta.by_token
+    _by_token(inputs, out, meta, walks)
+    if not walks and x.shape[0] > meta.num_decodes:
         delta_chunks(inputs, out, meta)
     return out
 
@@ -558,8 +597,9 @@ def kimi_delta(inputs: DeltaInputs, meta: AttentionMeta, deterministic: bool = F
     """
     x, heads = inputs.x, inputs.heads
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(inputs, out, meta, deterministic)
-    if not deterministic and x.shape[0] > meta.num_decodes:
+    walks = deterministic or meta.by_token
+    _by_token(inputs, out, meta, walks)
+    if not walks and x.shape[0] > meta.num_decodes:
         kimi_chunks(inputs, out, meta)
     return out
 
@@ -572,8 +612,6 @@ def _by_token(
 ) -> None:
     x, z, a, b, heads, tail, state, late = inputs
     assert meta.rows is not None and meta.counts is not None
-    # Token by token computation only knows the state in memory, which its decodes write each time.
-    assert late is None or not prompts
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
     if not entries:
         return
@@ -593,13 +631,16 @@ def _by_token(
             *weights,
             tail,
             state,
+            late,
             out,
             arrived,
             *where,
             heads.eps,
             *strides,
             SIZES=sizes,
-            num_warps=16 if values >= 128 else 4,
+            **late_sizes(late),
+            # Two tokens of 32 requests with 32 states of 128 x 128: 69 us, with 16 warps 361.
+            num_warps=4 if sizes.keys * values <= 128 * 128 else 16,
             **pdl(x.device),
         )
         return

@@ -171,7 +171,8 @@ def mamba2(
     """
     assert meta.rows is not None and meta.counts is not None
     out = state.new_empty(x.shape[0], heads.heads, heads.head_size)
-    walked = meta.kv_len.shape[0] if deterministic else meta.num_decodes
+    walks = deterministic or meta.by_token
+    walked = meta.kv_len.shape[0] if walks else meta.num_decodes
     if walked:
         pieces = triton.cdiv(heads.head_size, ROWS)
         _mamba2_kernel[(walked, heads.heads, pieces)](
@@ -193,9 +194,9 @@ def mamba2(
             x.stride(0),
             dt.stride(0),
             LAYER=mamba2_sizes(heads, heads.head_size, triton.next_power_of_2(heads.state_size)),
-            TILE=Mamba2Tile(rows=ROWS, all_entries=int(deterministic)),
+            TILE=Mamba2Tile(rows=ROWS, all_entries=int(walks)),
             num_warps=4,
         )
-    if not deterministic and x.shape[0] > meta.num_decodes:
+    if not walks and x.shape[0] > meta.num_decodes:
         mamba2_chunks(x, dt, heads, tail, state, out, meta)
     return out

@@ -212,8 +212,9 @@ def test_states_written_late(
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
 
+@pytest.mark.parametrize("walks", [False, True], ids=["in chunks", "by token"])
 @pytest.mark.parametrize("rule", ["gated", "by key"])
-def test_late_states_and_prompts(rule: str) -> None:
+def test_late_states_and_prompts(rule: str, walks: bool) -> None:
     """A prompt that goes on from a state without its late part, or with some of it, at each number
     of tokens in there; one of two chunks that adds it twice; one that leaves entries for decodes to
     read that are in the state already, or another request's."""
@@ -228,9 +229,11 @@ def test_late_states_and_prompts(rule: str) -> None:
     want_tail, want_state = tail.clone(), state.clone()
     lengths = [0] * 4
     # Prompts that end at each number modulo 4, and that go on behind each number of decodes.
-    for counts in ([5, 6, 7, 8], *[[1] * 4] * 3, [2, 1, 4, 70], *[[1] * 4] * 5, [3] * 4, [1] * 4):
+    long = [2, 1, 4, 3 if walks else 70]
+    for counts in ([5, 6, 7, 8], *[[1] * 4] * 3, long, *[[1] * 4] * 5, [3] * 4, [1] * 4):
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         meta = step(lengths, counts, 4 if counts == [1] * 4 else 0)
+        meta.by_token = walks and not meta.num_decodes
         if rule == "gated":
             tensors = inputs(how, sum(counts))
         else:

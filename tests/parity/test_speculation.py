@@ -175,6 +175,8 @@ def test_deterministic_mode_bit_by_bit(folder: Path) -> None:
 @pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
 def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
     """Bug: a graph or kernel of decodes takes it that each of them has a row of its own."""
+    if folder.name == "kimi linear":
+        pytest.skip("latents are refused in deterministic mode on CUDA")
     fields: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
     core = engine(folder, **fields, **cut)
     plain = plain_texts(core)
@@ -252,7 +254,8 @@ def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
             assert (some.token_ids, some.finish) == (other.token_ids, other.finish), params[at]
             ids = [[item.token_id for item in output.logprobs] for output in (some, other)]
             assert ids[0] == ids[1], params[at]
-        assert core.stats().preemptions or folder.name in SLOW
+        # on a slow machine so few prompts of a hybrid run at once that none is preempted
+        assert core.stats().preemptions or folder.name in HYBRIDS
         assert 0 < lengths.accepted < lengths.drafted
 
 

@@ -53,6 +53,7 @@ def delta(model: str) -> None:
         gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), some)
     for prompts in range(1, ENTRIES + 1):
         gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), _meta(prompts))
+    gated_delta(DeltaInputs(x, z, a, b, heads, tail, state, late), replace(_meta(), by_token=True))
     gated_delta(DeltaInputs(x, z, a, b, heads, tail, state), _meta(), deterministic=True)
 
 
