@@ -93,7 +93,8 @@ def test_the_typed_client(cluster):
                 assert len(choice.token_ids) == len(choice.token_logprobs) == 5
                 assert all(value < 0 for value in choice.token_logprobs)
             assert len(rollouts.prompt_logprobs) == len(rollouts.prompt_token_ids)
-            assert rollouts.prompt_logprobs[0] is None and rollouts.prompt_logprobs[1] < 0
+            # Fake engines score no prompts.
+            assert set(rollouts.prompt_logprobs) == {None}
         assert client.generate("the words", max_tokens=3).raw["object"] == "text_completion"
         assert client.generate("the words", max_tokens=3, user="me").text  # known, without effect
 
