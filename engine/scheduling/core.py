@@ -267,17 +267,12 @@ class EngineCore:
             self._pending
             or self._outbox
             or self._updates.ready
-            or (self.scheduler.can_run() and not self._held)
+            or (self.scheduler.can_run() and not (self._pause.frozen or self._sleep.dropped))
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self.scheduler.loading
             or self._may_fall_asleep()
         )
-
-    @property
-    def _held(self) -> bool:
-        """Whether no request may run, because of a pause or because the weights are lost."""
-        return self._pause.frozen or self._sleep.dropped
 
     def step(self) -> list[Delta]:
         """Run one round of the loop and return its deltas.
@@ -288,10 +283,11 @@ class EngineCore:
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
         if self._updates.ready and not pending:
             self._replace_weights()
-        held = self._updates.ready or self._held
+        # No request may run in a pause, or while the weights are lost.
+        held = self._updates.ready or self._pause.frozen or self._sleep.dropped
         if self._sleep.wanted and self._may_fall_asleep():
             self._fall_asleep()
-        elif self._sleep.asleep and scheduler.can_run() and not held:
+        elif self._sleep.parts and scheduler.can_run() and not held:
             self.wake()
         began = time.perf_counter()
         scheduler.take_loaded()
@@ -523,8 +519,9 @@ class EngineCore:
 
     def _may_fall_asleep(self) -> bool:
         requests = self.scheduler.requests or self._preparing
-        idle = not self._pending and (self._held or not requests)
-        return self._sleep.wanted and idle
+        held = self._pause.frozen or self._sleep.dropped
+        idle = not self._pending and (held or not requests)
+        return bool(self._sleep.wanted) and idle
 
     def _fall_asleep(self) -> None:
         if self.scheduler.running:

@@ -32,13 +32,14 @@ class EngineSleep:
     """The sleep of an engine: when its memory is freed and taken again.
 
     memory: the memory to free; None = the engine cannot sleep.
+    wanted: the parts to free once no request is left.
     parts: the parts that are free now.
     dropped: whether the weights are lost, so that no step can run until others replace them.
     """
 
     def __init__(self, memory: Sleeper | None) -> None:
         self._memory = memory
-        self._wanted: frozenset[str] = frozenset()  # parts to free once no request is left
+        self.wanted: frozenset[str] = frozenset()
         self._drop = False
         self._asked: list[int] = []  # tickets to be answered once the engine sleeps
         self._answers: list[Answer] = []
@@ -50,11 +51,6 @@ class EngineSleep:
     def asleep(self) -> bool:
         """Whether a part of the memory is free."""
         return bool(self.parts)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the engine should sleep once it has no request."""
-        return bool(self._wanted)
 
     def ask(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Ask for a sleep; see `take_answers`.
@@ -73,9 +69,9 @@ class EngineSleep:
             return
         if not self._knows(parts, ticket):
             return
-        self._wanted = frozenset(parts or PARTS) - self.parts
-        self._drop = level == DROP and WEIGHTS in self._wanted
-        if self._wanted:
+        self.wanted = frozenset(parts or PARTS) - self.parts
+        self._drop = level == DROP and WEIGHTS in self.wanted
+        if self.wanted:
             self._asked.append(ticket)
         else:
             self._answers.append(Answer(ticket))
@@ -91,8 +87,8 @@ class EngineSleep:
         """Free the memory."""
         assert self._memory is not None
         began = time.perf_counter()
-        self._memory.sleep(self._wanted, drop=self._drop)
-        self.parts |= self._wanted
+        self._memory.sleep(self.wanted, drop=self._drop)
+        self.parts |= self.wanted
         self.dropped |= self._drop
         self._end_wish()
         logger.info("asleep after %.2f s: %s", time.perf_counter() - began, _listed(self.parts))
@@ -119,7 +115,7 @@ class EngineSleep:
         self._answers.append(Answer(ticket))
 
     def _end_wish(self) -> None:
-        self._wanted, self._drop = frozenset(), False
+        self.wanted, self._drop = frozenset(), False
         self._answers += [Answer(ticket) for ticket in self._asked]
         self._asked = []
 

@@ -38,6 +38,8 @@ _START = "at the start, before any request"
 ALLOWED = {
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",
     ("engine/models/entrance.py", "Entrance.__init__"): _START,
+    ("engine/runner/caches/host_copies.py", "CudaCopies.__init__"): _START,
+    ("engine/runner/caches/host_copies.py", "CudaCopies.wait"): "falling asleep, and in tests",
     ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (
         "falling asleep, awaking"
     ),
@@ -55,6 +57,9 @@ ALLOWED = {
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
     ("engine/runner/refill.py", "Refill.load"): "with new weights, before a step may read them",
     ("engine/runner/refill.py", "_check_finite"): "of new weights, on a thread beside the steps",
+    ("engine/runner/state_runs.py", "StateVerification.lay_out"): "arrays of host memory",
+    ("engine/runner/state_runs.py", "StateVerification.upload"): "an array of host memory",
+    ("engine/runner/state_runs.py", "_Numbers.__init__"): "views of pinned host memory",
     ("engine/sampling/device_result.py", "DeviceResult.wait"): "the place to wait",
     ("engine/sampling/device_result.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
     ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
