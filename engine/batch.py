@@ -122,7 +122,7 @@ class Batch:
     masked: Sequence[int] = ()
     # to encode in this step, before an entry reads their embeddings
     images: list[Image] = field(default_factory=list)
-    # digests of images whose embeddings are freed before that
+    # digests of images whose embeddings are freed before `images` are encoded
     dropped_images: list[bytes] = field(default_factory=list)
 
     @property

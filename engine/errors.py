@@ -104,8 +104,8 @@ class TensorError(ConfigError):
 class AdapterError(MantaError):
     """The error of an adapter that cannot be used; the model and other adapters are unaffected.
 
-    code: adapter_not_found (no such name, or no such folder), adapter_invalid (its files are broken
-        or need something unsupported), adapter_incompatible (made for another model, or larger than
+    code: adapter_not_found (no such name, or no such folder), adapter_invalid (its files are
+        invalid or unsupported), adapter_incompatible (made for another model, or larger than
         the slots), adapter_changed (its files have changed since it was added: add it again),
         storage_full (no room for a copy from an object store), store_unavailable (the object store
         does not answer), invalid_model_name, or adapters_disabled (max_loras is 0).

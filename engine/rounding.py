@@ -170,7 +170,7 @@ def round_checkpoint(
 
 
 def _parts(model: Model) -> dict[str, list[Part]]:
-    """Return name of a matrix in the model -> the parts of layers that use it."""
+    """Return, by a matrix's name in the model, the parts of layers that use it."""
     parts: dict[str, list[Part]] = {}
     for spec in model.matrices():
         # the head's rows are divided by their length after loading
@@ -225,16 +225,16 @@ def _values(stored: StoredTensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """An encoder of matrices in one format.
+    """A quantiser of weight matrices to the tensors of one checkpoint format.
 
-    quantized: the quantisation of the folder that is written.
+    quantized: the quantisation of the checkpoint that is written.
     """
 
     quant: QuantFormat
     quantized: Quantized
 
     def all(self, stem: str, ours: str, weight: Tensor) -> dict[str, Tensor]:
-        """Return name -> encoded tensor of a matrix; meta tensors for a meta matrix.
+        """Return a matrix's quantised tensors by name; meta tensors for a meta matrix.
 
         stem: the matrix's name in the file.
         ours: its name in the model.
@@ -255,7 +255,7 @@ class _Encoder:
         return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Return the full shape of a tensor that was encoded for 8 rows."""
+        """Return the shape of a whole matrix's tensor, from one that was quantised for 8 rows."""
         if key == _STATE:
             return tuple(_state(weight).shape)
         if key in ("weight_shape", "weight.quant_map"):
@@ -263,9 +263,10 @@ class _Encoder:
         return tensor.shape[0] * weight.shape[0] // 8, *tensor.shape[1:]
 
     def _encoded(self, weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-        """Encode a matrix.
+        """Quantise a matrix; return the checkpoint's tensors for it by suffix of their names.
 
         weight: float32 [out, in].
+        bits, group: the format's bits of a code, and inputs that share a scale.
         """
         out, width = weight.shape
         shape = {"weight_shape": torch.tensor([out, width])}

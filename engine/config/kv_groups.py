@@ -35,7 +35,7 @@ class KVKind(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether a running request frees no blocks, so that `behind` is always 0."""
+        """Whether a running request keeps all its blocks, so that `behind` always returns 0."""
         ...
 
     @property
@@ -48,11 +48,14 @@ class KVKind(Protocol):
         ...
 
     def behind(self, position: int, size: int) -> int:
-        """Return the number of leading blocks that no token from `position` on reads."""
+        """Return the number of leading blocks that tokens from `position` on do not read.
+
+        A sliding window leaves such blocks, which the request frees.
+        """
         ...
 
     def most(self, tokens: int, size: int) -> int:
-        """Return the most blocks that a request of this length needs at once for its next token."""
+        """Return the peak number of blocks of a request of this length, before its next token."""
         ...
 
     def describe(self) -> str:
@@ -222,7 +225,7 @@ class KVGroups:
         return self.tensors * self.slots * self.place_bytes(form) * size
 
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
-        """Return for each kind (its number of layers, bytes of a token in these layers)."""
+        """Return, by kind, (number of layers, bytes of a token in all of the kind's layers)."""
         by_kind: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
             layers, taken = by_kind.get(group.kind, (0, 0))
@@ -252,12 +255,12 @@ class KVGroups:
         return KVGroups(groups, slots, borrowed, recurrent)
 
     def blocks(self, tokens: int, size: int) -> int:
-        """Return the most blocks that a request of this many tokens needs at once."""
+        """Return the peak number of blocks of a request with the given number of tokens."""
         return blocks_for(self.kinds, tokens, size)
 
 
 def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
-    """Return the most blocks that a request of this many tokens needs at once."""
+    """Return the peak number of blocks of a request with the given number of tokens."""
     return sum(kind.most(tokens, size) for kind in kinds)
 
 

@@ -410,7 +410,7 @@ class ModelConfig:
         return self.record.stored_name(stored)
 
     def ignores(self, stored: str) -> bool:
-        """Whether the model does not use the checkpoint's tensor of this name."""
+        """Whether loading skips the checkpoint's tensor `stored`, which the model lacks."""
         if self.vision is not None and self.vision.tensor_name(stored) is not None:
             return False
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):

@@ -115,10 +115,10 @@ class Quantized:
         return None
 
     def of(self, names: Iterable[str]) -> "Quantized":
-        """Return this quantisation without formats that none of these matrices uses.
+        """Return this quantisation without the formats that no named matrix uses.
 
         A file may give a format for a head that the model lacks, because the head is the embedding.
-        `scheme` and `keeps` return the same for these matrices.
+        `scheme` and `keeps` return the same as before for the named matrices.
         """
         if self.method == "gguf":
             wanted = set(names)
@@ -143,10 +143,10 @@ class Quantized:
         return name
 
     def ignores(self, name: str) -> bool:
-        """Whether the checkpoint's tensor of this name is not read.
+        """Whether loading skips the checkpoint's tensor `name`.
 
-        Such tensors repeat config.json, or are activation scales that calibration found.
-        Activations are quantised by their own size, or not at all.
+        Such tensors repeat config.json, or are static activation scales from calibration.
+        Activations are quantised dynamically, or not at all.
         """
         if name.endswith((".g_idx", ".weight_g_idx")):
             scheme = self.scheme(name.rpartition(".")[0])
@@ -162,7 +162,7 @@ class Quantized:
 
 
 def modules(*names: str) -> tuple[str, ...]:
-    """Return patterns that match these modules and all that is inside them.
+    """Return regular expressions that match the named modules and their submodules.
 
     names: names of modules, with wildcards, and possibly with the path of a text model before them.
     """

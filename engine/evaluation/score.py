@@ -125,7 +125,7 @@ def compare(
 
 
 def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Load the other model's log-probabilities of the same piece of text."""
+    """Load the other model's log-probabilities of the same chunk of text."""
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
         raise _other_tokens(config)

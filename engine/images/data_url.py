@@ -22,7 +22,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
-    """Return the bytes of base64 in either alphabet, without blanks and with right padding.
+    """Return the bytes of base64 in either alphabet, without blanks and with correct padding.
 
     start: where the base64 begins in the text. Raises InvalidRequest.
     """

@@ -57,7 +57,10 @@ class QwenImages:
         return ImageLayout(token_ids, 0, size, size, (rows, columns), shape)
 
     def _units(self, height: int, width: int, most: int) -> tuple[int, int]:
-        """Return the rows and columns of embeddings, whose area is between least and most."""
+        """Return the grid (rows, columns) of embeddings for a picture of height x width pixels.
+
+        The picture is scaled so that its area is between `self.least` and `most` pixels.
+        """
         unit = self.unit
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > most:

@@ -212,11 +212,12 @@ class Builder:
         std: float = 0.02,
         scale: float = 1.0,
     ) -> Parameter:
-        """Make a float32 vector of pieces of these sizes.
+        """Make a float32 vector that joins one or more of the checkpoint's vectors.
 
-        The checkpoint stores each piece under its own name, or all under one, in any shape.
+        sizes: the elements of each. The checkpoint stores each under its own name, or all under
+            one, in any shape.
 
-        ranges: the range of each piece that this rank has; None = all.
+        ranges: the range of each vector that this rank has; None = all.
         std, scale: see `Parameter`.
         """
         names, own_ranges = self.stored(ours).names, ranges or [(0, size) for size in sizes]
@@ -277,7 +278,7 @@ class Builder:
         )
 
     def experts_here(self) -> range:
-        """The numbers of the experts that this rank has whole or in part."""
+        """The indices of the experts that this rank has whole or in part."""
         assert self.config.experts is not None
         count = self.config.experts.count
         return range(*self.group.part(count, "experts")) if self.spread_experts else range(count)
@@ -373,7 +374,7 @@ class Builder:
         columns: tuple[int, int],
         counts: Sequence[int] = (),  # number of pieces in each tensor
     ) -> tuple[Part, ...]:
-        """Return a part for each of the checkpoint's tensors."""
+        """Return the rows and columns to load of each checkpoint tensor of a linear layer."""
         stored = self.stored(ours)
         order = np.arange(sum(sizes)) if stored.rows is None else stored.rows(self.config)
         starts = list(accumulate(sizes, initial=0))

@@ -129,8 +129,7 @@ class LoraDevice:
         self._uploader.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
     def pretend(self, num_tokens: int) -> LoraStep:
-        """Return a step for warm-up, in which all slots have adapters of the largest rank on all
-        parts.
+        """Return a step for warm-up, with adapters of the largest rank in all slots and layers.
 
         Tokens are spread evenly over the slots. Call `forget` afterwards. CUDA only.
         """
@@ -157,9 +156,9 @@ class LoraDevice:
         return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
     def step(self, batch: Batch, *, beside: bool = False) -> LoraStep | None:
-        """Lay out an eager step; return None if no token of the step has an adapter.
+        """Prepare an eager step's LoRA metadata; return None if no token has an adapter.
 
-        beside: whether the batch is a part of the step that was laid out last, whose layout must
+        beside: whether the batch is a part of the step that was prepared last, whose metadata must
             stay.
         """
         slots = self.slots_of(batch)
@@ -168,7 +167,7 @@ class LoraDevice:
     def lay_out(
         self, slots: "np.ndarray[Any, np.dtype[np.int16]]", *, beside: bool = False
     ) -> LoraStep:
-        """Lay out an eager step with these slots.
+        """Prepare an eager step's LoRA metadata from its tokens' slots.
 
         slots: the slot of each token; -1 = no adapter.
         beside: see `step`.

@@ -84,7 +84,7 @@ class HostLora:
 
 
 class LoraReader:
-    """A reader of LoRA adapters for one model; raises AdapterError for a broken adapter.
+    """A reader of LoRA adapters for one model; raises AdapterError for an invalid one.
 
     renamed: gives the record's name of a module.
     elsewhere: the modules that only other ranks have.

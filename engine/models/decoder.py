@@ -654,7 +654,7 @@ class Decoder:
         return name if self.config.quantized is None else self.config.quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
-        """Whether the model does not use the checkpoint's tensor of this name.
+        """Whether loading skips the checkpoint's tensor `stored`, which this model lacks.
 
         A head that shares the embedding's weights is ignored.
         """

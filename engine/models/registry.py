@@ -143,7 +143,7 @@ class Model(Protocol):
         ...
 
     def ignores(self, stored: str) -> bool:
-        """Whether the model does not use the checkpoint's tensor of this name."""
+        """Whether loading skips the checkpoint's tensor `stored`, which this model lacks."""
         ...
 
     def linears(self) -> Iterator[Linear]:

@@ -25,10 +25,10 @@ class TensorParallelGroup:
     size: int = 1
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """Return this rank's half-open range of ``total`` units.
+        """Return this rank's half-open range (begin, end) of `total` heads, experts or columns.
 
-        what: the units' name for the error.
-        Raises ConfigError if the ranks do not divide them.
+        what: the name of what is divided, for the error.
+        Raises ConfigError if the number of ranks does not divide `total`.
         """
         if total % self.size:
             raise ConfigError(
@@ -51,9 +51,9 @@ class TensorParallelGroup:
         return divide_heads(num_heads, num_kv_heads, self.size, self.rank)
 
     def share(self, total: int, rank: int | None = None) -> tuple[int, int]:
-        """Return a rank's half-open range of units, such as rows of a vocabulary.
+        """Return a rank's half-open range (begin, end) of `total` rows, such as a vocabulary's.
 
-        Unlike `part`, the last ranks have fewer units, or none, if ranks do not divide the total.
+        Unlike `part`, the last ranks get fewer rows, or none, if ranks do not divide the total.
 
         rank: None = this one.
         """

@@ -60,7 +60,7 @@ def said(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read a list of numbers in Linux's format, such as 0-3,8, which `said` writes too."""
+    """Parse a list of CPUs or NUMA nodes in Linux's format, such as 0-3,8; `said` writes it."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

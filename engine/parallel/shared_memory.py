@@ -204,9 +204,9 @@ class SharedMemoryGroup(TensorParallelGroup):
         return minimum
 
     def _meet(self, piece: Tensor) -> list[Tensor]:
-        """Exchange pieces of equal length; return each rank's piece. Raises RankFailed.
+        """All-gather tensors of equal length; return each rank's tensor. Raises RankFailed.
 
-        The pieces have to be read before the meeting after the next one.
+        The result is a view of shared memory, which the exchange after the next one overwrites.
         """
         state = self.state
         assert state is not None
@@ -250,9 +250,9 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Return each rank that is behind another one, with its count of meetings.
+        """Return (rank, number of its exchanges) of the ranks that have joined fewer than others.
 
-        The list is empty if no rank is in a meeting.
+        The list is empty if no rank waits in an exchange.
         """
         assert self.state is not None
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]

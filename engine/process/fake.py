@@ -104,7 +104,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FakeWeights:
-    """Weights without numbers: a folder has to be there."""
+    """Dummy weights: updates only check that the folder exists, and read no file."""
 
     def check(self, folder: str) -> None:
         if not os.path.isdir(folder):
@@ -115,9 +115,9 @@ class FakeWeights:
 
 
 class FakeReceiver:
-    """A receiver of weights without numbers, which are an empty folder.
+    """A receiver of a trainer's weights that reads no tensor and makes an empty folder for them.
 
-    info: each init_info and update_info that has come.
+    info: each init_info and update_info received so far.
     """
 
     def __init__(self) -> None:

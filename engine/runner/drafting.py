@@ -55,7 +55,7 @@ class Drafting:
         max_tokens: the most tokens of a step.
         """
         self._inputs, self._max_tokens = inputs, max_tokens
-        # number of each row's tokens that a draft model has read; -1 = none of this request's
+        # by row: how many of its tokens the draft model has computed; -1 = none of this request's
         self._read = [-1] * (rows.pad_row + 1)
         self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
         self._rows, self.kv, self._group = rows, kv, group
@@ -134,7 +134,7 @@ class Drafting:
         return self._drafter.forward(token_ids, states, layers, meta)
 
     def _next_tokens(self, meta: AttentionMeta) -> Tensor:
-        """Return the token after each token of a step [num_tokens] int64, as its row has it."""
+        """Return each step token's successor in its request, int64 [num_tokens]."""
         assert meta.rows is not None
         rows, count = meta.rows.long(), len(meta.positions)
         if len(rows) < count:
@@ -214,7 +214,7 @@ class Drafting:
         return host.pin_memory().to(self._rows.tokens.device, non_blocking=True)
 
     def add_to(self, result: DeviceResult, batch: Batch, drafts: Tensor | None) -> None:
-        """Copy the drafts to the host, as a part of the step's result."""
+        """Add the drafts to a step's result, and start their copy to the host."""
         if drafts is None:
             return
         result.drafts = drafts.to("cpu", non_blocking=True) if self._cuda else drafts
@@ -224,10 +224,10 @@ class Drafting:
 
 
 def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the proposals as numbers, [5 + most drafts, n] int64; missing drafts are -1.
+    """Return the proposals as a table, [5 + most drafts, n] int64; missing drafts are -1.
 
     A column has the row, the position of the last token before its drafts, its places (see
-    `_propose`), the number of new drafts, and the drafts. Kernels read lines as contiguous tensors.
+    `_propose`), the number of new drafts, and the drafts. Each line is a contiguous tensor.
     """
     most = max(len(proposal.drafts) for proposal in batch.proposals)
     table = np.full((_FIELDS + most, len(batch.proposals)), -1, np.int64)

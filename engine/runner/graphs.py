@@ -56,7 +56,7 @@ MIXED_SIZES: dict[int, tuple[int, ...]] = {
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of decodes to capture: 1, 2, 4, then by 8 to 256, then by 32.
+    """Return the batch sizes of decodes to capture: 1, 2, 4, then by 8 to 256, then by 32.
 
     The last size always is max_num_seqs. Padding wastes at most 7 rows up to 256, and one in eight
     above.
@@ -67,7 +67,7 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 
 def draft_sizes(decodes: Sequence[int]) -> list[int]:
-    """Return the numbers of decodes to capture for batches with drafts: the powers of two."""
+    """Return the batch sizes of decodes to capture for steps with drafts: the powers of two."""
     return [size for size in decodes if size > 1 and size & (size - 1) == 0]
 
 
@@ -234,7 +234,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _sizes_of_runs(self) -> list[int]:
-        """Return the numbers of decodes to capture with drafts; none if no layer gains by it."""
+        """Return the batch sizes to capture with drafts; none if no layer reads runs faster."""
         sizes = [size for size in self._with_drafts if size in self._decodes]
         if not sizes:
             return []
@@ -257,7 +257,7 @@ class StepGraphs:
                     yield count, mixed, how
 
     def _launch_seconds(self, size: Size) -> float:
-        """Return the seconds that the host takes to launch such a step kernel by kernel."""
+        """Return the host's seconds to launch a step of the given size without a CUDA graph."""
         self._all_padding(size)
         return self._seconds(lambda: self._launch_layers(size, adapters=False), whole=False)
 

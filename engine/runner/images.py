@@ -1,8 +1,8 @@
-"""StepImages: the images of running requests on the device, and where they stand in a step.
+"""StepImages: the image embeddings of running requests, and the tokens of a step that take them.
 
-A step with tokens that stand before the end of their request's last image is launched kernel by
-kernel. Behind its images a request is like one without, except that its tokens stand at index +
-delta for rotary embeddings (`RequestRows.deltas`), which graphs read.
+A step with tokens before the end of their request's last image is launched without a CUDA graph.
+After its images a request is like one without, except that rotary embeddings use position index +
+delta (`RequestRows.deltas`), which graphs read.
 """
 
 import time
@@ -44,11 +44,11 @@ def axis_of_frequency(section: Sequence[int], interleaved: bool) -> list[int]:
 
 
 def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
-    """Return the places [3, end] of the tokens up to the last image's end, and the delta.
+    """Return M-RoPE's positions [3, end] of the tokens up to the last image's end, and the delta.
 
-    The axes are time, row and column. Text stands at p on all axes, then an image of (h, w) from p
-    on at (p, p + row, p + column), and the text after it from p + max(h, w) on. A later token of
-    index i stands at i + delta.
+    The axes are time, row and column. Text has position p on all axes. An image of (h, w) that
+    begins at p has (p, p + row, p + column), and the text after it goes on from p + max(h, w). A
+    later token of index i has position i + delta.
     """
     end = max((image.start + image.length for image in images), default=0)
     places = np.empty((3, end), dtype=np.int32)
@@ -68,11 +68,11 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """An image in a row.
+    """The range of a request's tokens that one image takes.
 
-    digest: names its embeddings.
-    begin, end: the range of its tokens in the row.
-    tokens: [size] int64, indices in the row of its image tokens, ascending.
+    digest: the key of the image's embeddings.
+    begin, end: the range of its tokens in the request, markers such as row separators included.
+    tokens: [size] int64, the indices of its placeholder tokens in the request, ascending.
     """
 
     digest: bytes
@@ -82,7 +82,7 @@ class _Span:
 
 
 class StepImages:
-    """The encoder's embeddings on the device, and the places of rows' images.
+    """The device's cache of image embeddings, and the images of each batch row.
 
     The scheduler decides which images are encoded and which are dropped.
     """
@@ -98,15 +98,15 @@ class StepImages:
         apart: bool = False,
         mutual: Collection[int] | None = None,
     ) -> None:
-        """Set up the images.
+        """Set up an empty cache of embeddings.
 
         encoder: None on a pipeline stage other than the first.
-        cache: [embeddings, hidden_size * (1 + levels)], room for embeddings; [0, ...] without an
+        cache: [embeddings, hidden_size * (1 + levels)], memory for embeddings; [0, ...] without an
             encoder.
-        cos_sin: the rotary table of all layers, where images stand at places of several axes.
-        apart: whether each image is encoded by itself, so that others do not change its numbers.
-        mutual: the groups of layers in which tokens of an image see each other, of a model where
-            they do; None = all.
+        cos_sin: the rotary table of all layers, if the model uses M-RoPE; else None.
+        apart: whether each image is encoded by itself, so that others do not change its embeddings.
+        mutual: the groups of layers in which tokens of an image attend to each other, in a model
+            that has such layers; None = all.
         """
         self._vision = vision
         self._rows = rows
@@ -133,7 +133,7 @@ class StepImages:
     def of(
         cls, resolved: Resolved, model: Model, rows: RequestRows, memory: CacheMemory | None = None
     ) -> "StepImages":
-        """Return the images of an engine's model.
+        """Return the empty cache of image embeddings for an engine's model.
 
         memory: the allocator of the cache.
         """
@@ -159,7 +159,7 @@ class StepImages:
         return self._cache.nbytes
 
     def set_row(self, new: NewRow) -> None:
-        """Take note of a row's images.
+        """Record the images of the request that a batch row now has.
 
         Raises ValueError if an image has another number of image tokens than embeddings.
         """
@@ -191,10 +191,10 @@ class StepImages:
         self._free = np.arange(len(self._cache))
 
     def encode(self, batch: Batch) -> Callable[[], float] | None:
-        """Drop the images that a batch names, if they are here, and encode others.
+        """Drop the embeddings that a batch no longer needs, and encode its new images.
 
-        Returns a function for the seconds that encoding took, once the device is done; None if
-        nothing is encoded here.
+        Returns a function for the seconds that encoding took, once the device is done; None if no
+        image is encoded on this rank.
         """
         if self._encoder is None:
             return None
@@ -245,11 +245,11 @@ class StepImages:
         return tensor.to(self._device, non_blocking=True)
 
     def within(self, batch: Batch) -> bool:
-        """Whether tokens of the step stand before the end of their request's images."""
+        """Whether the step has tokens before the end of their request's last image."""
         return bool((np.asarray(batch.starts) < self._ends[batch.rows]).any())
 
     def place(self, batch: Batch, step: DeviceStep) -> None:
-        """Give the step the embeddings and rotary places of its tokens, if `within`."""
+        """Set the image embeddings and rotary positions of a step's tokens, if `within`."""
         if not self.within(batch):
             return
         firsts = np.cumsum([0, *batch.lengths])
@@ -293,7 +293,7 @@ class StepImages:
             step.metas[group].last_keys = places
 
     def _rotate(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
-        """Give the step a rotary table of its own, with a row for each token."""
+        """Set a rotary table of the step's own, with a row for each token."""
         assert self._cos_sin is not None
         rows, starts = np.asarray(batch.rows), np.asarray(batch.starts)
         places = np.arange(firsts[-1]) + np.repeat(
@@ -312,7 +312,7 @@ class StepImages:
             _turn(metas, table.index_select(0, own_tokens))
 
     def _see_each_other(self, batch: Batch, step: DeviceStep, firsts: NDArray[np.int64]) -> None:
-        """Let the tokens of an image see all of it; a chunk never ends inside of an image."""
+        """Let an image's tokens attend to all of its tokens; no chunk ends inside an image."""
         starts = np.asarray(batch.starts)
         last = np.arange(firsts[-1]) + np.repeat(starts - firsts[:-1], batch.lengths)
         for entry, row in enumerate(batch.rows):

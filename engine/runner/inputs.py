@@ -210,8 +210,7 @@ class CudaInputs:
         self._buffer = 0
 
     def upload(self, batch: Batch, num_entries: int, num_tokens: int) -> None:
-        """Copy the batch's numbers, padded to these numbers of entries and tokens; apply its
-        updates.
+        """Copy a batch to the device, padded to num_entries and num_tokens, and apply its updates.
 
         Padding entries use the padding row. Decodes are padded by decodes. After a mixed batch one
         padding entry has all padding tokens, and padding samples are that entry's.

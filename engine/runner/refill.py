@@ -33,13 +33,13 @@ _OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.
 
 
 class Refillable(Loadable, Protocol):
-    """The part of models.registry.Model that a refill needs."""
+    """The interface of models.registry.Model that a refill of its weights needs."""
 
     def parts(self, most_bytes: int) -> Iterator[tuple[Any, Any]]: ...
 
 
 class ChangingMemory(Protocol):
-    """The memory of the weights, which is told what an update changes."""
+    """The memory of the weights, which has to know what an update changes."""
 
     def changing(self) -> None: ...
     def changed(self, ranges: Iterable[tuple[int, int]]) -> None: ...
@@ -50,7 +50,7 @@ class Refill:
 
     model: this rank's part of the model, filled.
     outline: makes the whole model on torch's meta device.
-    memory: is told what changes; None = nobody is.
+    memory: the memory of the weights; None = it need not know of updates.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Refill:
         self._whole: Loadable | None = None
 
     def check(self, folder: str) -> None:
-        """Check all names, shapes, dtypes and numbers of a folder; nothing changes.
+        """Check the tensors of a folder: names, shapes, dtypes and finite values. Change nothing.
 
         Raises ConfigError, as load_weights does.
         """
@@ -113,7 +113,7 @@ class Refill:
             ) from error
 
     def _part_bytes(self) -> int:
-        """Return the bytes of layers to load at once: no more than a third of what is free."""
+        """Return the most bytes of layers to load at a time: at most a third of free memory."""
         if self._model.device.type != "cuda":
             return PART_BYTES
         torch.cuda.empty_cache()

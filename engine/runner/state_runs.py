@@ -1,13 +1,13 @@
 """StateVerification: states of recurrent layers in steps that verify drafts.
 
-A layer overwrites its state with each token, and a rejected draft cannot be taken back. So in such
-a step each row's decode and drafts are computed on a copy of the row's state, which lives as long
-as the layer's kernel. What the kernel read of these tokens is kept until the next launch. That
-names the tokens that the text got, and each kernel computes them once more, now on the state
-itself. No other part of a layer runs again. Inputs are the smallest of what a step could keep: a
-state for each draft would take megabytes a layer.
+A layer overwrites its state with each token, and a rejected draft cannot be undone. So in a step
+with drafts, each row's decode and drafts are computed on a copy of the row's state, which lives as
+long as the layer's kernel. The kernel's inputs for these tokens are kept until the next launch.
+That launch names the accepted tokens, and each kernel computes them again, now on the state itself.
+No other part of a layer runs again. Inputs are the smallest of what a step could keep: a state for
+each draft would take megabytes a layer.
 
-On CUDA both are graphs for up to GRAPHED decodes; their numbers are uploaded before each launch.
+On CUDA both are graphs for up to GRAPHED decodes; their inputs are uploaded before each launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,9 @@ class GraphRuns:
 
 
 class StateVerification:
-    """The runs of the newest step that verified drafts, until their accepted tokens are known.
+    """The verified tokens of the newest step with drafts, until the accepted ones are known.
+
+    A run is a row's decode and the drafts after it.
 
     pad_row: the row whose state belongs to no request.
     """
@@ -150,7 +152,10 @@ class StateVerification:
         self._runs = graph
 
     def lay_out(self, batch: Batch, metas: Sequence[AttentionMeta]) -> None:
-        """Set `state_runs` of a step's metas, if its batch has drafts."""
+        """Tell recurrent layers which of a step's tokens are drafts to verify.
+
+        metas: the step's attention metadata, whose `state_runs` is set if the batch has drafts.
+        """
         if not batch.drafts:
             return
         tokens = self._take(batch)
@@ -193,11 +198,10 @@ class StateVerification:
         return tokens
 
     def settle(self, settled: Sequence[tuple[int, int]]) -> None:
-        """Bring the states of rows up to the ends of their texts, before a step or a snapshot reads
-        them.
+        """Add the accepted tokens to the rows' states, before a step or a snapshot reads them.
 
-        settled: (row, how many tokens of the run the text got) of the last step's runs; without
-            the rows whose requests have ended.
+        settled: (row, accepted tokens of its run) for the last step's runs, without the rows whose
+            requests have ended.
         """
         runs, self._runs = self._runs, None
         if not settled:
@@ -222,7 +226,7 @@ class StateVerification:
             replay(layout)
 
     def forget(self) -> None:
-        """Drop the runs of a step whose result is dropped."""
+        """Forget the tokens of a step whose result is discarded."""
         self._runs = None
 
     def _entries(
@@ -235,7 +239,7 @@ class StateVerification:
         *,
         short: bool = True,
     ) -> AttentionMeta:
-        """Return the layout of entries, as far as layers that keep a state read it.
+        """Return metadata of entries in which only what recurrent layers read is filled.
 
         short: whether no entry is a prompt's.
         """

@@ -140,7 +140,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
     tokens = np.zeros(count, np.int64)
 
     def compute(which: I64, groups: I64) -> None:
-        """Compute the scores of these (row, group) pairs, and keep the best token of each row."""
+        """Compute the scores of the given groups of rows, and keep the best token of each row."""
         extra = philox.lane_exponential(seeds[which], choices[which], positions[which], groups)
         n = np.arange(len(which))
         extra[n, lanes[which, groups]] = 0

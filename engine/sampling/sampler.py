@@ -72,7 +72,7 @@ MOST = SamplePlan(
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The samples of a step whose tokens a grammar constrains."""
+    """The masks of allowed tokens for a step's samples that a grammar constrains."""
 
     mask_of: Tensor  # [S] int32 on the device: the mask of each sample, -1 = none
     # [M, ceil(vocab / 32)] int32 on the device: bit t % 32 of word t // 32 is 1 if token t is
@@ -179,7 +179,7 @@ class Sampler:
         self._rows.flush()
 
     def plan(self, rows: list[int]) -> SamplePlan:
-        """Return the cheapest plan that serves these rows."""
+        """Return the cheapest plan with all that the given rows' sampling parameters need."""
         needs, logprobs = 0, -1
         for row in rows:
             needs |= self._rows.needs[row]
@@ -195,9 +195,9 @@ class Sampler:
         )
 
     def best(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Find the largest logit in this rank's part of the vocabulary, for `of_best`.
+        """Find the largest logit in this rank's shard of the vocabulary, for `of_best`.
 
-        Returns [2, S] int32: the bits of the logit in float32, and its id, the first of equals.
+        Returns [2, S] int32: the bits of the logit in float32, and its id, the lowest of equals.
 
         logits: [S, part], may be overwritten.
         rows: [S] int64, the row of each sample.
@@ -217,7 +217,7 @@ class Sampler:
         return torch.stack([values.view(torch.int32), (ids + first).to(torch.int32)])
 
     def of_best(self, parts: Tensor) -> Sampled:
-        """Choose the most likely tokens from the results of `best` on all parts of the vocabulary.
+        """Choose the most likely tokens from the results of `best` on all ranks.
 
         parts: [parts, 2, S] int32, in the order of the parts.
         """

@@ -28,7 +28,7 @@ MaskedChoice = Callable[[NDArray[np.int32] | None], Tensor]
 
 
 class Head(Protocol):
-    """The part of a model after its last layer."""
+    """The output head of a model, which computes logits from the last layer's hidden states."""
 
     config: ModelConfig
     group: TensorParallelGroup
@@ -173,7 +173,7 @@ class StepSampler:
         return result
 
     def launch_nothing(self, step: int) -> DeviceResult:
-        """Return the result of a step that samples nothing, at least not on this stage."""
+        """Return the result of a step without samples, or whose samples another stage takes."""
         return self._to_host(step, torch.empty(0, dtype=torch.int64), None)
 
     def _launch_graph_choice(
@@ -221,7 +221,7 @@ class StepSampler:
         return _deferred(step, samples.entries, choose)
 
     def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
-        """Whether ranks exchange the best token of their part of the vocabulary instead of logits.
+        """Whether ranks exchange the best token of their vocabulary shards instead of logits.
 
         masked: the batch's masked samples.
         """
@@ -375,14 +375,14 @@ class StepSampler:
 def _deferred(
     step: int, entries: list[int] | None, sample: Callable[[NDArray[np.int32]], DeviceResult]
 ) -> DeviceResult:
-    """Return the result of a step whose sampling waits for masks.
+    """Return the pending result of a step that samples once its grammars' masks have arrived.
 
     sample: launches the sampling under given masks.
     """
     pending = DeviceResult(step, torch.empty(0, dtype=torch.int64), entries)
 
     def launch(masks: NDArray[np.int32]) -> None:
-        """Launch the sampling with these masks. Raises OutOfMemory."""
+        """Launch the sampling under the given masks. Raises OutOfMemory."""
         try:
             with torch.inference_mode():
                 result = sample(masks)

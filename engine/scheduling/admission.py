@@ -1,13 +1,13 @@
 """Admission: strategies that decide whether the first waiting request may start now.
 
-Strategies for memory (`ADMISSION`):
+Strategies for KV-cache memory (`ADMISSION`):
 
  optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
  reserved     all blocks that it may ever need fit now. Never preempts.
  sum          the same in tokens, without credit for shared prefixes. Never preempts.
  peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
 The last three rely on max_tokens: a request without max_tokens counts with the model's length.
-Strategies for running together (`BATCHING`):
+Strategies for which adapters share a batch (`BATCHING`):
 
  mixed        with any: a step serves requests of all adapters. The default.
  split        only with requests of its adapter.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class Footprint(NamedTuple):
-    """The memory of one request.
+    """The KV-cache memory of one request.
 
     now: tokens whose keys it holds, or will hold once its known tokens are computed.
     final: the same at its maximum length.
-    held: blocks in its table.
-    shared: blocks of these that other requests use too, so that they take no free block.
+    held: blocks in its block table.
+    shared: blocks among the held ones that other requests use too: they take no free block.
     """
 
     now: int
@@ -85,7 +85,7 @@ class KVMemory:
             self._running.append(admitted)
 
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of this many tokens needs at once."""
+        """Return the peak number of blocks of a request with the given number of tokens."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
 
@@ -96,7 +96,7 @@ class Fits(Protocol):
 
 
 class Joins(Protocol):
-    """A batching strategy.
+    """A strategy that decides whether a waiting request may join the batch of running requests.
 
     running: running requests by id.
     queue: the queue, which still has the request.

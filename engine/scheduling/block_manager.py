@@ -108,7 +108,7 @@ class BlockManager:
         self._free.append(block)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the most blocks that a request of this many tokens needs at once."""
+        """Return the peak number of blocks of a request with the given number of tokens."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
     def positions(self, blocks: int) -> int:

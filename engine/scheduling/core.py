@@ -481,8 +481,8 @@ class EngineCore:
 
         If the group has passed, the next group starts. After the last group the poison requests
         fail.
-        Raises the last failure if no group's step has succeeded, as the engine itself is then
-        broken.
+        Raises the last failure if no group's step has succeeded: the engine itself is then the
+        cause.
         """
         bisection.healthy |= succeeded
         if bisection.group and not bisection.group_passed():

@@ -142,7 +142,7 @@ class Scheduler:
 
     @property
     def rows(self) -> int:
-        """The number of requests that may run at once now."""
+        """The most requests that may run now."""
         return self.pace.rows(self._most_rows)
 
     def next_arrival(self) -> int:
@@ -150,7 +150,7 @@ class Scheduler:
         return self._arrivals
 
     def abort(self, ids: Iterable[int]) -> list[Delta]:
-        """End these requests in any phase; ids of requests that have just ended are ignored."""
+        """End requests in any phase by their ids; ids of ended requests are ignored."""
         deltas = []
         for request_id in ids:
             request = self.requests.get(request_id)
@@ -226,7 +226,7 @@ class Scheduler:
             self.images.clear()
 
     def admit_only(self, requests: Container[Request] | None) -> None:
-        """Let only these requests leave the queue from now on; None lifts the restriction."""
+        """Restrict admission to the given requests from now on; None lifts the restriction."""
         self.queue.only = requests
         self.queue.retry = True
 
@@ -772,7 +772,7 @@ class Scheduler:
         return outcome.deltas
 
     def _observe_drafts(self, speculation: Speculation, launched: LaunchedStep) -> None:
-        """Move requests past the tokens that they gained by drafts, and count these."""
+        """Advance requests by their accepted draft tokens, and count drafted and accepted ones."""
         for verification in launched.verifications:
             request = verification.request
             if request.phase is RequestPhase.DECODING:

@@ -17,14 +17,14 @@ class Sleeper(Protocol):
     """The memory that an engine frees while it sleeps; no step may be in flight."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
-        """Free these parts, which are held.
+        """Free the memory of the given parts, which are allocated.
 
         drop: whether the weights are lost, because others will replace them.
         """
         ...
 
     def wake(self, parts: Collection[str] = PARTS) -> None:
-        """Take these parts again, which are free. Raises MantaError if there is no room."""
+        """Allocate the given parts again, which are free. Raises MantaError without free memory."""
         ...
 
 
@@ -49,7 +49,7 @@ class EngineSleep:
 
     @property
     def asleep(self) -> bool:
-        """Whether a part of the memory is free."""
+        """Whether weights or caches are freed."""
         return bool(self.parts)
 
     def ask(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
@@ -94,9 +94,9 @@ class EngineSleep:
         logger.info("asleep after %.2f s: %s", time.perf_counter() - began, _listed(self.parts))
 
     def end(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
-        """Take these parts again (none = all), and cancel a pending sleep.
+        """Allocate the memory of the given parts (none = all), and cancel a pending sleep.
 
-        Raises MantaError if there is no room.
+        Raises MantaError without free memory.
         """
         if not self._knows(parts, ticket):
             return
@@ -124,8 +124,7 @@ class EngineSleep:
         self.dropped = False
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers to orders that are carried out or refused, but to those without a
-        ticket."""
+        """Return the answers to finished and refused orders that have a ticket."""
         answers, self._answers = self._answers, []
         return [answer for answer in answers if answer.ticket]
 

@@ -34,7 +34,7 @@ _FEW = 16  # new tokens of a request that do not count
 
 @dataclass(slots=True)
 class RequestDrafts:
-    """The source of a request's drafts, and the record of how often it was right."""
+    """The source of a request's drafts, and the record of how many were accepted."""
 
     source: Drafts
     record: DraftRecord
@@ -45,7 +45,7 @@ class Verification:
     """The drafts of a decode in a step.
 
     entry: index of the request's decode among the step's entries.
-    synthetic: how many drafts to accept whatever is sampled; -1 = those that are right.
+    synthetic: how many drafts to accept whatever is sampled; -1 = those that equal the samples.
     constraints: those of the request after each of the drafts, if it has a grammar or lists.
     forced: whether the drafts are what the grammar forces, and not the drafter's.
     most: the most drafts to accept, as no mask of later ones is valid.
@@ -129,7 +129,7 @@ class Speculation:
         return cls(lookup, DraftLengths(settings.tokens), lookup=lookup)
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
-        """Set `awaited` to the first of these requests with drafts beyond its token in flight.
+        """Set `awaited` to the first request with drafts for tokens after the one in flight.
 
         constrained: whether some of them may have grammars or lists of tokens.
         """
@@ -156,7 +156,7 @@ class Speculation:
     def choose(
         self, requests: Sequence[Request], room: int, *, constrained: bool = False
     ) -> list[Verification]:
-        """Return drafts of these decoding requests, whose tokens are all known.
+        """Return the drafts to verify of decoding requests that have no token in flight.
 
         room: the most drafts in all.
         constrained: whether some of them may have grammars or lists of tokens.
@@ -237,7 +237,7 @@ class Speculation:
         self._lengths.observe_step(entries, drafts, seconds)
 
     def forget_steps(self) -> None:
-        """Forget the times of steps, as those of the start are of compilers."""
+        """Forget the measured times of steps: those of warm-up include compilation."""
         self._lengths.forget_steps()
 
     def end(self, request: Request) -> None:

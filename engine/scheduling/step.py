@@ -189,10 +189,10 @@ class LaunchedStep:
         ended: list[int],
         end_tokens: set[int],
     ) -> int:
-        """Append the tokens that follow right drafts; return their number.
+        """Append the tokens that accepted drafts add to their requests; return their number.
 
-        tokens: of the other entries, which have been accepted.
-        over: entries whose requests go no further. The call adds to `failed` and `ended`.
+        tokens: the sampled tokens of entries that are not drafts.
+        over: entries whose requests have ended or failed. The call adds to `failed` and `ended`.
         """
         first = gained = 0
         for verification in self.verifications:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from engine.speculation.suffixes import Suffixes, stands_in
 
 _AGE = 900.0  # seconds after which an answer is forgotten
-_PIECE = 1_024  # tokens indexed in one call: under 0.4 ms
-_SEEN = 16_384  # tokens of a table, the newest read, that a look sees
+_PIECE = 1_024  # most tokens indexed in one call: under 0.4 ms
+_SEEN = 16_384  # newest tokens of a table in which `contain` searches
 _SHARE = 4  # a key has at most a fourth of all tokens, so one tenant cannot evict all others
 
 
@@ -27,7 +27,7 @@ class _Answers:
         self.arrivals: deque[tuple[float, int]] = deque()  # (time, tokens), oldest first
         # (time, tokens, where the answer begins and ends in them), oldest first
         self.waiting: deque[tuple[float, list[int], int, int]] = deque()
-        self.num_waiting = 0  # tokens of these
+        self.num_waiting = 0  # tokens of the waiting answers
 
     def read_newest(self, before: float, most: int) -> None:
         """Append the newest waiting answer to the array, unless it is older than `before`."""
@@ -78,7 +78,7 @@ class Answers:
     def find(self, key: bytes) -> "Suffixes[array[int]] | None":
         """Return the answers of this key; None = there are none. Valid until the next call.
 
-        New answers are read and indexed here, piece by piece.
+        New answers are read and indexed here, at most _PIECE tokens a call.
         """
         if (table := self._read(key)) is None:
             return None
@@ -88,7 +88,7 @@ class Answers:
         return suffixes
 
     def contain(self, key: bytes, tokens: bytes) -> bool:
-        """Whether an answer of this key, among the newest that were read, has these tokens.
+        """Whether one of the key's newest answers contains a run of tokens.
 
         tokens: int32 each.
         """

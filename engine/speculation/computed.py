@@ -1,7 +1,7 @@
 """ComputedDrafts, ComputedDrafter: drafts that a model computes on the device after a step.
 
-They come with the step's result and continue the text of that moment, so a request has some only in
-the step after.
+They come with the step's result and continue the text of that step, so only the next step can
+verify them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class ComputedDrafts:
         self._continued, self._tokens = num_tokens, tokens
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` of the drafts, if they continue the text as it is now."""
+        """Return at most `most` of the drafts; [] if the text has grown since their computation."""
         return list(self._tokens[:most]) if self._continued == self.num_tokens else []
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafter, Drafts: the interface between the scheduler and what guesses next tokens.
+"""Drafter, Drafts: the interface between the scheduler and drafters of speculative decoding.
 
     drafts = drafter.begin(token_ids, num_prompt, prediction, key)   when a request first drafts
     drafts.extend(tokens)                                            text that came since, in order

@@ -2,52 +2,57 @@
 
     record = DraftRecord()                              one for each request that may draft
     most = lengths.begin_step(entries)                  before each step; 0 = ask no drafter
-    if length := lengths.look_due():                    while it is 0: look at a request, whether
-        lengths.note_look(repeats)                      its last `length` tokens stood before
+    if length := lengths.look_due():                    while it is 0: check one request, whether
+        lengths.note_look(repeats)                      its last `length` tokens occur earlier
     drafts = source.propose(lengths.limit(record))
-    del drafts[lengths.worth(record, len(drafts)) :]    drop what costs more than it gives
+    del drafts[lengths.worth(record, len(drafts)) :]    drop tokens that cost more than they gain
     lengths.observe_drafts(record, drafted, accepted)   each verified draft (drafted >= 1)
     lengths.observe_step(entries, drafts, seconds)      each step of decodes alone
 
-Two decisions, both of figures that the engine measures:
+It decides twice, from figures that the engine measures:
 
-1. Of a draft: a token is worth its row if its probability is above the row's price. Probabilities
-   are those of drafts of equal length (a draft is long where its match is long), corrected by what
-   the request's earlier drafts gained. The price is the share of a step's time for one more row.
-2. Of steps: blocks of steps with drafts alternate with short ones without. Where the blocks with
-   drafts give fewer tokens a second, drafts rest for 64 steps, later for up to 256. Where they
-   give nothing, they rest too, as asking for them takes time. A rest goes on as long as looks, at
-   one request every few steps, see no text that repeats.
+1. For each draft: a token is verified if its acceptance probability exceeds the price of a row, the
+   share of a step's time for one more token. Probabilities are those of drafts of equal length (a
+   draft is long where its match is long), corrected by the request's earlier acceptance.
+2. For steps: blocks of steps with drafts alternate with short blocks without. If the blocks with
+   drafts give fewer tokens a second, drafts pause for 64 steps (a rest), later for up to 256. They
+   pause too if none is accepted, as asking drafters takes time. A rest goes on while checks (looks)
+   of one request every few steps find no text that repeats.
 """
 
 import math
 
-_SETTLING = 2  # steps after a change of state that are not measured: one may be in flight
-_MEASURED = 4  # steps of a short block that are measured
-_REST, _LONGEST_REST = 64, 256  # steps without drafts after drafts did not pay
-_KEEPS = 0.994  # tokens a second with drafts / without, above which drafts go on
-_LOSES = 0.97  # the same, below which a block ends early and rests become longer
-_MARGIN = 1.15  # how much more than its price a draft token has to be worth
-_NOISE = 0.1  # by how much chance may move that ratio, at one decode a step
-_STEP_WEIGHT = 0.15  # of a step with drafts in the running means; less with few decodes
-_PLAIN_WEIGHT = 0.15  # of a step without drafts, of which blocks have few
-_HIT_WEIGHT = 0.04  # of a draft in the running mean of acceptance
-_FADING = 0.97  # of earlier steps in the line of prices
-_RETURNING = 0.994  # the same in a step without drafts, when the line returns to the guess
-_LEAST_GAIN = 0.004  # accepted drafts for each decode, below which drafts rest
-_BLANK = 64  # steps in a row without an accepted draft, after which drafts rest
-_LAST = 8  # steps of a rest, its last ones, that are measured
-_LOOK, _LOOK_FEW = 32, 16  # steps between two looks; with few decodes
-_REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look
-_REPEATS = 2  # looks in a row that see a repeat, after which a rest without gain is over
-_SURPRISE = 0.2  # by how much of a step one measured step may differ from the line
-_MOST_FIXED = 0.5  # of a step: what drafts cost beside their rows; more is another program's work
-_FEW = 16  # decodes with which asking for drafts takes no time that counts
-_PROBES = 0.004  # share of the time for drafts that are not worth their rows, to learn of them
+# ---- Blocks and rests, in steps
+_SETTLING = 2  # unmeasured first steps of a block: a step of the block before may be in flight
+_MEASURED = 4  # measured steps of a short block
+_REST, _LONGEST_REST = 64, 256  # first and longest rest
+_LAST = 8  # last steps of a rest, which are measured
+_BLANK = 64  # consecutive steps without an accepted draft after which a rest begins
+_LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second with at most _FEW decodes
+_REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look; the second as above
+_REPEATS = 2  # consecutive looks with a repeat that end a rest begun for lack of accepted drafts
+_FEW = 16  # most decodes of a step at which the time for asking drafters is negligible
+
+# ---- Thresholds. Speed-up: tokens a second with drafts, divided by tokens a second without.
+_KEEPS = 0.994  # least speed-up at which drafts go on
+_LOSES = 0.97  # speed-up below which a block ends early and rests become longer
+_NOISE = 0.1  # random error of the measured speed-up with one decode a step; less with more
+_MARGIN = 1.15  # least gain of a draft token, as a multiple of its price
+_LEAST_GAIN = 0.004  # accepted drafts per decode below which drafts rest
+_PROBES = 0.004  # most share of time for drafts not worth their price, so that they are measured
+
+# ---- Running means, and the fitted line of a step's extra time over its draft tokens
+_STEP_WEIGHT = 0.15  # weight of a new step with drafts in the means; less with few decodes
+_PLAIN_WEIGHT = 0.15  # weight of a new step without drafts, of which there are few
+_HIT_WEIGHT = 0.04  # weight of a new draft in the mean acceptance
+_FADING = 0.97  # factor of the line's earlier steps at each step with drafts
+_RETURNING = 0.994  # the same at a step without drafts, at which the line moves to its first guess
+_SURPRISE = 0.2  # most deviation of a step's time from the line, in steps; outliers are clipped
+_MOST_FIXED = 0.5  # most extra time apart from draft tokens, in steps; more is other programs'
 
 
 class DraftRecord:
-    """The record of what one request's drafts gained; changed by DraftLengths alone.
+    """The record of how many of one request's drafts were accepted; only DraftLengths changes it.
 
     expected, accepted: fading sums of expected and accepted draft tokens.
     proposed: the length of the last draft before it was cut.
@@ -57,13 +62,13 @@ class DraftRecord:
     __slots__ = ("accepted", "asked", "expected", "proposed")
 
     def __init__(self) -> None:
-        self.expected = self.accepted = 2.0  # the engine's acceptance counts like a few drafts
+        self.expected = self.accepted = 2.0  # a prior: the engine's mean acceptance
         self.proposed = 0
         self.asked = -1
 
 
 class _StepCosts:
-    """The measured steps of about equally many decodes."""
+    """The measured step times for one range of batch sizes, with and without drafts."""
 
     __slots__ = (
         "_entries",
@@ -89,18 +94,18 @@ class _StepCosts:
     def __init__(self, entries: int) -> None:
         self.noise = _NOISE / entries
         self.plain = 0.0  # seconds of a step without drafts; 0 = not measured
-        self.num_plain = 0  # such steps
-        self.gain = 0.0  # accepted drafts for each decode, of steps in blocks with drafts
-        self.extra = 0.0  # their time beyond `plain`, as a share of it
-        self.measured = 0  # steps with drafts
-        self.on = False
+        self.num_plain = 0  # measured steps without drafts
+        self.gain = 0.0  # mean accepted drafts per decode in blocks with drafts
+        self.extra = 0.0  # mean time of steps in such blocks beyond `plain`, as a share of `plain`
+        self.measured = 0  # measured steps in blocks with drafts
+        self.on = False  # whether this block has drafts
         self.resting = False  # whether this block is a rest
-        self.idle = False  # whether it is, because drafts gave nothing
-        self.block = self.left = _SETTLING + _MEASURED  # its steps, and those to come
+        self.idle = False  # whether it is a rest because no drafts were accepted
+        self.block = self.left = _SETTLING + _MEASURED  # the block's steps; its remaining steps
         self.settling = _SETTLING
         self.rest = _REST
-        # A line through (draft tokens, time beyond plain), by fading sums. It begins with a guess:
-        # rows cost little up to 32, and up to half of a decode's share beyond.
+        # A line fitted to (draft tokens, time beyond `plain`), by decayed sums. It begins with a
+        # guess: rows cost little up to 32, and at most half of a decode's share beyond.
         self._entries = entries
         self._sums = self._guess = self._point(entries, min(0.5, entries / 128))
         self.fixed = self.price = 0.0
@@ -108,18 +113,18 @@ class _StepCosts:
 
     @property
     def value(self) -> float:
-        """Tokens a second with drafts, divided by those without."""
+        """The speed-up: tokens a second with drafts, divided by tokens a second without."""
         return (1 + self.gain) / (1 + self.extra)
 
     def measure_plain(self, seconds: float) -> None:
-        """Add a step without drafts. The first ones count most, and outliers little."""
+        """Add the time of a step without drafts. The first weigh most, and outliers little."""
         self.num_plain += 1
         plain = self.plain or seconds
         weight = max(_PLAIN_WEIGHT, 1 / self.num_plain)
         self.plain = plain + weight * (min(seconds, 2 * plain) - plain)
 
     def measure(self, drafts: int, seconds: float, accepted: int) -> None:
-        """Add a step of a block with drafts, whether it had any or not."""
+        """Add a step of a block with drafts, even if the step itself had none."""
         # A row costs at most what a decode does; the rest of a longer step is another program's.
         most = _MOST_FIXED + drafts / self._entries
         extra = min(seconds / self.plain - 1, most)
@@ -138,7 +143,7 @@ class _StepCosts:
         self.extra += weight * (extra - self.extra)
 
     def return_to_guess(self) -> None:
-        """Let the line fade, in a step that tells nothing of it."""
+        """Move the fitted line towards its first guess, after a step that had no drafts."""
         self._sums = tuple(
             _RETURNING * old + (1 - _RETURNING) * new
             for old, new in zip(self._sums, self._guess, strict=True)
@@ -150,9 +155,9 @@ class _StepCosts:
         return 1.0, float(drafts), extra, float(drafts * drafts), drafts * extra
 
     def _draw(self) -> None:
-        """Set `fixed` and `price` to the line through what was measured."""
+        """Fit the line to the measured steps: `fixed` is its intercept, `price` its slope."""
         weight, xs, ys, squares, products = self._sums
-        weight += 0.2  # a point at the origin, so that one length of drafts is enough
+        weight += 0.2  # a point at the origin, so that steps with one number of drafts suffice
         spread = squares - xs**2 / weight
         slope = (products - xs * ys / weight) / spread if spread > 1e-6 else 0.0
         slope = min(max(0.0, slope), 1 / self._entries)
@@ -162,7 +167,7 @@ class _StepCosts:
         self.fixed, self.price = min(fixed, _MOST_FIXED), slope
 
     def begin_block(self) -> None:
-        """Begin the next block, when the last one is over."""
+        """Begin the next block, with drafts or without, after the last one has ended."""
         gains = self.measured == 0 or self.gain >= _LEAST_GAIN
         pays = self.measured == 0 or (gains and self.value >= _KEEPS - self.noise)
         self.resting = self.on and not pays
@@ -177,8 +182,8 @@ class _StepCosts:
                 self.rest = min(longer, _REST if few else _LONGEST_REST)
         else:
             self.on = True
-            # A block without drafts loses what drafts would gain, so such blocks are rare where
-            # that is much.
+            # A block without drafts loses their speed-up, so the larger that is, the rarer such
+            # blocks are.
             long = 128 if self.value < 1.1 else 512
             self.left = long if pays else _SETTLING + _MEASURED
             if not pays:  # another trial, on new figures
@@ -188,8 +193,7 @@ class _StepCosts:
         self.block, self.settling = self.left, _SETTLING
 
     def end_early(self) -> bool:
-        """Whether to end a block of steps with drafts early, as they lose time or have long gained
-        nothing."""
+        """Whether to end a block with drafts early: they lose speed, or almost none is accepted."""
         steps = self.block - self.left
         if steps >= (_REST if self._entries <= _FEW else _SETTLING + _MEASURED) and (
             self.gain < _LEAST_GAIN
@@ -215,19 +219,19 @@ class DraftLengths:
             [(0.3 if n == 1 else 0.4 if n < 4 else 0.7) ** (j + 1) for j in range(n)]
             for n in range(most + 1)
         ]
-        self._probed = 0  # the last step with a draft that was not worth its rows
+        self._probed = 0  # the last step that verified a draft not worth its price, to measure it
         self._drafted = 0  # draft tokens of the last step
-        self._blank = 0  # steps in a row that asked for drafts and accepted none
-        self._accepted = 0  # in steps that observe_step has not heard of
-        self._interested = 0  # requests with a draft worth its rows, since the last step
+        self._blank = 0  # consecutive steps that asked for drafts and accepted none
+        self._accepted = 0  # accepted draft tokens since the last call of observe_step
+        self._interested = 0  # requests with a draft worth its price, since the last step
         self._mean_interested = 1.0
-        self._next_look = 0  # the step from which a look is due
-        # Since the rest began or was prolonged: looks, those that saw a repeat, and of these the
-        # newest ones in a row.
+        self._next_look = 0  # the first step in which a look is due again
+        # Since the rest began or was prolonged: looks, looks that found a repeat, and the newest
+        # consecutive looks that did.
         self._looks = self._repeats = self._in_a_row = 0
 
     def forget_steps(self) -> None:
-        """Forget the times of all steps, as those of an engine's start are of compilers."""
+        """Forget the measured times of all steps: those of warm-up include compilation."""
         self._costs.clear()
         self._current = _StepCosts(1)
 
@@ -243,7 +247,7 @@ class DraftLengths:
         return self._most if self._current.on else 0
 
     def look_due(self) -> int:
-        """Return how many tokens have to repeat in a look at a request; 0 = no look is due.
+        """Return the length of the suffix to check for repeats in a request; 0 = no check is due.
 
         Legal while `begin_step` returns 0.
         """
@@ -264,7 +268,7 @@ class DraftLengths:
             self.wake()
 
     def wake(self) -> None:
-        """End the rest, as drafts are likely to be right now."""
+        """End the rest, because drafts are likely to be accepted again."""
         if self._current.resting:
             self._begin_block(self._current)
 
@@ -273,7 +277,7 @@ class DraftLengths:
         return self._most if self._current.on else 0
 
     def worth(self, record: DraftRecord, length: int) -> int:
-        """Return how many tokens of a request's draft are worth their rows in this step.
+        """Return how many leading tokens of a request's draft gain more time than they cost.
 
         length: tokens of the draft. It is at most `limit`.
         """
@@ -291,7 +295,7 @@ class DraftLengths:
         if count and record.asked != self._step:
             self._interested += 1
             record.asked = self._step
-        # Requests with drafts share the fixed cost of a step that has any.
+        # A step with drafts has a fixed cost, which its requests with drafts share.
         share = _MARGIN * costs.fixed * entries / max(1.0, self._mean_interested, self._interested)
         record.proposed = length
         if best > share:
@@ -302,7 +306,7 @@ class DraftLengths:
         return length
 
     def observe_drafts(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        """Note that `accepted` of a request's `drafted` tokens were accepted."""
+        """Record that `accepted` of a request's `drafted` tokens were accepted."""
         hits = self._hits[max(drafted, record.proposed)]
         expected = 0.0
         for position in range(drafted):
@@ -313,11 +317,11 @@ class DraftLengths:
         self._accepted += accepted
 
     def observe_forced(self, accepted: int) -> None:
-        """Note accepted tokens that a grammar forced, which say nothing of the drafter."""
+        """Count accepted tokens that a grammar forced, without changing mean acceptance."""
         self._accepted += accepted
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
-        """Note the seconds of a step of `entries` decodes with `drafts` draft tokens in all."""
+        """Record the seconds of a step of `entries` decodes and `drafts` draft tokens in all."""
         self._step += 1
         costs = self._current
         if costs.resting and costs.left > _LAST:

@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from engine.speculation.answers import Answers
 from engine.speculation.suffixes import BYTES_PER_TOKEN, Suffixes, stands_in
 
-_TRIES = 8  # places of a pair of tokens that a look-up compares
-_WINDOW = 16_384  # tokens of a request that are places: the newest ones
+_TRIES = 8  # most occurrences of a pair of tokens that a look-up compares
+_WINDOW = 16_384  # newest tokens of a request that are searched for matches
 _PIECE = 4_096  # tokens indexed in one call, so that a long prompt delays no step: under 1 ms
-_SEEN = 4_096  # newest tokens of a text that a look sees
-_LEAD = 16  # tokens of the prompt before a shared answer, which its first tokens are found by
+_SEEN = 4_096  # newest tokens of a text in which a check for repeats searches
+_LEAD = 16  # last prompt tokens, stored with an answer so that its first tokens can be found
 
 
 @dataclass(frozen=True, slots=True)
 class LookupOptions:
     """The settings of look-up.
 
-    min_match, max_match: tokens before a draft that have to be equal, and that are compared.
+    min_match, max_match: the least tokens before a draft that have to match, and the most compared.
     factor: the most draft tokens for each token of the match.
-    min_probability: a draft ends where the shares of its tokens, among up to eight places with
-        equal matches, multiply to less.
-    shared_tokens: tokens of earlier answers, of all keys; 0 = requests draft from their own text.
-    text_tokens: tokens of running requests that are indexed at once.
+    min_probability: a draft ends where its estimated probability falls below. Estimates are shares
+        among up to eight occurrences with equal matches.
+    shared_tokens: the most stored tokens of earlier answers, of all keys; 0 = requests draft from
+        their own text.
+    text_tokens: the most indexed tokens of all running requests together.
     """
 
     min_match: int = 1
@@ -49,7 +50,7 @@ class LookupOptions:
 
 
 class Lookup:
-    """The Drafter of look-up."""
+    """The drafter of prompt look-up (n-gram) speculation."""
 
     def __init__(self, options: LookupOptions) -> None:
         self.options = options
@@ -71,7 +72,7 @@ class Lookup:
             self.answers.add(key, token_ids, max(0, num_prompt - _LEAD))
 
     def repeats(self, token_ids: Sequence[int], key: bytes, length: int) -> bool:
-        """Whether a text's last `length` tokens stood before, in itself or in earlier answers.
+        """Whether a text's last `length` tokens occur earlier, in the text or in other answers.
 
         It needs no state of the request, and takes 12 ns a token of the text.
         """
@@ -82,7 +83,7 @@ class Lookup:
 
 
 class LookupDrafts:
-    """The Drafts of one request."""
+    """The drafts of one request, looked up in its own text and in earlier answers."""
 
     __slots__ = (
         "_answer_begin",
@@ -111,8 +112,8 @@ class LookupDrafts:
         # index in the list of tokens = index in the request's text + offset
         self._offset = len(expected) - cut
         self._answer_begin = num_prompt
-        # A draft is likely to go on where the last one ended: the list's length at the last
-        # proposal, and its place. A prediction goes with the answer from its first token.
+        # A draft is likely to go on where the last one ended: (length of the list, position of the
+        # match) at the last proposal. A prediction is taken from the answer's first token on.
         self._following = (num_prompt + self._offset, 0) if expected else None
 
     @property
@@ -162,7 +163,7 @@ class LookupDrafts:
             self._answers.add(self._key, text.tokens, max(0, begin - _LEAD))
 
     def _index(self) -> Suffixes[list[int]]:
-        """Index tokens that came since, within the bounds of one call and of the engine."""
+        """Index the tokens added since the last call, within a call's and the engine's limits."""
         text, lookup = self._text, self._lookup
         if len(text.tokens) > 2 * _WINDOW:
             text = self._forget()

@@ -19,7 +19,7 @@ class SyntheticAcceptance:
         self.rates = tuple(rates)
 
     def accepted(self, seed: int, choice: int, position: int, drafted: int) -> int:
-        """Return how many of a step's drafts, the first at this position, are accepted."""
+        """Return how many leading drafts are accepted, of those that begin at `position`."""
         key = f"{seed} {choice} {position}".encode()
         numbers = hashlib.blake2b(key, digest_size=4 * len(self.rates)).digest()
         count = 0

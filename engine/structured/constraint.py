@@ -67,7 +67,7 @@ class Constraint:
         limits: TokenLimits,
         output: Sequence[int],
     ) -> "Constraint":
-        """Make a constraint only of lists of tokens.
+        """Make a constraint of allowed and bad tokens alone, without a grammar.
 
         num_tokens: the size of the vocabulary.
         stop_ids: the tokens that end the request, the model's end tokens included.
@@ -131,9 +131,9 @@ class Constraint:
             return None
 
     def forced(self) -> list[int]:
-        """Return tokens that the grammar forces next, without the last of them.
+        """Return the next tokens that the grammar determines, except the last of them.
 
-        The last one may go on with text that is not forced, as another token.
+        In place of the last one, a longer token may also fit, which goes on with free text.
         """
         text = self._matcher.compute_ff_bytes() if self.grammatical else b""
         if len(text) < 2:
@@ -147,7 +147,7 @@ class Constraint:
             self._limits.accept_token(token)
 
     def finish_mask(self, mask: Masks) -> str:
-        """Apply end tokens and lists to a mask [num_words] int32 that the matcher has filled.
+        """Apply end tokens, and allowed and bad tokens, to the matcher's mask [num_words] int32.
 
         Without a grammar the mask is filled here. Returns why there is no valid mask, or "".
         """
@@ -193,7 +193,7 @@ def _set(mask: Masks, ids: Iterable[int]) -> None:
 
 
 def _clear_unless_all(mask: Masks, ids: Iterable[int]) -> None:
-    """Forbid these tokens, unless no other token is allowed."""
+    """Clear the mask's bits of the given ids, unless no other bit is set."""
     allowed = mask.copy()
     bits = allowed.view(np.uint32)
     for token in ids:

@@ -259,7 +259,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _lookup(document: Any, reference: str) -> Any:
-    """Return the target of a reference such as "#/$defs/a"; None for another or broken one."""
+    """Return the target of a reference such as "#/$defs/a"; None if it is invalid or remote."""
     if not reference.startswith("#") or "%" in reference:
         return None
     node = document

@@ -78,7 +78,7 @@ def hide_marks(
 
 
 def _spaces_alone(normalizer: Any) -> Any:
-    """Return the normalizer with only the parts that change how spaces are written, or None."""
+    """Return a tokenizer's normalizer with only its steps that rewrite spaces; None without any."""
     if not isinstance(normalizer, dict):
         return None
     if normalizer.get("type") == "Sequence":

@@ -9,11 +9,10 @@ Masks = NDArray[np.int32]
 
 
 class TokenLimits:
-    """The limits of allowed and bad tokens on one output, a function of its ids alone.
+    """The limits that `allowed_token_ids` and bad words set on the tokens of one output.
 
-    Every token has to be passed to `take` in order, wherever it was sampled. A mask is [num_words]
-
-    int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+    Every token has to be passed to `accept_token` in order, wherever it was sampled. A mask is
+    [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
     """
 
     __slots__ = ("_allowed", "_bad", "_endings", "_longest", "_tail")
@@ -21,7 +20,7 @@ class TokenLimits:
     def __init__(
         self, allowed: Sequence[int], bad: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
-        """Read the lists.
+        """Build the bit masks of allowed and forbidden tokens.
 
         allowed: ids that may be sampled; () = all.
         bad: non-empty sequences of ids that must never appear complete.
@@ -70,7 +69,7 @@ class TokenLimits:
 
 
 def _mask(ids: Sequence[int], num_words: int) -> Masks:
-    """Return a mask in which the bits of these ids are 1."""
+    """Return a mask in which the bits of the given ids are 1."""
     bits = np.zeros(num_words * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

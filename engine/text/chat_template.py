@@ -197,7 +197,7 @@ class ChatTemplate:
         return self.forms("default")["user"].silent
 
     def forms(self, name: str) -> dict[str, Form]:
-        """Return role -> form of contents (text or parts) that this template renders."""
+        """Return, by role, in which form (a string or parts) this template renders contents."""
         known = self._forms.get(name)
         if known is None:
 

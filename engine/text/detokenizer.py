@@ -161,7 +161,7 @@ class ChoiceDecoder:
         return text[:keep]
 
     def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
-        """Return how many tokens of part decode to the first `end` characters of its text."""
+        """Return how many tokens of `part` its first `end` characters of text need."""
         if len(part) == 1:
             return 1
         self._stream.restore(before)

@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """The forms of content that a template shows for one role.
+    """The forms of message content (a string, a list of parts) that a template renders for a role.
 
     text: whether it shows a content that is a text; None if it raises an error.
     parts: whether it shows a content that is a list of parts; None if it raises an error.
@@ -31,12 +31,15 @@ class Form(NamedTuple):
 
     @property
     def silent(self) -> bool:
-        """Whether the template renders such messages without their text."""
+        """Whether the template renders the role's messages without an error but omits their text.
+
+        The rendered prompt would then lack what the client wrote.
+        """
         return not self.text and not self.parts and False in self
 
 
 def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
-    """Find the form of each role.
+    """Find, for each role, in which form a chat template renders the content of messages.
 
     render: a function that returns the template's text of a chat; it may raise any exception.
     """
@@ -98,7 +101,7 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content of either form, with a space for each part that has none."""
+    """Return the text of a message's content; parts that are not text become one space each."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):

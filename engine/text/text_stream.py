@@ -1,4 +1,4 @@
-"""TextStream: converts token ids to text, piece by piece, exactly and quickly.
+"""TextStream: converts token ids to text incrementally, exactly and quickly.
 
 The text depends only on the ids, not on how they were split into calls. `tokenizers.DecodeStream`
 cannot be used. It drops an unfinished end, and it raises or differs on bytes that are not valid
@@ -40,7 +40,7 @@ _TAIL = 6  # the start of a text may depend on this many tokens before it
 
 
 def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
-    """Return the text that a decoder would show for the bytes of an unfinished character."""
+    """Return the replacement characters of the incomplete character that a decoder holds back."""
     state = utf8.getstate()
     text = utf8.decode(b"", True)
     utf8.setstate(state)
@@ -48,9 +48,19 @@ def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
 
 
 class _DecodeStream(Protocol):
+    """An incremental decoder of token ids, for one kind of tokenizer."""
+
     def feed(self, token_ids: Sequence[int]) -> str: ...
     def finish(self) -> str: ...
-    def follow(self, token_ids: Sequence[int]) -> str: ...
+
+    def follow(self, token_ids: Sequence[int]) -> str:
+        """Start the stream after a prompt, whose text is not returned.
+
+        Returns the replacement characters with which the prompt's text ends because its last
+        character is incomplete, or "".
+        """
+        ...
+
     def state(self) -> Any: ...
     def restore(self, state: Any) -> None: ...
 
@@ -74,7 +84,7 @@ class _Pieces(dict[int, Any]):
 
 
 class _Scheme:
-    """The way a tokenizer's decoder joins tokens, read from its declaration once."""
+    """The rules by which a tokenizer joins tokens to text, read from tokenizer.json's `decoder`."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         decoder = tokenizer.backend.decoder
@@ -143,7 +153,6 @@ class _ByteStream:
         return self._utf8.decode(b"", True)
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Continue after a text; return what that text shows of an incomplete character."""
         tail = b""
         for token in reversed(token_ids):
             tail = self._piece(token) + tail
@@ -193,7 +202,6 @@ class _FallbackStream:
         return self._stripped(self._utf8.decode(b"", True))
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Continue after a text; return what that text shows of an incomplete character."""
         for token in token_ids:  # only the text's start may be cut
             if not self._left:
                 break
@@ -262,7 +270,6 @@ class _WindowStream:
         return self._step(-1, final=True) if len(self._ids) > self._read else ""
 
     def follow(self, token_ids: Sequence[int]) -> str:
-        """Continue after a text; return what that text shows of an incomplete character."""
         shown = 0
         for token in reversed(token_ids):
             self._ids.append(token)
@@ -306,7 +313,7 @@ class Tables:
 
 
 class TextStream:
-    """A decoder of one sequence of ids, piece by piece.
+    """An incremental decoder of one sequence of token ids.
 
     ``feed`` returns the characters that are now certain; an unfinished UTF-8 sequence is held back.
     ``finish`` returns the rest. Together they give ``Tokenizer.decode`` of all ids, however the ids
@@ -342,10 +349,10 @@ class TextStream:
 
 
 class _BehindUnfinished:
-    """A stream after a text that ends inside a character.
+    """A stream after a prompt whose last character is incomplete.
 
-    shown: what that text shows of the character. It is left out here if the character stays
-        unfinished.
+    shown: the replacement characters that the prompt's text has for that character. They are not
+        repeated if the output does not complete the character.
     """
 
     def __init__(self, stream: _DecodeStream, shown: str) -> None:

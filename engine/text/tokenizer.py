@@ -119,7 +119,7 @@ class Tokenizer:
         recommended: whether generation_config.json sets sampling defaults
             (EngineConfig.generation_config).
         chat_template: jinja instead of the checkpoint's templates.
-        Raises ConfigError if there is none or it is broken.
+        Raises ConfigError if there is none or it is invalid.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"

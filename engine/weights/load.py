@@ -98,7 +98,7 @@ def _fill(
     *,
     converted: bool = False,
 ) -> None:
-    """Fill every parameter of the model, and pack those of its units.
+    """Load every parameter of the model, and repack quantised ones for their kernels.
 
     stored: the tensors under the names that the model uses.
     converted: whether the folder has the parameters themselves.
@@ -126,7 +126,7 @@ def read_named(model: Loadable, folder: Path, *, tell: bool = True) -> dict[str,
 
 
 def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> None:
-    """Fill and pack a part of a model, from those of the tensors that it takes.
+    """Load and pack a part of a model from the tensors that it uses.
 
     stored: the tensors of the whole model, as `read_named` returns them.
     Raises ConfigError as load_weights does.
@@ -177,9 +177,9 @@ def check_headers(model: Loadable, folder: Path) -> None:
 
 
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
-    """Return the model's units, and one unit for each parameter outside them.
+    """Return the groups of parameters to pack together, and one for each other parameter.
 
-    Parameters outside the model's units get their memory here.
+    Parameters outside the model's own groups (`Unit`) get their memory here.
 
     converted: the tensors of a folder that has the parameters themselves.
     """

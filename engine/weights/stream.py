@@ -233,10 +233,10 @@ class _Reader(Protocol):
 
 @dataclass(slots=True)
 class _Piece:
-    """The parts that one thread reads at once, and the job of each.
+    """Adjacent parts of a file that a thread reads in one call, and the job of each.
 
-    Without it a checkpoint with ten thousand small tensors would need as many reads, each with a
-    wait for the interpreter's lock.
+    Separate reads would make a checkpoint with ten thousand small tensors wait for the
+    interpreter's lock as often.
     """
 
     parts: list[Transfer]
@@ -245,11 +245,11 @@ class _Piece:
 
     @property
     def transient(self) -> Job | None:
-        """The piece's one job, if it allocates; else None."""
+        """The job of all parts, if it allocates its memory when it begins; else None."""
         return self.jobs[0] if self.jobs[0].allocate is not None else None
 
     def takes(self, part: Transfer, job: Job, limit: int) -> bool:
-        """Whether the next part belongs to this piece too."""
+        """Whether the next part can be read in the same call."""
         if not self.parts or part.stored.file != self.parts[0].stored.file:
             return False
         if self.transient is not (None if job.allocate is None else job):
@@ -314,7 +314,7 @@ class _Queue:
         self._error: BaseException | None = None
 
     def work(self, make_reader: Callable[[], _Reader], then: bool, inference: bool) -> None:
-        """Read pieces until none is left; this is the body of a thread.
+        """Read until no part is left; this is the body of a thread.
 
         then: whether the thread also runs `then` of a job after its last part.
         inference: the caller's inference mode of torch, which each thread has to set.
@@ -341,7 +341,7 @@ class _Queue:
                 self._changed.notify_all()
 
     def _read(self, reader: _Reader, piece: _Piece) -> list[Job]:
-        """Read a piece and return the jobs that end with it."""
+        """Read the piece's parts and return the jobs whose last part is among them."""
         if not piece.parts:
             return piece.jobs
         with torch.inference_mode():
@@ -375,7 +375,7 @@ class _Queue:
         return None
 
     def _end(self, job: Job, then: Callable[[], None]) -> None:
-        """Call what follows a job's last part, and count its memory as freed.
+        """Finish a job after its last part was read, and count its memory as freed.
 
         then: the function to call.
         """

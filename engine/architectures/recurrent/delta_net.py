@@ -67,7 +67,7 @@ class DeltaNet:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs as buffers.
+        """The buffer elements of a prompt's chunk: (16-bit elements, float32 elements).
 
         `kernels.recurrent.delta_chunks_cuda` allocates them. The 16-bit elements are queries and
         keys of each key head, and weights, values and token pairs of each value head. The float32

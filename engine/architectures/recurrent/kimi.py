@@ -60,8 +60,7 @@ class Kimi:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs, for all
-        heads.
+        """The buffer elements of a prompt's chunk, all heads: (16-bit elements, float32 elements).
 
         `kernels.recurrent.kimi_chunks_cuda` allocates them. The 16-bit elements are queries, keys,
         weights, values and token pairs. The float32 elements are sums of decays, and token pairs.

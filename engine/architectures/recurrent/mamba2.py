@@ -77,7 +77,7 @@ class Mamba2:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of 16-bit and of float32 elements that a chunk of a prompt needs as buffers.
+        """The buffer elements of a prompt's chunk: (16-bit elements, float32 elements).
 
         `kernels.recurrent.mamba2_chunks_cuda` allocates them. The 16-bit elements are x and states
         of each head, and B and C of each group. The float32 elements are time steps and sums of

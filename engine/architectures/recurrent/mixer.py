@@ -36,7 +36,7 @@ class Mixer(Protocol):
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """The numbers of elements that a prompt's kernels on CUDA pass on for each CHUNK tokens.
+        """The elements of buffers that a prompt's CUDA kernels need for each CHUNK tokens.
 
         The first number counts elements of the activations' dtype, the second float32 elements. (0,
         0) means that the layer computes token by token.

@@ -1,4 +1,4 @@
-"""Popularity: a decayed count of requests for each name. No torch here."""
+"""Popularity: an exponentially decayed count of requests for each adapter. No torch here."""
 
 FADE = 1.002  # a request counts half as much as one that comes 350 requests later
 # Seconds after which counts also halve, for servers so quiet that 350 requests take a day. The
@@ -8,15 +8,16 @@ _MOST = 1e100
 
 
 class Popularity:
-    """Decayed counts of requests, in units that grow so that old counts need no update.
+    """The exponentially decayed counts of requests by name.
 
-    Before they overflow, all counts are scaled down and negligible ones are dropped. `now` is in
-    seconds of any one clock.
+    A new request adds more than an earlier one, so that earlier counts need no update. Before they
+    overflow, all counts are scaled down and negligible ones are dropped. `now` is in seconds of any
+    one clock.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
-        self._gain = 1.0  # units that a request counted at `_last`
+        self._gain = 1.0  # what a request at `_last` added to its name's count
         self._last = 0.0
 
     def count(self, name: str, now: float) -> None:
@@ -34,7 +35,7 @@ class Popularity:
         return self._counts.get(name, 0.0)
 
     def request_units(self, now: float) -> float:
-        """Return the units that about one request counts now."""
+        """Return what a request at `now` adds to its name's count, before the increase by FADE."""
         # After 500 half-lives earlier counts are negligible, and a float ends at 2 ** 1024.
         lives = min(max(0.0, now - self._last) / HALF_LIFE, 500.0) if self._counts else 0.0
         return self._gain * 2.0**lives

@@ -27,7 +27,7 @@ class Slot:
 
     @property
     def wanted(self) -> bool:
-        """Whether requests run on the slot's adapter or wait for it."""
+        """Whether running or waiting requests use the slot's adapter."""
         return self.adapter is not None and self.adapter.users > 0
 
 

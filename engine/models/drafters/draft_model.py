@@ -47,7 +47,7 @@ class DraftModel:
         return self.model.tensor_name(stored)
 
     def ignores(self, stored: str) -> bool:
-        """Whether the draft model does not use the files' tensor of this name."""
+        """Whether loading skips the checkpoint's tensor `stored`, which the draft model lacks."""
         return self.model.ignores(stored)
 
     def parameters(self) -> Iterator[Parameter]:

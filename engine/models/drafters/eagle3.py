@@ -94,7 +94,8 @@ class Eagle3Drafter:
             self._table = torch.empty(shape, dtype=build.dtype, device=build.device)
             source = Source(_EMBEDDING, shape)
             self._others.append(Parameter(_EMBEDDING, self._table, (source,)))
-        # [vocab_size] int64: the model's number of each token that can be drafted, once finished
+        # [drafter's vocab_size] int64: the model's token id for each of the drafter's ids, filled
+        # by `finish`
         self._numbers: Tensor | None = None
         if config.vocab_size < body.vocab_size:
             count = config.vocab_size
@@ -115,7 +116,7 @@ class Eagle3Drafter:
         return name if quantized is None else quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
-        """Whether the drafter does not use the files' tensor of this name."""
+        """Whether loading skips the checkpoint's tensor `stored`, which the drafter lacks."""
         name = self.tensor_name(stored)
         unread = self._table is None and name == _EMBEDDING
         unread |= self._numbers is None and name == "d2t"

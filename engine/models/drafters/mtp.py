@@ -81,7 +81,7 @@ class MtpDrafter:
         return name if quantized is None else quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
-        """Whether the layer does not use the checkpoint's tensor of this name."""
+        """Whether loading skips the checkpoint's tensor `stored`, which the MTP layer lacks."""
         name = self._model.config.tensor_name(stored)
         own = {self._numbered(module) for module in (self._mtp.layer, *self._outside)}
         copies = {self._numbered(module) for module in self._mtp.copies}

@@ -46,16 +46,18 @@ class Layout(ABC):
         self.part = part
 
     def inputs(self, unit: int) -> tuple[int, int]:
-        """Return the range of kept inputs, counted in units that cannot be split.
+        """Return the range of inputs that this rank has, in multiples of `unit` inputs.
 
-        Raises ConfigError if a rank's part begins or ends inside a unit.
+        unit: the inputs of a group or block, which cannot be split.
+        Raises ConfigError if a rank's part begins or ends inside a group.
         """
         return self._cut(self.part.columns, self.part.in_features, unit, "inputs")
 
     def outputs(self, unit: int) -> tuple[int, int]:
-        """Return the range of kept outputs, counted in units that cannot be split.
+        """Return the range of outputs that this rank has, in multiples of `unit` outputs.
 
-        Raises ConfigError if the outputs are not a range, or begin or end inside a unit.
+        unit: outputs that are stored together and cannot be split.
+        Raises ConfigError if the outputs are not a range, or begin or end inside such a group.
         """
         rows = self.part.rows
         if not isinstance(rows, tuple):

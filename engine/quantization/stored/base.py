@@ -81,7 +81,7 @@ class LinearPiece:
         return any(layout.ordered for layout in self.layouts)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Return x [n, in] with its inputs in the order that the piece's state expects."""
+        """Return x [n, in] with its columns permuted as the packed weights expect."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
@@ -127,7 +127,7 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
-        """Pack a piece whose layouts are filled, and return the packed state."""
+        """Repack loaded weights for the device's kernels, and return the packed state."""
 
     def packs(self, piece: LinearPiece) -> bool:
         spec = piece.spec
@@ -139,7 +139,7 @@ class Stored(LinearMethod):
 
     @staticmethod
     def whole(state: StoredState) -> bool:
-        """Whether one piece is the whole layer and takes inputs in their order.
+        """Whether the layer is one packed matrix that takes its inputs without a permutation.
 
         Norm, gate and residual that the piece's matmul can fuse are then fused.
         """
@@ -263,7 +263,7 @@ class Stored(LinearMethod):
         return _StoredEmbedding(self, spec, virtual, head)
 
     def packs_rows(self, piece: LinearPiece, rows: tuple[int, int]) -> bool:
-        """Whether these rows of a packed matrix can be used as a packed matrix by themselves."""
+        """Whether a range of a packed matrix's rows can be used as a packed matrix by itself."""
         first, end = rows
         spec = piece.spec
         return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
@@ -316,8 +316,7 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
-        """Multiply x [n, in], in the order of the piece's inputs; return the piece's outputs [n,
-        out]."""
+        """Multiply x [n, in], permuted by `LinearPiece.inputs`; return the outputs [n, out]."""
 
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces
@@ -392,10 +391,10 @@ class _StoredEmbedding(EmbeddingTable):
 
 
 def _grouped(piece: LinearPiece) -> list[LinearPiece]:
-    """Split a filled piece so that in each new piece the inputs of a group are consecutive.
+    """Split a loaded matrix so that in each result the inputs of a group are consecutive.
 
-    Parts that need different orders become different pieces. A part that no order can group is
-    marked to be dequantised.
+    Parts that need different permutations become different matrices. A part that no permutation
+    can group is marked to be dequantised.
     """
     if not all(layout.ordered for layout in piece.layouts):
         for layout in piece.layouts:

@@ -63,14 +63,15 @@ class SleepMemory(CacheMemory):
         """
 
     def changing(self) -> None:
-        """Note that weights will change, so that copies of them are of no use."""
+        """Discard host copies of the weights, because an update is about to change them."""
 
     def changed(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Note which bytes an update of the weights wrote, as (address, number of bytes)."""
+        """Record which bytes an update of the weights wrote, as (address, number of bytes)."""
 
     def sleep(self, parts: Collection[str] = PARTS, *, drop: bool = False) -> None:
-        """Free these parts; contents of caches are lost. Legal when no step is in flight.
+        """Free the device memory of weights, caches or both. Legal when no step is in flight.
 
+        parts: what to free. The contents of caches are lost.
         drop: whether weights that each update writes may be lost too.
         """
         if CACHES in parts:
@@ -78,7 +79,7 @@ class SleepMemory(CacheMemory):
                 pages.madvise(mmap.MADV_DONTNEED)
 
     def wake(self, parts: Collection[str] = PARTS) -> None:
-        """Take these parts again, with zeros in the caches.
+        """Allocate the freed device memory of `parts` again, with zeros in the caches.
 
         Raises EngineDead if there is no room.
         """
