@@ -63,7 +63,7 @@ class Candidate(Generic[Form]):
 
 
 def first_fit(candidates: Iterable[Candidate[Form]], *inputs: Any) -> Candidate[Form]:
-    """Return the first candidate that fits these inputs of an operation; the last always does."""
+    """Return the first kernel that supports the inputs of an operation; the last always does."""
     return next(candidate for candidate in candidates if candidate.fits(*inputs))
 
 

@@ -35,7 +35,10 @@ def arranged(codes: Tensor) -> Tensor:
 
 
 def _lanes(words: Tensor) -> Tensor:
-    """Split codes by lane: return [tile, tile of inputs, g, c, half, group]."""
+    """Permute codes to the order in which a warp's lanes read them.
+
+    Returns [tile, tile of inputs, g, c, half, group], of which g and c are the lane.
+    """
     tiles, _, _, steps, _, _ = words.shape
     return words.permute(0, 3, 2, 5, 1, 4).reshape(tiles, steps, LANES, WORDS).contiguous()
 

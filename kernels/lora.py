@@ -21,7 +21,7 @@ from kernels.metadata import LoraLinear, LoraStep
 # Unit of ranks, and of offsets into a slab. Kernels tell the compiler with multiple_of, which would
 # otherwise read the matrices two bytes at a time.
 UNIT = 16
-MAX_PARTS = 3  # most parts of a linear layer
+MAX_PARTS = 3  # most matrices that one linear layer fuses, such as q, k and v
 
 # Tiles follow as many int32s as the step has tokens, so their alignment varies. Kernels do not
 # specialise on it, and need no warm-up for both cases.

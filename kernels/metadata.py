@@ -59,7 +59,7 @@ class AttentionMeta:
     state_runs: "StateRuns | None" = None
 
     def first_key(self, position: Any) -> Any:
-        """The first key that the token at `position` sees, of an int or a tensor of them."""
+        """The position of the first key that a token attends to. position: an int or a tensor."""
         if self.chunk:
             return position // self.chunk * self.chunk
         if not self.window:
@@ -85,8 +85,8 @@ class AttentionMeta:
 class StateRuns:
     """The runs of a step that verifies drafts: a row's decode and its drafts, token after token.
 
-    A layer that keeps a state computes runs on copies of it, because a state cannot be cut back.
-    Once the accepted tokens are known, `replays` compute these again on the states themselves.
+    A recurrent layer computes runs on copies of its states, because a state cannot drop a token.
+    Once the accepted tokens are known, `replays` compute them again on the states themselves.
 
     others: int64 [n], tokens of no run, ascending.
     others_meta: their layout, as a step of their own.
@@ -94,7 +94,8 @@ class StateRuns:
     meta: their layout, an entry for each run, whose row is the run's number.
     rows: int64 [runs], where the runs' states are.
     back: int64 [num_tokens], each token's place among first `others`, then `tokens`.
-    replays: for each kernel that has run, what computes `tokens` in the layout of its argument.
+    replays: for each kernel that has run, a function that computes `tokens` again, in the layout
+        that it is given.
     """
 
     others: Tensor
@@ -108,18 +109,18 @@ class StateRuns:
 
 @dataclass(frozen=True, slots=True)
 class RotaryPlaces:
-    """The places of a step's tokens for rotary embeddings, where they are not their positions.
+    """The rotary positions of a step's tokens, if they differ from the indices of tokens.
 
     rows: [num_tokens] int32: each token's row in the rotary table.
     table: [num_tokens, rotary_dim] float32, used instead of the layers' tables, in a step with
-        tokens that stand at different places on several axes; None = the layers' own.
+        tokens that have different positions on several axes; None = the layers' own.
     """
 
     rows: Tensor
     table: Tensor | None = None
 
     def of(self, token: int) -> "RotaryPlaces":
-        """Return the place of one token."""
+        """Return the rotary position of one token."""
         return RotaryPlaces(self.rows[token : token + 1], self.table)
 
 

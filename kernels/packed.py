@@ -35,7 +35,7 @@ Code = Literal["int", "e4m3"]
 
 
 def multiplies(code: Code, capability: tuple[int, int]) -> bool:
-    """Whether there are products of two such numbers of 8 bits on this compute capability."""
+    """Whether a GPU of this compute capability has matmuls of two operands with 8-bit codes."""
     return capability[0] == FLOAT8_PRODUCTS if code == "e4m3" else capability >= INT8_PRODUCTS
 
 
@@ -93,7 +93,7 @@ class Format:
         return 32 if self.rows == 1 else 2
 
     def rounds_experts(self, capability: tuple[int, int]) -> bool:
-        """Whether experts multiply rows rounded to 8 bits on such a GPU, for any number of rows.
+        """Whether experts multiply rows quantised to 8 bits on such a GPU, for any batch size.
 
         Otherwise their codes are decoded first.
         """
@@ -188,7 +188,8 @@ class PackedWeight:
         groups = (-(-outputs // form.rows), width // form.group)
         self.scale = torch.empty(groups, dtype=form.scale, device=device)
         self.offset = None if form.offset == "none" else torch.empty_like(self.scale)
-        self.table: Tensor | None = None  # numbers of the codes, where no kernel computes them
+        # [16] values of 4-bit codes that a table defines, such as NF4's; kernels compute E2M1's
+        self.table: Tensor | None = None
         if form.table and form.table != E2M1:
             self.table = torch.tensor(form.table, dtype=torch.float32, device=device) - form.zero
 
@@ -259,7 +260,7 @@ class PackedWeight:
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)
 
     def decoded(self) -> Decoded:
-        """Return the numbers of all rows in the form that `fill` took."""
+        """Return codes, scales and offsets of all rows in the form that `fill` took."""
         form = self.form
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)

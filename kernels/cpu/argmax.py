@@ -30,7 +30,7 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
     counted = ", ".join(f"i32 {lane}" for lane in range(size))
 
     def larger(value: Value, place: Value, best: Value, at: Value, lanes: int) -> list[Value]:
-        """Return the larger of two candidates and its index, lane by lane.
+        """Return the element-wise larger of two candidates, and its index.
         A NaN beats every number and stays. Of equal numbers the lower index wins.
         """
         kind, whole, bit = ("float", "i32", "i1")
@@ -90,7 +90,7 @@ def _function() -> NativeFunction | None:
 
 
 def argmax(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the index [n] of each row's first largest number, and these numbers [n].
+    """Return each row's argmax [n], the first of equals, and its maximum [n].
 
     x: [n, width] float32, rows contiguous. A row with a NaN gives NaN and a meaningless index.
     """

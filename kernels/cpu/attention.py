@@ -63,7 +63,7 @@ class _Pairs:
         self._words = f"<{2 * writer.lanes} x i16>"
 
     def dot(self, total: Value, a: Value, b: Value) -> Value:
-        """Return total plus, in each lane, the dot product of a pair of a and a pair of b."""
+        """Return, in each vector lane, total plus the dot product of a's and b's bfloat16 pairs."""
         operands = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return self._writer.call(self._writer.vector, name, operands)
@@ -81,7 +81,7 @@ class _Pairs:
         )
 
     def spread(self, pointer: Value, kind: str) -> Value:
-        """Load a pair of bfloat16 into all lanes, with its halves swapped.
+        """Broadcast a pair of bfloat16 from memory to all vector lanes, with its halves swapped.
 
         kind: i32 for a pair, i16 for one number and 0.
 

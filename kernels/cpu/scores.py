@@ -56,14 +56,14 @@ class Places:
         self._slopes = writer.argument(at + 2, "ptr") if scored.slopes else ""
 
     def slope(self, head: Value) -> Value:
-        """Return a head's ALiBi slope in all lanes, or "" if the layer has no slopes."""
+        """Return a head's ALiBi slope, broadcast to all lanes; "" if the layer has no slopes."""
         writer = self._writer
         if not self._slopes:
             return ""
         return writer.spread(writer.load(writer.at(self._slopes, head), "float"))
 
     def sink(self, head: Value) -> Value:
-        """Return a head's attention sink in all lanes."""
+        """Return a head's attention sink, broadcast to all lanes."""
         writer = self._writer
         return writer.spread(writer.load(writer.at(self._sinks, head), "float"))
 

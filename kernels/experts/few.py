@@ -233,7 +233,7 @@ def few_down(
 
 
 def few_fits(x: Tensor, stack: ExpertWeights) -> bool:
-    """Whether these are few enough tokens to multiply pair by pair."""
+    """Whether the step has so few tokens that each (token, expert) pair is multiplied by itself."""
     return 0 < x.shape[0] <= MOST
 
 

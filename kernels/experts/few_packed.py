@@ -338,12 +338,12 @@ def _few_packed_down_kernel(
 
 
 def _words_of(weight: PackedWeight) -> int:
-    """Return the 32-bit words of 4-bit codes in a unit."""
+    """Return the number of 32-bit words that a thread loads at a time, of 4-bit codes."""
     return min(4, weight.form.span // 8)
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Return how many 4-bit codes this many units of a row have."""
+    """Return the number of 4-bit codes in `units` such loads."""
     return units * _words_of(weight) * 8
 
 
@@ -396,7 +396,7 @@ def _words(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def few_packed_fits(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether these are few tokens of 16-bit numbers that can be read as words."""
+    """Whether x has 1 to MOST tokens of a 16-bit dtype that can be read as 32-bit words."""
     return 0 < x.shape[0] <= MOST and x.dtype.itemsize == 2 and in_words(x)
 
 

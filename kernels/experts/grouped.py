@@ -59,7 +59,7 @@ FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 
 @triton.jit
 def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Find the expert of a block of ROWS sorted pairs, and its places.
+    """Find the expert of a block of ROWS (token, expert) pairs, sorted by expert, and its pairs.
 
     Returns the expert (EXPERTS: there is none), the block's first place, and the first place after
     the expert's.

@@ -214,7 +214,7 @@ def tiles_for(pairs: int, experts: int) -> PackedTiles:
 
 
 def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled_floats` scales these codes exactly: scales are powers of two, or bfloat16
+    """Whether `scaled_floats` dequantises the weight exactly: scales are powers of two, or bfloat16
     numbers that leave products exact."""
     form = weight.form
     plain = code_of(weight) == E2M1_CODE and form.scale == torch.bfloat16

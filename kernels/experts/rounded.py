@@ -32,8 +32,8 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 
 def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether `rounded_experts` supports these: e4m3 weights with one scale per output in formats
-    that also quantise x, and 16-bit x on a device with e4m3 matmuls."""
+    """Whether `rounded_experts` supports x and the experts: e4m3 weights with one scale per output
+    in formats that also quantise x, and 16-bit x on a device with e4m3 matmuls."""
     return x.dtype.itemsize == 2 and all(
         bytes_fit(weight) and weight.form.rounds_experts(compute_capability(x.device))
         for weight in (stack.gate_up, stack.down)

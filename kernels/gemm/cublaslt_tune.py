@@ -165,11 +165,13 @@ class _AlgorithmSearch:
 
 
 def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-    """Find the fastest algorithm for each of these numbers of rows of x.
+    """Find the fastest cuBLASLt algorithm of a linear layer for each batch size.
 
-    weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
-    else for `cublaslt.linear`. A landmark takes about 15 ms on an H200, another size 5; nothing, if
-    an earlier process on this machine has found all of them (kernels/gemm/cublaslt_cache.py).
+    weights: different weights of one shape, so that timing does not find them in a cache.
+    sizes: numbers of rows of x.
+    add: for `cublaslt.linear_add_`, else for `cublaslt.linear`.
+    A landmark takes about 15 ms on an H200, another size 5; nothing, if an earlier process on this
+    machine has found all of them (kernels/gemm/cublaslt_cache.py).
     """
     weight = weights[0]
     lib = library(weight.device)
@@ -193,7 +195,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
 
 
 def _load(weight: Tensor, most: int, add: bool) -> None:
-    """Launch the library's own choices for up to `most` rows, once a process.
+    """Load the kernels that cuBLASLt itself chooses for up to `most` rows, once a process.
 
     Between the tuned sizes it chooses by the number of rows, and the first launch of a choice loads
     its machine code, for which CUDA waits until the device is idle. A step that came upon such a
@@ -234,7 +236,7 @@ def _text(tuned: TunedMatmul | None) -> str | None:
 def _kept(
     path: Path, lib: CublasLt, weight: Tensor, sizes: Sequence[int], add: bool
 ) -> _Found | None:
-    """Return the kept algorithms of all these sizes, or None if one is missing.
+    """Return the cached algorithms of all `sizes`, or None if one is missing.
 
     A search wants its landmarks, so some of the sizes alone are of no use.
     """

@@ -38,7 +38,7 @@ class Fused(NamedTuple):
 def fused(
     norm: Tensor | None, gate: str | None, residual: Tensor | None, bias: Tensor | None
 ) -> Fused:
-    """Return what a launch with these operands computes. gate: a value of GATES."""
+    """Return which operations a launch fuses, by the operands it gets. gate: a value of GATES."""
     return Fused(
         norm=norm is not None,
         gated=gate is not None,

@@ -83,7 +83,7 @@ def _few_rows_kernel(
 
 
 def few_rows_fit(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` supports these operands, and is faster than the library."""
+    """Whether `few_rows` supports x and the weight, and is faster than cuBLAS."""
     return (
         x.dim() == 2
         and 2 <= x.shape[0] <= MAX_ROWS

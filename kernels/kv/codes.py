@@ -38,7 +38,7 @@ def code_pages(cache: QuantizedKV) -> CodePages:
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
-    """View the numbers of each token and head as one word: int16, or int32 where these are two."""
+    """View the quantisation parameters of each token and head as one word, int16 or int32."""
     kinds = {1: torch.int16, 2: torch.int32}
     return tuple(cache.numbers.view(kinds[cache.form.words]) for cache in caches)
 
@@ -112,7 +112,7 @@ def exponent_of(scale):
 
 @triton.jit
 def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return codes [keys, bytes] as numbers in two parts.
+    """Convert codes [keys, bytes] to floats, without their scales, in two tensors.
 
     int4: the even elements and the odd elements, less 8. 8 bits: all elements, twice.
     """
@@ -206,7 +206,9 @@ def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return codes of values, int16 [keys, pairs of bytes], as numbers in four parts.
+    """Convert codes of values to floats, without their scales, in four tensors.
+
+    codes: int16 [keys, pairs of bytes].
 
     int4: every fourth element from the first, the second, the third and the fourth, less 8. 8 bits:
     every second element, twice. A pair of bytes is what loads of the matrix units can transpose.

@@ -65,8 +65,8 @@ class QuantizedKV:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of a plain cache of these keys: [num_blocks, num_kv_heads, block_size,
-        head_dim].
+        """The shape of an unquantised cache of the same size: [num_blocks, num_kv_heads,
+        block_size, head_dim].
         """
         count, heads, size, width = self.codes.shape
         return count, heads, size, width * 8 // self.form.bits

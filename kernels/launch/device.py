@@ -44,7 +44,7 @@ def act_as(capability: Capability) -> None:
 
 
 def forget() -> None:
-    """Let the next question about a device be answered anew."""
+    """Clear the cached properties of devices."""
     compute_capability.cache_clear()
     shared_memory.cache_clear()
 
@@ -66,10 +66,10 @@ def shared_memory(device: torch.device) -> int:
 
 
 def stages_within(room: int, stages: int, stage_bytes: int) -> int:
-    """Return the pipeline stages, at most `stages`, whose tiles fit into shared memory.
+    """Return the number of pipeline stages, at most `stages`, whose tiles fit into shared memory.
 
-    Of n stages n - 1 lie there beside what a program has besides.
+    n stages keep n - 1 tiles in shared memory.
 
-    room: bytes of shared memory for tiles. stage_bytes: bytes of a stage's tiles.
+    room: free bytes of shared memory. stage_bytes: bytes of a stage's tiles.
     """
     return max(1, min(stages, 1 + room // stage_bytes))

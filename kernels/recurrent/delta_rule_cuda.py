@@ -1,7 +1,7 @@
 """Gated DeltaNet and Kimi Delta Attention on CUDA.
 
 Decodes: one launch reads and writes each state once. A program handles a head of an entry, or some
-of its columns, in pieces: the next piece is loaded while one is computed. Convolution, gates, norms
+of its columns, in blocks: the next block is loaded while one is computed. Convolution, gates, norms
 of queries and keys, norm and gate of the result, and the next tail are fused.
 
 With pending updates (`late`), a decode writes the state only if the request's tokens, its own
@@ -74,7 +74,7 @@ def _weights(conv, channels, mask, TAPS: tl.constexpr):
 
 @triton.jit
 def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """Load the inputs of all taps of some channels for a decode.
+    """Load the convolution's inputs of some channels for a decode, one vector per tap.
 
     x: the token's own inputs. before: tokens of the request before it.
     """
@@ -88,7 +88,7 @@ def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def _mixed(seen, weights, TAPS: tl.constexpr):
-    """Return the convolution of some channels after SiLU."""
+    """Return SiLU of the convolution of some channels."""
     total = seen[0].to(tl.float32) * weights[0]
     for tap in tl.static_range(1, TAPS):
         total += seen[tap].to(tl.float32) * weights[tap]
@@ -97,7 +97,7 @@ def _mixed(seen, weights, TAPS: tl.constexpr):
 
 @triton.jit
 def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """Write the tail for the next token: all inputs but the oldest."""
+    """Store the convolution's state for the next token: all inputs but the oldest."""
     for place in tl.static_range(TAPS - 1):
         at = tail + place * CHANNELS + channels
         tl.store(at, seen[place + 1].to(tl.float32), mask=mask)
@@ -129,7 +129,7 @@ def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
-    """Return a head's results [pieces, columns] normed and gated, with 0 beyond VALUE."""
+    """Apply norm and gate to a head's results [pieces, columns]; results beyond VALUE are 0."""
     mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
     gate = gate.to(tl.float32)
     opened = tl.sigmoid(gate)
@@ -141,7 +141,10 @@ def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
 @triton.jit
 def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Load the columns after a piece ahead of their use; for the last piece return matrix."""
+    """Prefetch the state's next block of columns, while block `piece` is computed.
+
+    Returns `matrix` for the last block, after which nothing is left to load.
+    """
     if piece + 1 < PIECES:
         there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
         return tl.load(tile + (piece + 1) * COLUMNS, mask=goes_on & there, other=0.0)
@@ -155,7 +158,7 @@ def _renewed(
     VALUE: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr,
     ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Update a state with a token and write it. Returns the token's outputs, [PIECES, COLUMNS].
+    """Update a state with a token and store it. Returns the token's outputs, [PIECES, COLUMNS].
 
     tile: pointers to the first piece of the state, whose content is matrix.
     late_keys: decayed keys of the first `since` entries of `late`.
@@ -190,7 +193,7 @@ def _read(
     tile, matrix, goes_on, q, k, first, VALUE: tl.constexpr, PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return k and q multiplied by an unchanged state, [PIECES, COLUMNS] each."""
+    """Return the products of k and of q with an unchanged state, [PIECES, COLUMNS] each."""
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     of_k = tl.zeros([PIECES, COLUMNS], tl.float32)

@@ -268,7 +268,7 @@ def choose(
 
 
 def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Tensor:
-    """Return each row's largest logit in a part of the vocabulary, for `best_of_parts`.
+    """Return each row's largest logit in a shard of the vocabulary, for `best_of_parts`.
 
     logits: [S, part > 0], of the ids from `first` on. Returns [2, S] int32: the bits of the largest
     logit in float32, NaN if a logit is NaN or +inf, and the lowest id that has it.

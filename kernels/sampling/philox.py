@@ -75,7 +75,10 @@ def philox4x32(seeds: I64, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[U64, U64
 
 
 def group_minimum(words: U64) -> tuple[F32, I64]:
-    """Return the smallest Exp(1) of each group and its lane, from words of stream 1."""
+    """Return the smallest exponential variable of each group of 64 tokens, and its lane.
+
+    words: Philox words of stream 1, one a group. The lane is the token's index in its group.
+    """
     v = ((words >> np.uint64(6)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-26)
     return exponential(np.minimum(v, _BELOW_ONE)) * np.float32(1 / LANES), (
         words & np.uint64(LANES - 1)
@@ -91,7 +94,7 @@ def exponential(v: F32) -> F32:
 
 
 def token_exponential(words: U64) -> F32:
-    """Return by how much each token's exponential variable exceeds the smallest of its group.
+    """Return the difference of each token's exponential variable from its group's smallest.
 
     words: Philox words of stream 0.
     """
@@ -99,9 +102,9 @@ def token_exponential(words: U64) -> F32:
 
 
 def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tuple[F32, I64]:
-    """Return the smallest variable and its lane for every group, both [num_rows, num_blocks * 64].
+    """Return each group's smallest exponential variable and its lane, [rows, num_blocks * 64] each.
 
-    Arguments are [num_rows].
+    seeds, choices, positions: [rows], of each row's sample.
     """
     index = np.arange(num_blocks * GROUPS_PER_BLOCK // 4)
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 1)
@@ -109,25 +112,31 @@ def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tu
 
 
 def group_of(tokens: I64) -> I64:
-    """Return the groups of token ids."""
+    """Return the number of the group that each token id belongs to."""
     return (tokens >> 12) * GROUPS_PER_BLOCK + (tokens & 63)
 
 
 def group_tokens(groups: I64) -> I64:
-    """Return the token ids of each group, [n, 64] by ascending lane."""
+    """Return the 64 token ids that share each group's noise word, [n, 64] in the order of lanes.
+
+    groups: [n] numbers of groups, of which a block of 4096 ids has 64; see the module.
+    """
     first = (groups >> 6) * TOKENS_PER_BLOCK + (groups & 63)
     return first[:, None] + np.arange(LANES) * 64
 
 
 def lane_exponential(seeds: I64, choices: I64, positions: I64, groups: I64) -> F32:
-    """Return stream 0 of the tokens of each group, [n, 64] by lane. Arguments are [n]."""
+    """Return `token_exponential` of the tokens of each group, [n, 64] in the order of lanes.
+
+    Arguments are [n].
+    """
     index = ((groups >> 6) * 1024 + (groups & 63))[:, None] + np.arange(16) * 64
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 0)
     return token_exponential(np.concatenate(words, 1))
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> F32:
-    """Return the noise of a whole vocabulary, [vocab_size]. It is the definition, for tests."""
+    """Return the Gumbel noise of a whole vocabulary, [vocab_size]: the definition, for tests."""
     ones = np.ones(1, np.int64)
     blocks = -(-vocab_size // TOKENS_PER_BLOCK)
     minimum, lane = group_noise(ones * seed, ones * choice, ones * position, blocks)

@@ -23,8 +23,8 @@ from kernels.metadata import AttentionMeta
 
 
 def parts_within(num_heads: int, cache: Tensor) -> int:
-    """Return into how many parts heads are cut such that the queries of each take at most two
-    thirds of the device's shared memory."""
+    """Return the number of equal groups of heads whose queries fit into two thirds of the device's
+    shared memory each."""
     row = cache.shape[3] * cache.element_size()
     most = MOST_HEADS
     while most > 16 and most * row > shared_memory(cache.device) * 2 // 3:
@@ -203,7 +203,7 @@ def _latent_decode_kernel(
 
 
 def few_heads(group: int, element_size: int) -> bool:
-    """Whether a part has so few heads that a program lays them out as columns, not rows. The matrix
+    """Whether a group has so few heads that programs lay them out as columns, not rows. The matrix
     unit takes no float32. On an H200 64 entries of 4,096 latents took 220 microseconds with 20
     heads as columns, 321 as rows; with 16 heads rows took 107.7 where columns took 114.1, products
     around them included."""
@@ -255,7 +255,7 @@ def merge_pieces(out: Tensor) -> int:
 
 
 def aligned(absorbed: Tensor) -> bool:
-    """Whether a kernel may read absorbed queries 16 bytes at once."""
+    """Whether a kernel may read absorbed queries with 16-byte loads."""
     return absorbed.stride(0) % 16 == 0
 
 

@@ -50,9 +50,9 @@ class CompilerUnavailable(Exception):
 
 @lru_cache(maxsize=1)
 def vnni() -> str:
-    """Return LLVM's name of the 8-bit dot-product instructions for registers of lanes().
+    """Return LLVM's name of the processor's 8-bit dot-product instructions.
 
-    Either avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable.
+    Either avx512vnni, avxvnni, or "" where it has none. Raises CompilerUnavailable.
     """
     flag, name = ("avx512_vnni", "avx512vnni") if lanes() == 16 else ("avx_vnni", "avxvnni")
     return name if _has(flag) else ""
@@ -248,7 +248,7 @@ def compile_ir(ir: str) -> dict[str, NativeFunction]:
 
 
 def compile_or_none(write: Callable[[int], str]) -> dict[str, NativeFunction] | None:
-    """Compile the IR that `write` returns for lanes(), or return None where this machine cannot.
+    """Compile the IR that `write` returns for a vector width; None without a compiler.
 
     Callers then use plain torch.
     """

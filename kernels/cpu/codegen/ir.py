@@ -192,9 +192,9 @@ class IRWriter:
         self.do(f"store {kind or self.vector} {value}, ptr {pointer}, align 1")
 
     def load_some(self, pointer: Value, count: int) -> Value:
-        """Load `count` numbers into the first lanes of a vector, and zeros into the others.
+        """Load `count` floats into the first lanes of a vector, and zeros into the others.
 
-        Memory after these numbers is not read.
+        Memory after them is not read.
         """
         if count == self.lanes:
             return self.load(pointer)
@@ -202,7 +202,7 @@ class IRWriter:
         return self._picked(self.load(pointer, narrow), narrow, count, range(count))
 
     def store_some(self, value: Value, pointer: Value, count: int) -> None:
-        """Store the first `count` numbers of a vector."""
+        """Store the first `count` lanes of a float32 vector."""
         if count < self.lanes:
             chosen = ", ".join(f"i32 {lane}" for lane in range(count))
             value = self.op(
@@ -222,7 +222,7 @@ class IRWriter:
         ]
 
     def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
-        """Return a vector of the chosen lanes of value, padded with zeros. size: lanes of value."""
+        """Return a vector of selected lanes of `value`, padded with zeros. size: its lanes."""
         chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
         mask = ", ".join(f"i32 {lane}" for lane in chosen)
         return self.op(
@@ -230,14 +230,14 @@ class IRWriter:
         )
 
     def all(self, number: float) -> Value:
-        """Return a float32 vector constant with a number in all lanes."""
+        """Return a float32 vector constant with the same number in all lanes."""
         return f"splat (float {constant(number)})"
 
     def whole(self, number: int) -> Value:
         return f"splat (i32 {number})"
 
     def spread(self, scalar: Value, kind: str = "float") -> Value:
-        """Return a vector with a scalar in all lanes."""
+        """Broadcast a scalar to all lanes of a vector."""
         vector = f"<{self.lanes} x {kind}>"
         first_lane = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
@@ -322,7 +322,7 @@ class IRWriter:
         return rows[0]
 
     def largest(self, vector: Value) -> Value:
-        """Return the largest lane, in all lanes. NaN is handled as in `maximum`."""
+        """Return a vector's maximum, broadcast to all lanes. NaN is handled as in `maximum`."""
         stride = self.lanes // 2
         while stride:
             vector = self.maximum(vector, self.swapped(vector, stride, self.vector))
@@ -330,7 +330,7 @@ class IRWriter:
         return vector
 
     def swapped(self, vector: Value, stride: int, kind: str) -> Value:
-        """Return a vector with lane j taken from lane j ^ stride."""
+        """Permute a vector's lanes: lane j of the result is lane j ^ stride."""
         lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
         return self.op(
             f"shufflevector {kind} {vector}, {kind} poison, <{self.lanes} x i32> <{lane}>"
@@ -341,12 +341,12 @@ class IRWriter:
         return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
 
     def larger(self, a: Value, b: Value) -> Value:
-        """Return the larger of two i32 vectors, lane by lane."""
+        """Return the element-wise maximum of two i32 vectors."""
         operands = [(self.integers, a), (self.integers, b)]
         return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", operands)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Transpose lanes() vectors, taken as the rows of a square matrix."""
+        """Transpose a square matrix of which each vector is a row."""
         rows, size = list(rows), self.lanes
         stride = 1
         while stride < size:

@@ -19,7 +19,7 @@ _DIGEST = 32  # bytes of the digest at the beginning of a file
 
 
 def cached(inputs: str, compile_code: Callable[[], bytes]) -> bytes:
-    """Return the code that an earlier process compiled from these inputs, or compile and save it.
+    """Return the machine code that `inputs` determine, from the cache or compiled and cached.
 
     inputs: everything that determines the code, the compiler's version included.
     An unusable cache only costs the time to compile.

@@ -13,8 +13,8 @@ from kernels.packed import BLOCK, Format
 NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 RoundedBlock = tuple[Value, Value, Value]
-"""Of 32 numbers of a row: where their codes are, their scale, and of each unit the sum of the codes
-(`Format.x_bytes`); that is "" where nothing needs it."""
+"""A block of 32 quantised inputs of a row: the address of its codes, its scale, and the sums of its
+codes for each unit (`Format.x_bytes`); the sums are "" where nothing needs them."""
 
 
 def bytes_type(writer: IRWriter) -> Value:
@@ -32,7 +32,7 @@ def table_of(writer: IRWriter, form: Format) -> Value:
 
 
 def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """Return the low and the high halves of bytes, as bytes, or the table's entries for them."""
+    """Unpack bytes into low and high 4-bit codes, as bytes, or as the table's entries for them."""
     integers, kind = writer.integers, bytes_type(writer)
     mask = writer.whole(0x0F0F0F0F)
     low = writer.op(f"and {integers} {raw}, {mask}")
@@ -55,7 +55,7 @@ def _across(
     kind: str,
     join: Callable[[Value, Value], Value],
 ) -> Value:
-    """Reduce each of 1, 2 or 4 vectors with `join`, and return the results in lanes.
+    """Reduce each of 1, 2 or 4 vectors with `join`, and return one vector of the results.
 
     Lane i, modulo the number of vectors, has the i-th vector's result.
     """
@@ -131,7 +131,7 @@ def round_row(
         all_values = [read(index) for index in indices]
 
         def first_lanes(vector: Value, kind: str) -> Value:
-            """Return the first lane of each block."""
+            """Return the first `count` lanes, one a block."""
             return writer.op(
                 f"shufflevector {kind} {vector}, {kind} poison, <{count} x i32> <{few}>"
             )

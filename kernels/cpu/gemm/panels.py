@@ -274,7 +274,7 @@ def _all_rows(
 
 
 def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) -> Value:
-    """Return the RMS norm's factor for a row of x, before the norm's weight, in all lanes."""
+    """Return 1 / RMS of a row of x, the factor of its RMS norm, broadcast to all lanes."""
 
     def square(column: Value, total: Value) -> list[Value]:
         value = writer.load(writer.at(source, column))
@@ -297,7 +297,7 @@ RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
 
 
 class RoundedRows:
-    """The rows of x after rounding or quantisation, in scratch.
+    """The rows of x, rounded to 16 bits or quantised, in scratch memory.
 
     Each thread has its own copy, or all share the copy that `together` made.
     """
@@ -318,7 +318,7 @@ class RoundedRows:
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
     def _round(self, row: Value, target: Value, place: Value) -> None:
-        """Round a row into target, a matrix of rounded rows. place: the row's index in target."""
+        """Quantise row `row` of x, and store it as row `place` of the matrix `target`."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
         place = writer.at(target, writer.mul(place, self.bytes), "i8")

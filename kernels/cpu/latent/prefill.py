@@ -44,7 +44,7 @@ def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
 
 
 def _floats(shape: LatentShape, size: int, queries: int) -> int:
-    """Return the float32 numbers of scratch for one thread."""
+    """Return the size of a thread's scratch memory, in float32 elements."""
     tile = _TILE * (shape.rank + shape.head + 2 * shape.value + _ROWS)
     rows = -(-queries // _ROWS) * _ROWS
     return tile + _MADE * shape.rank + rows * (shape.head + shape.value + 2 * size)
@@ -55,7 +55,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     kind, tile, dtype, dot = w.vector, _TILE, shape.dtype, shape.dot
     width = 4 if size == 16 else 2  # vectors of columns that are computed at once
     f"<{2 * size} x bfloat>"
-    unit = 2 if dot else 1  # elements per unit
+    unit = 2 if dot else 1  # elements per unit: a bfloat16 pair, or a float32
     q, cache, up, out, table = (w.argument(name, "ptr") for name in (_Q, _CACHE, _UP, _OUT, _TABLE))
     tokens, length, queries = (w.argument(name) for name in (_TOKENS, _LENGTH, _QUERIES))
     before = w.sub(length, tokens)
@@ -83,7 +83,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.call("i64", "llvm.smin.i64", [("i64", a), ("i64", str(b))])
 
     def multiplied(factor: Value, part: Value, total: Value) -> Value:
-        """Return total + factor * part, for vectors of units."""
+        """Return total + factor * part, for vectors of float32 or of bfloat16 pairs."""
         return w.dot_pairs(factor, part, total) if dot else w.fma(factor, part, total)
 
     def products(
@@ -112,7 +112,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.loop(0, inner, [(kind, value) for value in start], accumulate)
 
     def load_units(place: Value) -> Value:
-        """Load a vector of a latent's units (float32 numbers or bfloat16 pairs)."""
+        """Load a vector of a latent's elements, as float32 or as bfloat16 pairs."""
         return w.load(place) if dot else w.load_as_float(place, dtype)
 
     def paired(low: Value, high: Value) -> Value:
@@ -207,7 +207,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 store(value, transposed, w.add(place, v * size))
 
     def store(value: Value, array: Value, at: Value) -> None:
-        """Store a vector in an array of units, from the `at`-th element on."""
+        """Store a float32 vector in an array from element `at` on, as the array's dtype."""
         if not dot:
             w.store(value, w.at(array, at))
             return

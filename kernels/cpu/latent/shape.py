@@ -48,7 +48,7 @@ class LatentShape:
 
 
 def fits(q: Tensor, rank: int, rope: int) -> bool:
-    """Whether these sizes are multiples of a vector, on a machine with a compiler.
+    """Whether the sizes of heads and latents are multiples of a vector, and a compiler exists.
 
     q: [n, heads, nope + rope].
     """

@@ -77,7 +77,7 @@ class DeltaShape:
         return self.channels + more + 2 * self.value_heads
 
     def floats(self, size: int) -> int:
-        """Return the float32 numbers of scratch for one thread."""
+        """Return the size of a thread's scratch memory, in float32 elements."""
         return _COLUMNS * size * self.key_size + TOKENS * len(parts(self.value_size, size)) * size
 
 

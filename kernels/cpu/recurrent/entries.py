@@ -53,7 +53,7 @@ def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
 
 
 def rows_of(*tensors: Tensor) -> bool:
-    """Whether kernels can read these tensors: 4-byte elements, contiguous in the last dimension."""
+    """Whether kernels can read the tensors: 4-byte elements, contiguous in the last dimension."""
     return all(tensor.dtype.itemsize == 4 and tensor.stride(-1) == 1 for tensor in tensors)
 
 
@@ -130,7 +130,7 @@ def write_loop(
 
 
 def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -> None:
-    """Call body(first, end) for pieces of at most TOKENS of `count` tokens."""
+    """Generate a loop of body(first, end) over chunks of at most TOKENS of `count` tokens."""
 
     def piece(first: Value) -> list[Value]:
         after = [("i64", w.add(first, TOKENS)), ("i64", count)]
@@ -141,7 +141,7 @@ def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -
 
 
 def clear(w: IRWriter, place: Value, size: int) -> None:
-    """Write zeros to `size` float32 numbers."""
+    """Write zeros to `size` float32 elements at address `place`."""
     whole = size - size % w.lanes
 
     def clear_vector(at: Value) -> list[Value]:
@@ -154,7 +154,7 @@ def clear(w: IRWriter, place: Value, size: int) -> None:
 
 
 def square_sum(w: IRWriter, values: list[Value]) -> Value:
-    """Return the sum of the squares of all lanes, as a float."""
+    """Return the sum of the squares of all elements of the vectors, as a scalar float."""
     total = w.binary("fmul", values[0], values[0])
     for value in values[1:]:
         total = w.fma(value, value, total)
@@ -162,7 +162,7 @@ def square_sum(w: IRWriter, values: list[Value]) -> Value:
 
 
 def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
-    """Return a vector of each given vector's lane sum."""
+    """Sum the elements of each vector; return one vector of the sums."""
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
@@ -179,6 +179,6 @@ def inverse_root(w: IRWriter, number: Value) -> Value:
 
 
 def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
-    """Return this thread's part of the memory at args[word]. Call it once per kernel."""
+    """Return the address of this thread's scratch memory at args[word]. Call it once per kernel."""
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

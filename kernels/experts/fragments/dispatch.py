@@ -48,8 +48,8 @@ def in_fragments(x: Tensor, stack: PackedExperts) -> bool:
 
 
 def few_fragments_fit(x: Tensor, stack: PackedExperts) -> bool:
-    """Whether these are so few tokens for codes in fragments that pairs are multiplied one by
-    one."""
+    """Whether codes are in fragments, and tokens so few that each (token, expert) pair is
+    multiplied by itself."""
     return stack.gate_up.in_fragments and 0 < x.shape[0] <= MOST
 
 

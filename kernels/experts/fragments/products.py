@@ -76,7 +76,7 @@ LOWERED = gl.constexpr(2.0**40)  # 2 * 2^126 / 2^87: `E2M1` has numbers doubled
 
 @gluon.constexpr_function
 def layout(SHARES, ROWS):
-    """Return the layout of [shares, rows, lanes, a thread's elements]."""
+    """Return the register layout of [shares, rows of warps, a warp's lanes, a lane's elements]."""
     return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [SHARES, ROWS, 1, 1], [3, 2, 1, 0])
 
 

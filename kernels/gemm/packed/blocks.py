@@ -86,7 +86,7 @@ def _block_dot_kernel(
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `block_linear` supports these: e4m3 weights with one float32 scale per 128 x 128
+    """Whether `block_linear` supports x and the weight: e4m3 with one float32 scale per 128 x 128
     block, in a format that also quantises x, and 16-bit x on a device with e4m3 matmuls."""
     form = weight.form
     return (

@@ -169,18 +169,18 @@ def scaled_floats(at: int) -> str:
 
 
 def integers_fit(weight: PackedWeight) -> bool:
-    """Whether `four_nibbles` decodes these 4-bit codes."""
+    """Whether `four_nibbles` can decode the weight's 4-bit codes."""
     return code_of(weight) == INT and weight.form.zero < 128
 
 
 def scales_only(weight: PackedWeight) -> bool:
-    """Whether these 8-bit codes need nothing but a scale."""
+    """Whether the weight's 8-bit codes have scales, and neither offsets nor zero points."""
     form = weight.form
     return form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
 
 
 def bytes_fit(weight: PackedWeight) -> bool:
-    """Whether these 8-bit codes need nothing but a scale for each output."""
+    """Whether the weight's 8-bit codes have one scale per output, and no offset or zero point."""
     form = weight.form
     return scales_only(weight) and form.group == weight.shape[1] and form.rows == 1
 

@@ -334,10 +334,10 @@ def _packed_expand_kernel(
 
 
 def pair_ptx(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
-    """Return PTX for pairs of these weights' codes, or nothing where there is none.
+    """Return PTX that decodes pairs of the weight's codes; [] if the format has none.
 
-    There is some for bfloat16, and 4-bit integers, or 8 bits without offsets. A step of `width`
-    words or codes needs one scale, or a row of 8 bits does.
+    bfloat16 x has it for 4-bit integers, and for 8 bits without offsets. A step of `width` words or
+    codes must have one scale, or a whole row of 8-bit codes.
     """
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
@@ -358,13 +358,13 @@ def decoding(
 
 
 def scale_codes_fits(weight: PackedWeight, step: int) -> bool:
-    """Whether a step of these 4-bit weights decodes to columns in x's order: nibble 0 of all words,
+    """Whether a step's words of 4-bit codes decode to columns in x's order: nibble 0 of all words,
     then nibble 1, and so on."""
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
 
 
 def scales_sums(weight: PackedWeight) -> bool:
-    """Whether these are 8 bits with a scale for the sum of each step of 128 codes."""
+    """Whether the weight has 8-bit codes whose scales apply to sums of 128 products."""
     eight = weight.form.bits == 8 and not bytes_fit(weight)
     return eight and scales_only(weight) and weight.form.group % 128 == 0
 

@@ -208,8 +208,9 @@ def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
 
 
 def few_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `packed_few` supports these: 4-bit integers in groups of 128 with float16 scales, or
-    8 bits with one float32 scale per output, whole tiles, and bfloat16 of a few tokens."""
+    """Whether `packed_few` supports x and the weight: a few bfloat16 tokens, and whole tiles of
+    4-bit integers in groups of 128 with float16 scales, or of 8 bits with a float32 scale per
+    output."""
     form, (rows, columns) = weight.form, weight.shape
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
         return False

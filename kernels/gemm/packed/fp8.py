@@ -9,9 +9,9 @@ from kernels.launch.device import compute_capability
 from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
-_BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt has scales of blocks
-_FOUR = 4  # cuBLASLt reads the scales of a row or column of blocks by so many
-_TILE = 128  # outputs, and rows of x, that a program of cuBLASLt's matmul of blocks computes
+_BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt supports block scales
+_FOUR = 4  # cuBLASLt reads this many block scales of a row or column at a time
+_TILE = 128  # outputs and rows of x in a thread block's tile of cuBLASLt's matmul with block scales
 
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -48,9 +48,12 @@ def group_of(weight: PackedWeight) -> int:
 
 
 def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled` supports these. torch's scaled matmul takes bfloat16, a device of compute
-    capability 9.0, and scales of rows and outputs with sizes of multiples of 16, or scales of 128
-    inputs of x and of 128 x 128 weights with whole blocks, and no bias."""
+    """Whether torch's scaled matmul, as `scaled` calls it, supports x and the weight.
+
+    It takes bfloat16 on compute capability 9.0. Either each row of x and each output has a scale,
+    and sizes are multiples of 16. Or 128 inputs of a row, and 128 x 128 weights, have a scale,
+    blocks are whole, and there is no bias.
+    """
     form, (outputs, width) = weight.form, weight.shape
     if form.code != "e4m3" or form.scale != torch.float32 or x.dtype != torch.bfloat16:
         return False

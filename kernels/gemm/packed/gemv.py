@@ -145,7 +145,7 @@ def _packed_gemv_kernel(
 
 
 def tile(bits: int, rows: int) -> tuple[int, int, int]:
-    """Return (ROWS, units of 16 bytes, warps)."""
+    """Return a program's (rows, 16-byte loads along a row, warps)."""
     if bits == 4:
         return (8, 32, 1) if rows >= 4096 else (4, 32, 1)
     return (4, 64, 1) if rows >= 4096 else (2, 64, 1)

@@ -230,7 +230,7 @@ def tile(rows: int, words: int) -> tuple[int, int, int]:
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether `gemv4` supports these: one token of 16 bits, with a norm of the same type, and 4-bit
+    """Whether `gemv4` supports the inputs: one 16-bit token, a norm of the same dtype, and 4-bit
     integers in groups of 32 or more."""
     return (
         fits(x)

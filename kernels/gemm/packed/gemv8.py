@@ -173,7 +173,7 @@ def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
 
 
 def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether `gemv8` supports these: one token of 16 bits, with a norm of the same type, and 8-bit
+    """Whether `gemv8` supports the inputs: one 16-bit token, a norm of the same dtype, and 8-bit
     floats that the device converts, with one float32 scale per output or block."""
     form = weight.form
     blocks = form.rows % _BAND == 0 and weight.shape[0] % form.rows == 0

@@ -110,8 +110,8 @@ def _int8_sum_kernel(
 
 
 def fits(weight: PackedWeight, x: Tensor) -> bool:
-    """Whether `int8_linear` supports these: 8-bit integers with one scale per output, in a format
-    that also quantises x, on a device that multiplies them."""
+    """Whether `int8_linear` supports the weight: 8-bit integers with one scale per output, in a
+    format that also quantises x, on a device with 8-bit integer matmuls."""
     form = weight.form
     return (
         form.code == "int"

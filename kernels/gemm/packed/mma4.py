@@ -364,8 +364,8 @@ def tile(tokens: int, outputs: int, width: int) -> MmaTile | None:
 
 
 def form_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `mma4` can multiply these: one to eight tokens of 16 bits, and 4-bit integers in
-    groups of whole spans of 128."""
+    """Whether `mma4` supports x and the weight: one to eight 16-bit tokens, and 4-bit integers
+    whose groups are multiples of 128 inputs."""
     form = weight.form
     return (
         0 < x.shape[0] <= TOKENS
@@ -381,8 +381,8 @@ def form_fits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def mma4_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `mma4` is to multiply these: `form_fits` accepts them, and so do `TILES` and the
-    device."""
+    """Whether to use `mma4` for x and the weight: it supports them, on the device, and `TILES` has
+    a tile for their size."""
     return (
         x.is_cuda
         and compute_capability(x.device) >= (8, 0)
