@@ -76,7 +76,7 @@ def cluster_nodes() -> list[RayNode]:
 
 
 def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield (name, error) for each demand that these nodes cannot meet in any arrangement.
+    """Yield (name, error) for each demand for resources that the nodes can never meet.
 
     The name is the model's, or "models" for several together. Replicas that might fit are no fault.
     """

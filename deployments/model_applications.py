@@ -28,7 +28,7 @@ MODEL = "model"  # the deployment without replicas
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model behind an endpoint of several models.
+    """An entry for one model of an endpoint that serves several.
 
     app: name of the model's Serve application
     config: the model's configuration as if it were served alone, with resolved pools
@@ -52,7 +52,7 @@ def model_app(app: str, model: str) -> str:
 
 
 def is_model_of(app: str, name: str) -> bool:
-    """Whether an application, by its name, is that of a model behind `app`."""
+    """Whether an application's name is that of a model which the endpoint `app` serves."""
     return name.startswith(f"{app}.")
 
 

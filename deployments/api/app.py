@@ -115,7 +115,7 @@ class Api:
                 status = 500
                 log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
                 if exchange.started:
-                    raise  # the server closes the connection: a broken answer, not a short one
+                    raise  # the server closes the connection: the answer is cut, not complete
                 await exchange.fail(internal())
         except ClientDisconnected:
             status = 499

@@ -299,7 +299,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _devices() -> Iterator[DoctorCheck]:
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # a broken installation may raise anything
+    except Exception as error:  # an incomplete installation may raise anything
         yield DoctorCheck("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
         return
     if torch.cuda.is_available():

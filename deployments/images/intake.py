@@ -61,7 +61,7 @@ class ImageIntake:
         self.limits = limits = limits or ImageLimits()
         # Pillow warns of odd files, in words that any client could put into the log.
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        # Pillow's own 16 MiB would stay with each thread when they are freed.
+        # glibc keeps freed blocks of Pillow's default size, 16 MiB, in each thread's arena.
         Image.core.set_block_size(_BLOCK_BYTES)  # type: ignore[attr-defined]
         self.memory = ImageMemory(limits.memory_bytes)
         self.decoded = 0  # images since the start
@@ -149,7 +149,7 @@ class ImageIntake:
 
 
 class _Turns:
-    """A budget of pixels that may be decoded at once, granted in the order of requests."""
+    """A budget of pixels that are decoded concurrently, granted in the order of requests."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -189,7 +189,7 @@ class _Turns:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of work that is done at once; its first error ends the rest."""
+    """Run coroutines concurrently and return their results; the first error cancels the rest."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return [await task for task in tasks]

@@ -169,8 +169,8 @@ class _Speed(BaseModel):
 def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]:
     """Return the measured output tokens/s of one replica by (GPU, dtype), on the chat workload.
 
-    The engine alone was measured, without routers. Raises OSError and ValidationError for a broken
-    file, which is a part of the package.
+    The engine alone was measured, without routers. Raises OSError and ValidationError for an
+    invalid file, which is a part of the package.
     """
     sizes = (
         model.num_layers,

@@ -202,9 +202,9 @@ class ReplicaServer:
         await asyncio.sleep(_FAREWELL)
 
     def hand_over(self) -> None:
-        """Give running requests, and those that still arrive, back to the routers, which move them.
+        """Return running and newly arriving requests to the routers, which move them elsewhere.
 
-        A broken connection would move them, too, but also make them suspects.
+        A lost connection would move them too, but would also make them suspects.
         """
         self.refuse_new()
         self._leaving = True

@@ -38,11 +38,11 @@ class SuspectQueue:
         self._start = start
         self._later = later
         self._suspects: list[SubmittedRequest] = []
-        # Passed requests, which go on when no suspect is left.
+        # Passed requests, which start when no suspect waits or is on probation.
         self._passed: deque[SubmittedRequest] = deque()
-        self._known: set[str] = set()  # deaths whose suspects have had the time to arrive
-        self._expected = 0  # number of deaths whose suspects may still arrive
-        # Running requests that were in engines that died.
+        self._known: set[str] = set()  # deaths that passed requests have named so far
+        self._expected = 0  # number of named deaths whose suspects may still arrive
+        # Running requests that were in engines that died: possible causes beside the suspect.
         self._company: list[SubmittedRequest] = []
 
     def submit(self, submitted: SubmittedRequest) -> None:
@@ -79,8 +79,8 @@ class SuspectQueue:
     def accused(self) -> list[SubmittedRequest]:
         """Return the requests that may have caused the engine's death, which has just happened.
 
-        These are the suspect on probation, and running requests that were at all deaths of which it
-        is suspected. Returns [] if no suspect was on probation.
+        They are the suspect on probation, and the running requests that were in the engine at every
+        death of which it is suspected. Returns [] if no suspect was on probation.
         """
         if self.suspect is None or not self.given:
             return []
@@ -104,8 +104,8 @@ class SuspectQueue:
             return
         self.suspect, self.given = None, False
         while self._suspects:
-            # In the engine's order: a suspect that others overtake in the engine would delay the
-            # suspects behind it.
+            # In the engine's order: a suspect that waits in the engine's queue would delay the
+            # suspects after it.
             submitted = min(self._suspects, key=lambda one: one.request.urgency)
             self._suspects.remove(submitted)
             if submitted.wanted:

@@ -72,7 +72,7 @@ class Suspicion:
         self.passed = True
 
     def acquit(self, deaths: list[str]) -> None:
-        """Forget the deaths of these replicas, whose cause is known.
+        """Forget the given replicas' deaths, because another request is known to be their cause.
 
         A choice that waits for probation still goes on probation, as there may be a second poison
         request.
@@ -119,7 +119,7 @@ class Suspicion:
         return self.passed and not given and suspects is not None and id not in suspects
 
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
-        """Note that the engine died by itself with the choice in it.
+        """Record that an engine crashed while the choice was in it.
 
         Returns why the choice is given up; "" if it goes on.
         """

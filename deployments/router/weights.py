@@ -224,7 +224,7 @@ class FleetWeights:
         folders = await self._transferred("update", info)
         if all(folders.values()):
             return await self._replace_each(folders, version)
-        # a replica that has joined since `start_update` has taken a part for the whole
+        # a replica that joined after `start_update` may mistake the tensors for a complete update
         late = [client for client, folder in folders.items() if folder]
         if late:
             await self._drop(late)
@@ -238,7 +238,7 @@ class FleetWeights:
         return await self._replace_each(await self._transferred("finish", {}), version)
 
     async def _transferred(self, what: str, info: dict[str, Any]) -> dict[ReplicaClient, str]:
-        """Give an order to the replicas that take part in a transfer, and return their folders.
+        """Send an order to the replicas that joined a transfer, and return their folders.
 
         Replicas that came after its beginning get the weights from the record. Raises MantaError
         if a replica fails, after which no replica goes on with the transfer.
@@ -259,7 +259,7 @@ class FleetWeights:
         await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
 
     async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:
-        """Replace the weights by those that each replica has in a folder of its own."""
+        """Let each replica load the new weights from its own folder, once all have checked them."""
         try:
             version = await self._new_version(version)
             self._check_all(
@@ -459,7 +459,10 @@ class FleetWeights:
 
 
 def _parts(tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts that tags name; all without tags. Raises InvalidRequest."""
+    """Return the parts of memory that a request's tags name; all without tags.
+
+    Raises InvalidRequest.
+    """
     for tag in tags:
         if tag not in PARTS:
             raise InvalidRequest(f"tags are {', '.join(PARTS)}, not {tag!r}", param="tags")

@@ -172,7 +172,7 @@ class Fleet:
             self.index.add_prefix(request.prefix_hashes, replica.column)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Note that another router has sent a prompt with these prefix hashes to a replica."""
+        """Record a prefix that another router has sent to a replica, as hashes."""
         if replica.column >= 0:
             self.index.add_prefix(prefix_hashes, replica.column)
 

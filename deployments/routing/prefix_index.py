@@ -71,7 +71,7 @@ class PrefixIndex:
         return self._size
 
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
-        """Return up to `limit` pairs (holders, number of hashes held), most hashes first.
+        """Return up to `limit` pairs (replicas, cached leading hashes), most hashes first.
 
         holders: a bit set. Each holder is in one pair only.
         """
@@ -92,8 +92,7 @@ class PrefixIndex:
         return matches[: -limit - 1 : -1]
 
     def add_prefix(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Note that `holder` will have these hashes, as a request with this prefix was sent
-        there."""
+        """Record that a replica will cache a prefix, because a request with it was sent there."""
         holders = self._holders
         bit = 1 << holder
         # From the tail, so that the head is the last to be evicted.
@@ -109,7 +108,7 @@ class PrefixIndex:
             self._size -= gone.bit_count()
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """Note that `holder` does not have these hashes after all."""
+        """Record that a replica has not cached a prefix after all."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)

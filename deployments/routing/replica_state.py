@@ -15,25 +15,26 @@ from collections.abc import Iterable
 from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
-_RATE_SECONDS = 2.0  # seconds over which a rate is measured; older ones fade
+_RATE_SECONDS = 2.0  # time constant of measured rates, whose older measurements decay
 _RATE_ENOUGH = 0.25  # least seconds of measurement for a rate
 _FIRST = 0.1  # weight of the newest choice in first_seconds
 _ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 
-# Share of the rows: choices that may wait at the replica, so that a freed row is filled at once.
+# Choices that may wait at the replica, as a share of its rows, so that freed rows are refilled.
 _SPARE = 1 / 16
-# Prompts that may wait at the replica: enough for its next step. A prompt that waits there is out
-# of the router's order, and prompts that begin together end together.
+# Prompt tokens that may wait at the replica: as many as it computes in _AHEAD_SECONDS or in
+# _AHEAD_STEPS steps, enough for its next step. The router can no longer reorder such prompts, and
+# prompts that start together also finish together.
 _AHEAD_SECONDS = 0.5
-_AHEAD_STEPS = 2.5  # at least the prompt tokens that it computes in so many steps
-_AHEAD_LEAST = 1 / 8  # at least this share of a step's token budget
-_AHEAD_UNKNOWN = 1 / 2  # share of a step's token budget, before a prompt has waited there
-# The weight of a new hit rate is its looked-up prompt tokens divided by this, at most one half.
+_AHEAD_STEPS = 2.5
+_AHEAD_LEAST = 1 / 8  # lower bound, as a share of a step's token budget
+_AHEAD_UNKNOWN = 1 / 2  # the same share until the replica's prompt rate is measured
+# The hit rate of a new frame weighs (its looked-up prompt tokens) / this, at most one half.
 _MISSED_TOKENS = 20_000
 
 
 class FadingRate:
-    """A measured rate per second, as a mean in which older seconds fade."""
+    """A measured rate per second, as an exponentially decayed mean."""
 
     __slots__ = ("_amount", "_seconds")
 
@@ -87,7 +88,8 @@ class ReplicaState:
         self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
         self.booked_tokens = 0  # prompt tokens of booked choices
         self.uncached_tokens = 0  # booked prompt tokens that are not expected in its cache
-        self.bookings: dict[int, tuple[int, int]] = {}  # choice -> its part of these two sums
+        # booked choice -> (its prompt tokens, those of them not expected in the cache)
+        self.bookings: dict[int, tuple[int, int]] = {}
         self._ours: set[int] = set()  # this router's choices at the replica
         self._unbegun: dict[int, str] = {}  # this router's choices without a token -> adapter
         # Fading mean of the seconds from sending a choice to its first token.
@@ -127,7 +129,7 @@ class ReplicaState:
         self._touch()
 
     def _touch(self) -> None:
-        """Mark what was derived from this state as out of date."""
+        """Invalidate what was derived from this state: `room`, and the fleet's columns."""
         self._room = None
         self._changed.add(self)
 
@@ -230,7 +232,7 @@ class ReplicaState:
             part = min(1.0, len(self._ours) / (last.running + last.waiting))
             self._part.observe(part * seconds, seconds)
 
-    # -- what it can be given
+    # -- how many more choices to send
 
     @property
     def routers(self) -> int:
@@ -239,19 +241,19 @@ class ReplicaState:
 
     @property
     def rows(self) -> float:
-        """The router's share of the choices that the replica can run at once; inf if unknown."""
+        """The router's share of the choices that the replica can run concurrently; inf: unknown."""
         return -(-self.stats.rows // self.routers) or math.inf
 
     def room(self) -> tuple[int, float]:
         """Return how many more choices this router should send, and its share of the free rows.
 
-        Zero or fewer choices: none. Routers do not know of each other's requests. Each takes its
-        share of the free rows, and sees in the next frame what is left. It also sends its share of
-        the choices that wait beyond the rows, so that each router gets its turn.
+        Zero or less: send none. Routers do not know of each other's requests. Each takes its share
+        of the free rows, and sees in the next frame how many are left. It also sends its share of
+        the choices that wait at the replica, so that no router waits for the others.
 
-        Free rows are 0 while memory is short. Negative: the number of its choices that wait there
-        for a row. Other routers fill their shares at the same time, which shows only in the next
-        frame.
+        The share of free rows is 0 while memory is short. If negative, so many of the router's
+        choices wait there for a row. Other routers fill their shares at the same time, which only
+        the next frame shows.
         """
         if self._room is not None:
             return self._room

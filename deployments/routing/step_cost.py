@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from engine.messages import EngineStats
 
-STRETCH = 0.2  # busy seconds of a stretch
-# Weight of the past at each stretch, so that about twenty count, as a replica may change.
+STRETCH = 0.2  # least busy seconds of an interval between two observations
+# Decay of earlier intervals at each new one, so that about twenty count: a replica may change.
 _FADE = 0.95
-_REFIT = 4  # stretches between two solutions, after the first few
-_SWEEPS = 12
+_REFIT = 4  # intervals between two solutions, after the first few
+_SWEEPS = 12  # Gauss-Seidel iterations of a solution
 
 
 class StepCost(NamedTuple):
@@ -42,7 +42,7 @@ class StepCost(NamedTuple):
 
 
 class StepCostModel:
-    """A least squares fit with non-negative terms, in which older stretches fade.
+    """A least-squares fit of step times with non-negative coefficients and exponential decay.
 
     prior: the assumed cost at the beginning.
     """
@@ -50,7 +50,7 @@ class StepCostModel:
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
         self.cost = prior
         self._fade = fade
-        self._last: EngineStats | None = None  # stats at the beginning of the stretch
+        self._last: EngineStats | None = None  # stats at the beginning of the interval
         self._stretches = 0
         # Normal equations of three typical steps with the prior's cost.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
@@ -65,7 +65,7 @@ class StepCostModel:
             )
 
     def observe_frame(self, stats: EngineStats) -> None:
-        """Add a replica's frame; frames may be left out."""
+        """Add a replica's frame. Frames may be missing, as their counters are cumulative."""
         last = self._last
         if (
             last is None
@@ -126,8 +126,8 @@ class StepCostModel:
         v[2] += weight * p * seconds
 
     def _solve(self) -> None:
-        """Solve the normal equations by Gauss-Seidel from the last solution, without negative
-        terms."""
+        """Solve the normal equations by Gauss-Seidel from the last solution, with coefficients
+        clamped to be non-negative."""
         ss, so, sp, oo, op, pp = self._matrix
         vs, vo, vp = self._vector
         base, sequence, token = self.cost

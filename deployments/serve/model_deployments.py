@@ -179,7 +179,7 @@ def _wake_seconds(config: MantaConfig) -> float | None:
 
 
 def served_models(app: str) -> dict[str, ServedModel]:
-    """Return the present models behind `app`, by name. Needs a connection to Ray, and blocks."""
+    """Return the models that the endpoint `app` serves now, by name; blocks, and needs Ray."""
     entries = model_applications.entries(app, model_applications.applications())
     return {name: served_model(entry.config, 0, entry.app) for name, entry in entries.items()}
 

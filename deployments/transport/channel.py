@@ -195,7 +195,7 @@ class ChannelLimits:
 
 
 class ChannelConnection(asyncio.Protocol):
-    """The common part of both ends: frames, liveness and limits.
+    """The base of both ends of a channel: frames, liveness and limits.
 
     on_close: called exactly once, with the connection and the reason.
     """

@@ -16,7 +16,7 @@ _LINE_SECONDS = 10.0  # seconds between two lines of the log
 
 
 class UnauthenticatedConnections:
-    """A replica's connections without a proof of the secret, at most _PLACES.
+    """A replica's connections that have not proved that they know the secret, at most _PLACES.
 
     A new connection always gets a place. A router proves the secret within a round trip, so a
     connection that stays is no router's. When all places are taken, the oldest connection from the

@@ -231,7 +231,7 @@ def _checked_id(given: str) -> str:
 
 
 def _add_history(builder: ChatBuilder, value: Any) -> None:
-    """Add messages, of these or of [question, answer] pairs. Raises ApiError 400."""
+    """Add a chat's history, a list of messages or [question, answer] pairs. Raises ApiError 400."""
     if value is None:
         return
     if not isinstance(value, list):

@@ -64,9 +64,10 @@ class ChatImages:
         return [self.layouts[index] for index in order]
 
     def place(self, ids: list[int], order: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-        """Return a rendered chat's ids with those of its images, each of which gets its place.
+        """Return a rendered chat's token ids with placeholders expanded to the images' tokens.
 
-        order: the images as the template met them. Raises InvalidRequest image_not_shown.
+        order: indices of the images in the order of placeholders. Raises InvalidRequest
+            image_not_shown.
         """
         placeholder = tokenizer.token_id(self.processor.placeholder)
         if placeholder is None:
@@ -108,7 +109,7 @@ class ImageMarks:
         return msgspec.structs.replace(message, content=tuple(content))
 
     def put_back(self, messages: Iterable[TemplateMessage]) -> list[int]:
-        """Change contents with marks into lists of parts; return the images' numbers in order."""
+        """Replace marks in contents by image parts; return the images' indices in order."""
         order: list[int] = []
         for message in messages:
             content = message.get("content")

@@ -64,7 +64,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """The text of the content, its parts with nothing between them."""
+        """The content's text parts, concatenated."""
         return "".join([part.text for part in self.content or ()])
 
     @property
@@ -114,7 +114,7 @@ class TemplateOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptCut:
-    """The part of a prompt that is kept.
+    """The truncation of a prompt.
 
     tokens: the number of tokens; -1: as many as the model takes
     keeps_end: whether a longer prompt loses its beginning

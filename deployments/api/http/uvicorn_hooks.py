@@ -84,7 +84,7 @@ class EdgeMiddleware:
             await self._app(scope, receive, answer)
         except Exception as error:
             if answer.started:
-                raise  # the server closes the connection: a broken answer, not a short one
+                raise  # the server closes the connection: the answer is cut, not complete
             log.error("request %s failed: %s", known, short_traceback(error))
             await answer.refuse(internal(), known.encode())
 

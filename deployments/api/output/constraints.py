@@ -29,7 +29,7 @@ from engine.structured.json_schema import enforceable
 
 @dataclass(slots=True)
 class RequestedGrammar:
-    """A limit of the output, as a request asks for it.
+    """A constraint of the output's structure, as a request asks for it.
 
     where: the request's field, for errors
     value: a schema (bool, object or its text), the text of a pattern or grammar, the list of

@@ -107,7 +107,10 @@ class DialectReader:
         return "".join(out), text, ""
 
     def _other(self, text: str, final: bool, out: list[str]) -> str:
-        """Convert a part that is no string; return the text after it, or all if it may go on."""
+        """Convert the next JSON token outside strings; return the text after it.
+
+        Returns the whole text if the token may be incomplete.
+        """
         char, rest = text[0], text[1:]
         if char in "[{(":
             self._open += char
@@ -131,7 +134,7 @@ class DialectReader:
         return rest
 
     def _string(self, text: str, final: bool, out: list[str]) -> str:
-        """Convert a part of a string; return the text after it."""
+        """Convert the next characters of a string; return the text after them."""
         quote = self._quote
         if self._dialect.raw and quote == self._dialect.quotes[0]:
             at = text.find(quote)

@@ -181,7 +181,8 @@ class _Builder:
     def _limited(
         self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
     ) -> str:
-        """Return the rule of content that begins and ends with none of these; JSON never does."""
+        """Return the rule of content that begins with no text of `starts`, and ends with none of
+        `ends`; JSON never does."""
         if content.startswith(_JSON) or not (starts or ends):
             return content
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
@@ -375,7 +376,7 @@ class _Builder:
         return parts
 
     def _written(self, dialect: Dialect, rule: str, schema: JsonObject) -> list[str]:
-        """Return the parts of a call's arguments, or of an object's properties, in a dialect."""
+        """Return one rule for each argument of a call, or property of an object, in a dialect."""
         required = schema.get("required") or []
         shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         items = dialect.ordered(schema.get("properties") or {})
@@ -476,7 +477,7 @@ def _without(
     tail: str = "",
     of: str = "ANY",
 ) -> str:
-    """Return the right side of a terminal: text that holds none of these marks.
+    """Return the right side of a Lark terminal that matches text without any of the marks.
 
     The text begins with none of `starts` and ends with none of `ends`, but with `tail`.
     """
@@ -498,7 +499,7 @@ def _escaped(text: str) -> str:
 
 
 def _tokens(ids: set[int]) -> str:
-    """Return the grammar of one of these tokens; "" for none."""
+    """Return the grammar of a single token whose id is in `ids`; "" without ids."""
     ranges: list[list[int]] = []
     for i in sorted(ids):
         if ranges and ranges[-1][1] == i - 1:
@@ -510,7 +511,7 @@ def _tokens(ids: set[int]) -> str:
 
 
 def json_content(schema: Any) -> str:
-    """Return the right side of a rule: a JSON document of a schema."""
+    """Return the right side of a rule that matches JSON documents of a schema."""
     return _json(schema, _FREE)
 
 

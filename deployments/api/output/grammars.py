@@ -26,8 +26,8 @@ from engine.text.tokenizer import Tokenizer
 SECONDS = 5.0  # seconds for compiling one grammar; most take milliseconds
 QUEUE_SECONDS = 20.0  # seconds for which a request waits for its grammar
 _MOST_LEFT_OUT = 32  # keywords that only the compiler refuses, one compilation each
-# Keywords that are left out of a schema that is not strict. A broken reference, or a pattern that
-# is broken in every dialect, is a mistake that its author wants to know.
+# Keywords that are left out of a schema that is not strict. An invalid reference, or a pattern that
+# no dialect accepts, is a mistake that its author wants to know.
 _MAY_GO = (
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf"),
     "pattern",
@@ -153,7 +153,7 @@ def _compiled(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Gr
 
 
 def _is_broken(pattern: Any, message: str) -> bool:
-    """Whether a pattern is broken, by the compiler's message and by Python's dialect too."""
+    """Whether a pattern is invalid, by the compiler's message and in Python's dialect too."""
     if not isinstance(pattern, str) or not any(sign in message for sign in _BROKEN):
         return not isinstance(pattern, str)
     if len(pattern) > _LONG_PATTERN:

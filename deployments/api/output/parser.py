@@ -59,7 +59,7 @@ class OutputParser(StepParser):
         return events
 
     def _show(self, kind: Kind, text: str) -> None:
-        """Show a part without the space at its end, and at its beginning after another part."""
+        """Emit text without trailing white space, and without leading white space at the start."""
         text = self._spaces + text
         body = text.rstrip()
         self._spaces = text[len(body) :]

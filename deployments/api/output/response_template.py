@@ -1,10 +1,10 @@
 """declared_output: how a model writes its answers, by the `response_template` of its checkpoint.
 
 That is the declaration of transformers (`tokenizer_config.json`, version 1): for each field of a
-message what opens and closes it, as texts or regular expressions, and how what stands between is
-read. A grammar has to write what such an expression only has to recognise. So expressions are taken
-that are texts, optional white space and the names of groups; which white space a model writes, its
-chat template shows.
+message what opens and closes it, as texts or regular expressions, and how the text in between is
+read. A grammar has to generate what a regular expression only has to match. So only expressions of
+texts, optional white space and named groups are supported. The chat template shows which white
+space a model writes.
 """
 
 import re
@@ -25,14 +25,14 @@ _WHOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Unusable(Exception):
-    """Raised with the part of a declaration for which no grammar can be made."""
+    """Raised for a declaration for which no grammar can be built; the message names the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """A part of white space, as much as the chat template shows.
+    """Optional white space in an expression; how much a model writes, its chat template shows.
 
-    fallback: the space for a template that shows none of this
+    fallback: the space if no example of the template matches
     """
 
     fallback: str = ""
@@ -40,7 +40,7 @@ class _Space:
 
 @dataclass(frozen=True, slots=True)
 class _Other(_Space):
-    """A part of any text that the declaration reads over."""
+    """Any text in an expression that the declaration skips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _tagged(
 
 
 def _made(**marks: Any) -> OutputFormat:
-    """Return the format of these marks, whose trigger is the first word of the beginning."""
+    """Return the output format with the given marks, triggered by the first word of the opening."""
     begin = marks.get("opening", "") + marks["begin"]
     word = re.match(r"\s*\S+", begin)
     if word is None:
@@ -260,7 +260,7 @@ def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
 
 
 def _dialect(options: JsonObject) -> Dialect | None:
-    """Return the dialect of these options; None for plain JSON. Raises _Unusable."""
+    """Return the JSON dialect that options declare; None for plain JSON. Raises _Unusable."""
     if not options.keys() - {"allow_non_json"}:
         return None
     pairs = options.get("string_delims") or []
@@ -275,7 +275,7 @@ def _dialect(options: JsonObject) -> Dialect | None:
 
 
 def _mark(field: JsonObject, name: str) -> list[_Part]:
-    """Return the parts of a mark, of a list of texts the first; [] if there is no mark."""
+    """Return the parsed mark of a field (the first of a list of texts); [] if it has none."""
     text = field.get(name)
     if isinstance(text, list) and text:
         text = text[0]
@@ -286,7 +286,7 @@ def _mark(field: JsonObject, name: str) -> list[_Part]:
 
 
 def _text(parts: list[_Part], where: str) -> str:
-    """Return the text of a mark's parts, without white space that may be there."""
+    """Return a mark's text without optional white space."""
     if any(isinstance(part, _Captured) for part in parts):
         raise _Unusable(f"{where}_pattern: groups are for calls")
     return "".join(part for part in parts if isinstance(part, str))
@@ -302,9 +302,9 @@ def _split(
 
 
 def _parts(pattern: Any, where: str) -> list[_Part]:
-    """Split an expression into parts.
+    """Parse a regular expression into literal texts, optional white space and named groups.
 
-    The expression may have texts, white space and groups with names, and no more. Raises _Unusable.
+    Raises _Unusable for any other construct.
     """
     if not isinstance(pattern, str):
         raise _Unusable(f"{where}: it must be a text")
@@ -357,7 +357,7 @@ def _behind_group(pattern: str, at: int) -> int:
 
 
 def _shown(parts: Sequence[_Part], examples: Sequence[str]) -> list[str]:
-    """Return each part as the first example has it."""
+    """Return each part's text in the first example that matches all parts."""
     whole = "".join(
         f"({re.escape(part) if isinstance(part, str) else _expression(part)})" for part in parts
     )

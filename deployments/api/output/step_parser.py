@@ -1,4 +1,4 @@
-"""StepParser: what parsers of models' text share, which goes on piece by piece."""
+"""StepParser: the base of the incremental parsers of models' text."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,10 +9,10 @@ Kind = Literal["content", "reasoning", "call", "arguments", "end"]
 
 
 class Event(NamedTuple):
-    """A parsed piece of an answer, by its kind.
+    """A parsed fragment of an answer, by its kind.
 
     call: text is the function's name
-    arguments: text is a piece of the call's JSON
+    arguments: text is a fragment of the call's JSON
     end: the end of that call
     """
 
@@ -21,12 +21,12 @@ class Event(NamedTuple):
 
 
 class StepParser:
-    """The base of incremental parsers, whose result depends on the text alone, not on its pieces.
+    """The base of incremental parsers, whose result does not depend on how the text is chunked.
 
-    However the text is cut, the pieces of each kind add up to the same. Parsing never fails: what
-    is no call after all is content.
+    The fragments of each kind add up to the same for any chunks. Parsing never fails: text that
+    turns out to be no call is content.
 
-    A step consumes a part of `_text`, and returns whether another step may follow.
+    A step consumes the beginning of `_text`, and returns whether another step may follow.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
@@ -64,9 +64,9 @@ class StepParser:
         return merged
 
     def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
-        """Take the text before the first of these marks; return the text and the mark.
+        """Consume the text before the first mark in `until`, and the mark; return both.
 
-        If no mark is there, it is "", and text that may begin one is left.
+        Without a mark the second is "", and text that may begin a mark is kept.
         """
         marks = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
         if marks:

@@ -17,11 +17,11 @@ from engine.errors import AdapterError
 PATH = "/v1/adapters"
 LOAD = "/v1/load_lora_adapter"  # vLLM's
 UNLOAD = "/v1/unload_lora_adapter"
-PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, with what is below the first
+PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, as is each path below PATH
 
 
 async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer GET with all adapters, or those of one model. For POST add one, or read it again."""
+    """Answer GET with all adapters, or one model's. For POST add an adapter, or read it again."""
     directory = context.backend.adapters
     if exchange.method != "POST":
         await directory.refresh()

@@ -117,7 +117,7 @@ class BackgroundRuns:
         self._runs: dict[str, BackgroundRun] = {}
 
     def check_room(self, most_bytes: int) -> None:
-        """Refuse another run beyond MAX_RUNS, or while those here hold more than most_bytes.
+        """Refuse another run beyond MAX_RUNS, or while the runs hold more than most_bytes.
 
         Raises ApiError 503 overloaded.
         """

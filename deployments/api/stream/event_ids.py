@@ -36,7 +36,7 @@ _MAX_ID = 8192  # characters: those of 32 prompts with 8 choices have 3,500
 
 
 class ChoiceProgress:
-    """The part of one choice that a client has received.
+    """The record of how much of one choice a client has received.
 
     tokens: the number of the choice's output tokens
     check: the CRC-32 of these tokens
@@ -108,7 +108,7 @@ class EventIds:
         self._parts = [_varint(self.told), *(progress.encode() for progress in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
-        """Count these tokens of a choice as shown by its next event."""
+        """Count tokens of a choice as received by the client with its next event."""
         if not (token_ids or ended):
             return
         shown = self.shown[index]

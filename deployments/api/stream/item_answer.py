@@ -96,7 +96,7 @@ class ItemWriter(Protocol):
 
 
 class Naming:
-    """The ids of an answer's parts, the same whenever this answer is computed again."""
+    """The ids of an answer's items, the same each time the answer is generated again."""
 
     def __init__(self, number: bytes, short: bool) -> None:
         self._number, self._short = number, short

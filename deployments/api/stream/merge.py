@@ -17,7 +17,7 @@ from engine.text.detokenizer import ChoiceDecoder, Decoded
 
 
 class PredictionMatch:
-    """The count of output tokens that are those of the prediction, in its order.
+    """The number of output tokens that match the client's `prediction`, in its order.
 
     It follows from the text alone, so it is the same whatever the engine drafted, and after a
     takeover. The match ends at a token that differs, and goes on where two tokens in a row stand in

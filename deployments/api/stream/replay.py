@@ -1,4 +1,4 @@
-"""StreamReplay: resumes a stream. What its client has is brought back without being sent again."""
+"""StreamReplay: resumes a stream after the tokens that its client has already received."""
 
 from collections.abc import Sequence
 
@@ -63,11 +63,11 @@ def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
 
 
 class StreamReplay:
-    """The resumption of an answer's choices where their client is.
+    """The resumption of an answer's choices after the tokens that their client has received.
 
-    Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
-    is what each choice begins with. Tokens that no replica has are computed again; `skip` takes
-    these as they come, and sees that they are the same.
+    Tokens that a replica has kept are decoded first, and the engine continues after them:
+    `emitted` has them for each choice. Tokens that no replica has are generated again; `skip` drops
+    them as they arrive, and checks that they are the same.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class StreamReplay:
     def _bring(
         self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
     ) -> list[int] | None:
-        """Return the tokens that a choice begins with, [] for anew, None if it has ended."""
+        """Return the output tokens after which the engine continues a choice.
+
+        Returns [] if the choice is to be generated again from its prompt, None if it has ended.
+        """
         if shown.phase == FINISHED:
             choice.finish_reason = choice.finish_reason or "told"
             choice.decoder.num_tokens = shown.tokens
@@ -113,7 +116,7 @@ class StreamReplay:
         return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
-        """Return the new part of a delta of a choice in `skipping`.
+        """Return what a delta has after the tokens to skip, for a choice in `skipping`.
 
         Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
         """

@@ -107,7 +107,7 @@ def join(address: str) -> None:
 
 
 def job_config(folders: list[str]) -> Any:
-    """Return the config of a Ray job whose workers import from these folders first.
+    """Return the config of a Ray job whose workers import from the given folders first.
 
     Workers still run in the command's folder, but do not import from it, as it may contain a file
     such as engine.py.

@@ -196,8 +196,8 @@ class RequestQueue:
     # -- measures
 
     def _survey(self) -> tuple[bool, list[ReplicaState], bool]:
-        """Return whether any replica is available, those with room, and whether one of these has a
-        free row."""
+        """Return (whether a replica is available, the replicas that take more choices, whether one
+        of them has a free row)."""
         ready = free = False
         roomy = []
         for replica in self._fleet.replicas.values():

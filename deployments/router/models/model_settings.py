@@ -68,6 +68,6 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Return the parts of a partial function to compare by, as two partials are never equal."""
+    """Return what to compare a partial function by, as two partials are never equal."""
     parts = ("func", "args", "keywords")
     return [getattr(function, name, None) for name in parts] or function

@@ -170,7 +170,7 @@ class OpenAIResponse:
         return shaped
 
     def _ids(self, ids: list[int], scores: list[float | None]) -> JsonObject:
-        """Return tokens as ids, with the log-probability of each where these are wanted."""
+        """Return tokens as ids, with their log-probabilities if the request wants them."""
         return {"token_ids": ids, **({"token_logprobs": scores} if self.wants_logprobs else {})}
 
     def _prompt_ids(self, index: int) -> JsonObject:
@@ -414,7 +414,7 @@ class OpenAIResponse:
         return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
 
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
-        """Return an event with more than text in it; empty if there is nothing to send."""
+        """Return an event with other fields than text; empty if there is nothing to send."""
         call, choice = self.call, self.choices[index]
         num_tokens = decoded.num_tokens
         message: JsonObject | None = None
