@@ -66,7 +66,7 @@ class Report:
 
 
 def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineRequest:
-    """Draw a request of up to `longest` tokens; lengths are distributed logarithmically."""
+    """Draw a request of up to `longest` tokens; lengths have a log-uniform distribution."""
 
     def length(most: int) -> int:
         return max(1, int(most ** rng.random()))

@@ -180,7 +180,7 @@ def table(lines: Sequence[Line]) -> list[Line]:
 
 
 class NoDevice:
-    """A runner without a device: each step is done at once, with random tokens."""
+    """A model runner without a device: each step returns immediately, with random tokens."""
 
     def __init__(self) -> None:
         self._tokens = np.random.default_rng(0).integers(2, 128_000, 1 << 22).tolist()
@@ -204,7 +204,7 @@ class NoDevice:
 
 
 class DoneStep:
-    """A step of NoDevice."""
+    """The handle of a step that `NoDevice` has launched, whose result is there already."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result

@@ -333,7 +333,7 @@ class Sweep:
         with self.compilers.collecting():
             for choice in choices:
                 for tile in choice.tiles:
-                    with suppress(Exception):  # reported when it is timed
+                    with suppress(Exception):  # the timing of the tile raises and reports it again
                         choice.calls(tile)[0]()
 
     def best(self, choice: Choice) -> list[Any]:

@@ -433,7 +433,7 @@ def main() -> None:
             for part, ways in case.ways.items():
                 for name, make in ways.items():
                     for tile in tiles_of(case, name, part == "up"):
-                        with suppress(Exception):  # reported when it is timed
+                        with suppress(Exception):  # its timing raises and reports it again
                             make(tile).calls[0]()
     print(f"{compilers.jobs} kernels are being compiled, {sweep.left():.0f} s left", flush=True)
     for case in cases:

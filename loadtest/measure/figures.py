@@ -113,10 +113,10 @@ def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
 
 
 def service_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
-    """Return (start, end) of each stretch in which a request waited and no chunk arrived, in order.
+    """Return (start, end) of intervals in which a request waited and no chunk arrived, in order.
 
-    A stretch starts with the last chunk, or with the first request after a time without waiting
-    requests. Failed requests do not end a stretch: a server that refuses at once gives no service.
+    An interval starts with the last chunk, or with the first request after a time without waiting
+    requests. Failed requests do not end it: a server that refuses immediately gives no service.
     """
     start, chunk, end = 0, 1, 2
     events: list[tuple[float, int, bool]] = []

@@ -66,7 +66,7 @@ def _per_token(record: RequestRecord) -> Floats:
 def cdf(sample: Floats) -> tuple[list[float], list[float]]:
     """Return (values, share of the sample up to each value), with more points at the tail.
 
-    Points begin at 0.4 %, since one token that arrived with another would stretch the axis.
+    Points begin at 0.4 %, since gaps near 0 of tokens that arrive together would stretch the axis.
     """
     if not len(sample):
         return [], []
@@ -168,7 +168,7 @@ def _replicas(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
 
 
 def silences(records: Iterable[RequestRecord], longer_than: float) -> list[tuple[float, float]]:
-    """Return (start, end) of stretches longer than `longer_than` in which requests waited and
-    none got a chunk.
+    """Return (start, end) of intervals longer than `longer_than` seconds in which requests waited
+    and none got a chunk.
     """
     return [(start, end) for start, end in service_gaps(records) if end - start > longer_than]
