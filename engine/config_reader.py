@@ -43,7 +43,7 @@ class Reader:
         return cls(values, str(path))
 
     def renamed(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> "Reader":
-        """Return the same object read under these names of keys, with defaults for absent keys.
+        """Return a reader of the same object under other key names, with defaults for absent keys.
 
         defaults: key -> its value where the file has the key under neither name.
         """
@@ -105,7 +105,7 @@ class Reader:
         return 0 if self.get(key, default) in (0, None) else self.size(key, default)
 
     def listed(self, key: str, *kinds: type) -> list[Any] | None:
-        """Return a list of values of these types; None for null and for an absent key."""
+        """Return a list of values of the given types; None for null and for an absent key."""
         value = self.get(key)
         if value is not None and not (
             isinstance(value, list) and all(isinstance(item, kinds) for item in value)

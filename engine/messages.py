@@ -57,7 +57,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """An order to abort these requests; each running one ends with a delta of finish "abort"."""
+    """An order to abort requests; each running one ends with a delta of finish "abort"."""
 
     ids: list[int]
 

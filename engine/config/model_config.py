@@ -379,7 +379,7 @@ class ModelConfig:
 
     @property
     def places_of_axes(self) -> bool:
-        """Whether images stand at places of several axes for rotary embeddings."""
+        """Whether the model uses M-RoPE: image tokens have rotary positions on several axes."""
         return self.vision is not None and self.vision.mrope_section is not None
 
     @property

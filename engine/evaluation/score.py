@@ -154,7 +154,7 @@ def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def _logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
-    """Return the log-probabilities of a piece, float32 [n, vocab_size] on the CPU, from ids [n]."""
+    """Return the log-probabilities of a chunk, float32 [n, vocab_size] on the CPU, from ids [n]."""
     blocks = range(-(-len(ids) // BLOCK))
     (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1).cpu()

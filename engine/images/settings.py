@@ -69,7 +69,7 @@ class ProcessorSettings:
         return int(number)
 
     def token(self, *keys: str) -> int:
-        """Return the token id that config.json has under the first of these keys that it has."""
+        """Return the token id under the first of the given keys that config.json has."""
         key = next((key for key in keys if self.config.get(key) is not None), keys[0])
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -104,7 +104,7 @@ def _add_version(versions: list[tuple[str, int]], version: str, count: int) -> N
 
 
 def _without_first(versions: list[tuple[str, int]], skipped: int) -> list[tuple[str, int]]:
-    """Return the versions without those of the first `skipped` tokens."""
+    """Return the weight versions of the tokens after the first `skipped` ones."""
     spans = []
     for version, count in versions:
         if count > skipped:

@@ -135,7 +135,7 @@ class Prompts:
         pictures: list[Pillow.Image],
         param: str,
     ) -> EncodedPrompt:
-        """Return a prompt with its images in the places of placeholders.
+        """Return a prompt whose placeholders are expanded to its images' tokens.
 
         encode: returns the tokens of the prompt's text, which a function may change before.
         """

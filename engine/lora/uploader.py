@@ -44,7 +44,7 @@ class AdapterUploader:
             done.synchronize()
 
     def _send(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor in pieces; one buffer is filled while the other is being copied."""
+        """Copy a tensor in chunks; one buffer is filled while the other is being copied."""
         step = STAGING_BYTES // source.element_size()
         for at in range(0, source.numel(), step):
             piece = source[at : at + step]

@@ -474,7 +474,7 @@ class Decoder:
     def enter(
         self, token_ids: Tensor, positions: Tensor, images: ImageRows | None = None
     ) -> Tensor:
-        """Return the first layer's input [num_tokens, hidden_size] for these token ids.
+        """Return the first layer's input [num_tokens, hidden_size] for the token ids.
 
         Image tokens have their embeddings as they are: factors are those of other tokens.
 

@@ -109,7 +109,7 @@ class Model(Protocol):
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Search for the fastest GEMMs for steps of these sizes; does nothing except on CUDA.
+        """Search for the fastest GEMMs for the given batch sizes; does nothing except on CUDA.
 
         tokens: numbers of tokens of a step.
         samples: numbers of sampling tokens, for the head.
@@ -132,7 +132,7 @@ class Model(Protocol):
         ...
 
     def units(self) -> Iterator[Unit]:
-        """Return the units of parameters that any thread may finish, before `finish`.
+        """Return the groups of parameters that any loading thread may pack, before `finish`.
 
         Parameters outside of units wait for `finish`, and are allocated before any is filled.
         """

@@ -44,7 +44,7 @@ class Stage:
 
 
 def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
-    """Return the cuts of a row of layers into `count` pieces that minimise the largest cost.
+    """Return the cuts of consecutive layers into `count` stages that minimise the largest cost.
 
     The result is 0, the first layer of each other piece, and the number of layers.
 

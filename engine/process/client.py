@@ -151,7 +151,7 @@ class EngineClient:
         self._live().send(request)
 
     def abort(self, ids: list[int]) -> None:
-        """Abort these requests; each open request ends with an "abort" delta.
+        """Abort requests by their ids; each open request ends with an "abort" delta.
 
         Unknown ids are ignored. Raises EngineDead.
         """
@@ -183,7 +183,7 @@ class EngineClient:
         await self._order(lambda ticket: Control("sleep", ticket, level=level, tags=list(tags)))
 
     async def wake(self, tags: Sequence[str] = ()) -> None:
-        """Take these parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
+        """Allocate parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
 
     async def update_weights(

@@ -133,7 +133,7 @@ class RankLoop:
         self._calls.send(True)
 
     def sleep(self, parts: list[str], drop: bool) -> None:
-        """Free these parts of this rank's memory, and reply."""
+        """Free the given parts of this rank's memory, and reply."""
         assert self._memory is not None
         while self._launched:
             self._wait_for_oldest()

@@ -237,7 +237,7 @@ class StepImages:
         return self._on_device(pixels)
 
     def _on_device(self, values: NDArray[Any]) -> Tensor:
-        """Return a copy of the values on the device, without waiting for it."""
+        """Start an asynchronous copy of the values to the device, and return its result."""
         pinned = self._device.type == "cuda"
         dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
         tensor = torch.empty(values.shape, dtype=dtype, pin_memory=pinned)

@@ -26,7 +26,7 @@ from engine.weights.stream import EXPONENTS, not_finite
 
 logger = logging.getLogger("manta.engine")
 
-PART_BYTES = 1 << 30  # bytes of layers that are loaded beside the model at once
+PART_BYTES = 1 << 30  # most bytes of new layers in memory beside the model
 _CHUNK = 16 << 20
 # Packages whose objects may hold tensors of weights.
 _OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.")

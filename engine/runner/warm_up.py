@@ -17,7 +17,9 @@ from engine.sampling.sampler import MOST, Masked
 def capture_graphs(
     runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
 ) -> None:
-    """Capture steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`.
+    """Capture CUDA graphs of decode steps, and of mixed steps. CUDA only; after `warm_up`.
+
+    sizes: the batch sizes of decode steps.
 
     max_tokens: the tokens of the largest step.
     drafts: whether batches may have drafts.

@@ -263,7 +263,7 @@ class BlockManager:
         return sum(self._refs[block] == 1 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Count one more request for each of these resident blocks."""
+        """Increment the reference counts of cached blocks that a request shares."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._evictable[block]
@@ -285,7 +285,7 @@ class BlockManager:
                     self._evictable[block] = None
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Remove the blocks of these hashes from the prefix cache, used or not."""
+        """Remove the blocks with the given hashes from the prefix cache, used or not."""
         for digest in hashes:
             for resident in self._resident:
                 block = resident.get(digest)

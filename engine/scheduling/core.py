@@ -236,7 +236,7 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def _take_prepared(self) -> None:
-        """Queue requests whose grammars are compiled, and end those whose grammars failed."""
+        """Queue requests whose grammars are compiled, and end requests whose grammars failed."""
         for id, prepared in self._grammars.poll():
             request = self._preparing.pop(id, None)
             if request is None:
@@ -251,7 +251,7 @@ class EngineCore:
                 self.scheduler.add_request(request)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """End these requests; the next step returns their last deltas. Unknown ids are ignored."""
+        """End requests; the next step returns their last deltas. Unknown ids are ignored."""
         for id in ids:
             later = self._pause.later.pop(id, None)
             if later is not None or self._preparing.pop(id, None) is not None:
@@ -534,7 +534,7 @@ class EngineCore:
         self._sleep.begin()
 
     def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
-        """Take these parts of the memory again (none = all), or cancel a pending sleep.
+        """Allocate the given parts of the memory again (none = all), or cancel a pending sleep.
 
         Raises MantaError if the device has no room.
         """

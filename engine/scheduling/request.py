@@ -179,7 +179,7 @@ class Request:
         return f"Request({self.id}, {self.phase.name}, {known} tokens, {done} computed)"
 
     def set_model_key(self, model_key: str) -> None:
-        """Set the root of the prefix hashes of this request, to those of a model's weights."""
+        """Set the root of the request's prefix hashes for a model's weights."""
         key = "" if self.adapter is None else self.adapter.key
         self.root = root_hash(model_key, key, self.cache_salt)
 

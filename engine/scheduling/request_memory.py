@@ -154,7 +154,7 @@ class RequestMemory:
         request.num_registered = 0
 
     def give_back(self, done_step: int) -> list[DeferredRelease]:
-        """Free the rows and blocks that no step after this one uses, and return these releases."""
+        """Free the rows and blocks that no later step uses, and return the releases."""
         freed = [release for release in self.deferred if release.step <= done_step]
         for release in freed:
             pool = self.pools[release.kv_rank]

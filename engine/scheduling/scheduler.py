@@ -258,7 +258,7 @@ class Scheduler:
         for request in self.requests.values():
             request.set_model_key(model_key)
             request.hashes = []
-            request.cacheable = False  # its blocks are partly of old weights, unless it starts anew
+            request.cacheable = False  # some of its blocks are of old weights, until a preemption
 
     # ---- schedule ------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Scheduler:
         return places + count * size
 
     def _schedule_running(self, builder: StepBuilder) -> None:
-        """Schedule running requests outside the decode group, first those with one token left."""
+        """Schedule running requests that do not decode, those with one token left first."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not RequestPhase.COMPUTING:
                 continue  # preempted for an earlier request

@@ -48,7 +48,7 @@ class LaunchedStep:
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
-    decodes: int = 0  # those of drafts too
+    decodes: int = 0  # decode entries, entries of drafts included
     verifications: Sequence[Verification] = ()  # in the order of their drafts' entries
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
@@ -59,7 +59,7 @@ class LaunchedStep:
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     # drafts' constraints, whose masks come after those of `constrained`
     later: "list[tuple[Verification, Constraint]]" = field(default_factory=list)
-    awaits_masks: bool = False  # whether some of these had an unknown last token at the launch
+    awaits_masks: bool = False  # whether some constrained entries had an unknown last token
 
     def forbid_after(self, place: int) -> None:
         """Accept no token after a draft, as no token may follow it.
@@ -155,7 +155,7 @@ class LaunchedStep:
         )
 
     def _split(self, result: StepResult) -> tuple[StepResult, "_DraftResult"]:
-        """Return the result without the entries of drafts, and the result of these."""
+        """Split a result into the result without draft entries, and the result of draft entries."""
         first, stop = self.decodes - self.num_drafts, self.decodes
 
         def without(items: Mapping[int, _Item]) -> dict[int, _Item]:

@@ -66,7 +66,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> "Grammar":
-        """Return the grammar of exactly one of these texts. Raises InvalidRequest."""
+        """Return the grammar that matches exactly one of the given texts. Raises InvalidRequest."""
         if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
             raise InvalidRequest(
                 f"choice takes 1 to {MAX_CHOICES} texts, none of them empty", param="structured"

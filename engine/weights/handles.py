@@ -170,7 +170,7 @@ def _name(module: Any, attribute: Any) -> _Name:
 
 
 def open_handle(handles: dict[str, Any], device: torch.device) -> Tensor:
-    """Return the tensor of the device that these handles share, without a copy.
+    """Return the device tensor that another process shares by its handles, without a copy.
 
     handles: GPU's UUID -> handle, as `read_handles` returns them.
     Raises UpdateFailed.

@@ -104,7 +104,7 @@ class Adapter:
         self.failed_at = 0.0
         self.slot: Slot | None = None
         self.users = 0  # accepted requests that have not ended
-        self.started = 0  # of these, requests that have begun and need these very weights again
+        self.started = 0  # users that have begun, and need the same version of the weights again
         self.retired = False  # whether it was replaced or removed
 
     @property

@@ -55,7 +55,7 @@ class DraftModel:
         return self.model.parameters()
 
     def units(self) -> Iterator[Unit]:
-        """Return the units of parameters that any thread may finish."""
+        """Return the groups of parameters that any loading thread may pack."""
         return self.model.units()
 
     def finish(self) -> None:

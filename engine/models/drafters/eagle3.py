@@ -137,7 +137,7 @@ class Eagle3Drafter:
             yield from linear.parameters
 
     def units(self) -> Iterator[Unit]:
-        """Return the units of parameters that any thread may finish."""
+        """Return the groups of parameters that any loading thread may pack."""
         return (linear.unit for linear in self._linears)
 
     @property

@@ -106,7 +106,7 @@ class MtpDrafter:
         yield from self._project.parameters
 
     def units(self) -> Iterator[Unit]:
-        """Return the units of parameters that any thread may finish."""
+        """Return the groups of parameters that any loading thread may pack."""
         return (owner.unit for owner in self._packed)
 
     @property

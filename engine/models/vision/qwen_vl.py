@@ -240,7 +240,7 @@ class Qwen3Tower(QwenTower):
         )
 
     def _learned(self, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return learned positions [n, width] of patches at these rows and columns of a grid.
+        """Return learned position embeddings [n, width] of patches at rows and columns of a grid.
 
         They are interpolated between the four nearest ones of the table, whose corners are the
         grid's corners.

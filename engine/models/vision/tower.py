@@ -171,7 +171,7 @@ class Tower(ABC):
 def segments_of(
     lengths: Sequence[int], device: torch.device, rotation: Tensor | None = None
 ) -> AttentionMeta:
-    """Return the layout of consecutive segments of these lengths, for `Tower.attend`.
+    """Return the layout of consecutive segments with the given lengths, for `Tower.attend`.
 
     rotation: float32 [n, head_dim], cosines, then sines of each token, by which the first half of a
         head is rotated with the second; None: not at all.

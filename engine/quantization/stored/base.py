@@ -330,7 +330,7 @@ class Stored(LinearMethod):
         return out
 
     def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
-        """Write the result of apply_piece into out [n, outputs of all pieces], from a column on."""
+        """Write the result of apply_piece into columns of out [n, outputs], from `column` on."""
         out[:, column : column + piece.spec.out_features] = self.apply_piece(piece, x)
 
 

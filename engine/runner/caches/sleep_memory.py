@@ -131,7 +131,7 @@ class CudaSleepMemory(SleepMemory):
         self._caches: dict[int, Pages] = {}  # by address
         self._copies: list[Tensor] = []  # copies of _weights in host memory
         self._written = False
-        self._stale = True  # whether the copies are not those of the weights
+        self._stale = True  # whether the copies are older than the weights
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
@@ -178,7 +178,7 @@ class CudaSleepMemory(SleepMemory):
                 filled = 0
 
     def _move(self, slab: list[list[Tensor]], size: int) -> None:
-        """Move the tensors of these storages into a new region of `size` bytes.
+        """Move the tensors of the given storages into a new region of `size` bytes.
 
         slab: the tensors of each storage; emptied, so that nothing refers to the old storages.
         """

@@ -83,11 +83,11 @@ class StateCache:
         return sum(storage[:, 0].nbytes for storage in self.storages)
 
     def copied(self, rows: Tensor) -> list[Tensor]:
-        """Return copies of the states of these rows (int64)."""
+        """Return copies of the states of some rows (int64)."""
         return [storage.index_select(1, rows) for storage in self.storages]
 
     def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
-        """Write the copies that `copied` returned back into these rows."""
+        """Write the copies that `copied` returned back into the rows."""
         for storage, copy in zip(self.storages, copies, strict=True):
             storage[:, rows] = copy
 
