@@ -105,7 +105,7 @@ def _produce(
     blocks, boxes, handed, barriers,
     LAYER: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Hand work to the warpgroups, and copy its queries, keys and values into free places."""
+    """Assign work to the warpgroups, and copy its queries, keys and values to free buffers."""
     HEADS: gl.constexpr = LAYER.num_kv_heads
     GROUP: gl.constexpr = LAYER.group
     DIM: gl.constexpr = LAYER.head_dim
@@ -455,7 +455,7 @@ def _prefill_specialized_kernel(
 
 
 def specialized_prefill_fits(inputs: AttentionInputs, meta: AttentionMeta) -> bool:
-    """Whether `specialized_prefill` serves these inputs: see `takes_specialized_prefill`."""
+    """Whether `specialized_prefill` supports the inputs: see `takes_specialized_prefill`."""
     q, k_cache = inputs.q, inputs.k_cache
     if isinstance(k_cache, QuantizedKV) or not q.is_cuda or meta.last_keys is not None:
         return False

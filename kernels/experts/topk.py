@@ -25,7 +25,7 @@ def choose_experts(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """One token's experts and weights, written to their places."""
+    """Choose one token's experts, and store their ids and weights."""
     expert = tl.arange(0, BLOCK)
     if SIGMOID:
         score = tl.sigmoid(logit)

@@ -72,7 +72,7 @@ def _copy_tiles(
     PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, KEYS: gl.constexpr,
     PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles of latents, page by page, into free places of shared memory."""
+    """Copy tiles of latents, page by page, into free shared-memory buffers."""
     counted, items = listed
     first, second, shared = tiles
     full_first, full_second, free_first, free_second, _weighed, _taken = barriers
@@ -453,7 +453,7 @@ def _latent_specialized_kernel(
 
 
 def specialized_decode_fits(inputs: AbsorbedInputs, meta: AttentionMeta) -> bool:
-    """Whether `specialized_decode` serves these inputs: see `takes_specialized_decode`."""
+    """Whether `specialized_decode` supports the inputs: see `takes_specialized_decode`."""
     device = inputs.q.device
     if device.type != "cuda" or not aligned(inputs.absorbed):
         return False

@@ -367,7 +367,7 @@ class IRWriter:
         return rows
 
     def inverse(self, x: Value) -> Value:
-        """Return 1 / x to 2 units in the last place, for x neither huge nor tiny.
+        """Return 1 / x with an error of at most 2 ULP, for x neither huge nor tiny.
 
         With 512-bit registers a division takes as long as eight other instructions.
         """
@@ -380,7 +380,7 @@ class IRWriter:
         return self.fma(near, off, near)
 
     def exp(self, x: Value, small: bool = False) -> Value:
-        """Return e^x to 2 units in the last place. NaN stays NaN; below -87 the result is about
+        """Return e^x with an error of at most 2 ULP. NaN stays NaN; below -87 the result is about
         1e-38.
 
         small: x is never above 88.
@@ -468,7 +468,7 @@ class IRWriter:
         return self.binary("fmul", x, self.sigmoid(x))
 
     def softplus(self, x: Value) -> Value:
-        """Return log(1 + e^x) to 3 units in the last place."""
+        """Return log(1 + e^x) with an error of at most 3 ULP."""
         zero = "zeroinitializer"
         negative = self.op(f"fneg {self.vector} {x}")
         over = self.op(f"fcmp ogt {self.vector} {x}, {zero}")
@@ -528,6 +528,6 @@ def constant(number: float) -> str:
 
 
 def module(functions: Sequence[tuple[IRWriter, str]]) -> str:
-    """Return the text of a module with these (function, signature) pairs and their declarations."""
+    """Return the LLVM IR of a module of (function, signature) pairs, with their declarations."""
     declared = sorted(set().union(*(writer.declarations for writer, _ in functions)))
     return "\n".join([*(writer.text(signature) for writer, signature in functions), *declared])
