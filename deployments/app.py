@@ -511,7 +511,7 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Make Serve's applications those of the schema and, unchanged, the others of `there`.
+    """Deploy the schema's applications in Serve, and leave the others of `there` unchanged.
 
     Call it within `coexistence.deploying`.
 

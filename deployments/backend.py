@@ -206,7 +206,7 @@ class Backend(Protocol):
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """Return what the model's replicas remember of requests with these `stream` names.
+        """Return what the model's replicas remember of requests by their `stream` names.
 
         enough: whether the answers so far suffice; asking stops then, or once every replica was
             asked

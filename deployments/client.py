@@ -91,7 +91,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one choice of a streamed answer.
+    """A chunk of one choice of a streamed answer.
 
     finish_reason: None until the choice's last piece
     raw: the HTTP API's chunk object, which may hold pieces of several choices

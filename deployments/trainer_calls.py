@@ -24,7 +24,7 @@ class ReplicaWeights:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The weights that all replicas of a model should have, and those that each has.
+    """The weights that all replicas of a model should have, and what each replica has.
 
     paused, asleep: what a trainer has ordered.
     replicas: by name.

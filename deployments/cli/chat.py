@@ -100,7 +100,7 @@ class ChatServer:
             raise ServerError(f"{self.url} broke off: {reason(error)}") from error
 
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
-        """Yield the text of an answer piece by piece; a broken stream is resumed. Raises
+        """Yield the text of an answer as it is generated; a broken stream is resumed. Raises
         ServerError."""
         resuming = ResumableStream()
         body = {**body, "stream": True}

@@ -452,7 +452,7 @@ class ReplicaServer:
             self._start(submitted.message.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """Drop aborted requests, and return the ids of those that the engine has.
+        """Drop aborted requests that the engine has not got yet, and return the ids of the others.
 
         ids: ids of the aborted requests.
         """

@@ -69,7 +69,7 @@ class InflightChoice:
         self.done = False
 
     def change_version(self, version: str) -> None:
-        """Note that the next tokens are of other weights than those before."""
+        """Record that the next tokens come from other weights than the tokens before."""
         self.version = version
         self._version_starts.append((version, len(self.emitted)))
 

@@ -85,7 +85,7 @@ class RequestTrace:
         self.placed = 0.0  # time at which a replica was first chosen
         # Microseconds from arrival in the engine to the first step, for the first token's choice.
         self.engine_us = -1
-        self.adapter_us = -1  # microseconds of these until its adapter was on the device
+        self.adapter_us = -1  # the part of engine_us until its adapter was on the device
         self.started = 0.0  # time at which that step began
         self.first = 0.0
         self.cached = 0

@@ -318,7 +318,7 @@ class FleetWeights:
         await self._write(asleep=asleep, level=level)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take these parts of the engines' memory again; none = all. Raises MantaError."""
+        """Allocate the given parts of the engines' memory again; none = all. Raises MantaError."""
         parts = _parts(tags)
         await self.refresh()
         left = tuple(part for part in self._record.asleep if part not in parts)
@@ -354,7 +354,7 @@ class FleetWeights:
         make: Callable[[ReplicaClient, int], Order],
         clients: Sequence[ReplicaClient] | None = None,
     ) -> dict[ReplicaClient, Answer]:
-        """Give each replica an order, and return the answers of those that are not lost.
+        """Send each replica an order, and return the answers of replicas that are not lost.
 
         clients: None = all. Raises Overloaded if there is no replica, or none answers.
         """

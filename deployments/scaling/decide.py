@@ -47,7 +47,7 @@ class PoolModel:
     maximum: int = 1
 
     def work(self, prompt_rate: float, output_rate: float) -> float:
-        """Return the number of replicas that these tokens/s keep busy."""
+        """Return the number of replicas that a load in tokens/s keeps busy."""
         return prompt_rate / self.prompt_rate + output_rate / self.output_rate
 
 

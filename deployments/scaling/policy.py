@@ -92,7 +92,7 @@ def limits(pool: PoolConfig) -> dict[str, Any]:
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
-    """Return Serve's autoscaling_config with these limits, without a policy.
+    """Return Serve's autoscaling_config with the given limits, without a policy.
 
     It has no initial_replicas, as each deployment would restart from that count. Serve's own delays
     are off, because the policy has its own.

@@ -125,7 +125,7 @@ class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
 
 
 class Recall(msgspec.Struct, array_like=True, tag="recall"):
-    """Ask for the tokens of these streams. Answered by a Recalled."""
+    """Ask a replica for the tokens of streams that it remembers. Answered by a Recalled."""
 
     ticket: int
     streams: list[str]

@@ -126,7 +126,7 @@ def add_tool(
     *,
     schema_name: str = "parameters",
 ) -> None:
-    """Check a tool and add it to those of the request. Raises ApiError 400.
+    """Check a tool and add it to the request's tools. Raises ApiError 400.
 
     function: the keys name (a string), description, strict and parameters
     where: the client's name of the tool

@@ -257,7 +257,7 @@ _SAME = {name: name for name in TokenSampling.__struct_fields__}
 
 
 def _params(sampling: TokenSampling | TheirSampling, logprobs: int | None = None) -> SamplingParams:
-    """Return the params of a rollout, whose own logprobs go before these."""
+    """Return the params of a rollout; `sampling`'s own logprobs override the argument."""
     return SamplingParams(**take_sampling(sampling, _SAME, logprobs=logprobs).values)
 
 

@@ -153,7 +153,7 @@ class BackgroundRuns:
 async def stream_run(
     exchange: HttpExchange, run: BackgroundRun, after: int, keepalive: float
 ) -> None:
-    """Stream the events after event `after`, those to come included, until the answer ends. A
+    """Stream the events after event `after`, future ones included, until the answer ends. A
     client that leaves does not end the generation."""
     await exchange.start(EVENT_STREAM, STREAM_HEADERS)
     async with UntilDisconnect(exchange.receive, lambda: None):

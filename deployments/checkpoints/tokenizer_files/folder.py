@@ -19,7 +19,7 @@ class TokenizerFolder:
         self.path = path
 
     def has(self, *names: str) -> bool:
-        """Whether the folder has all these files."""
+        """Whether the folder has all the named files."""
         return all((self.path / name).is_file() for name in names)
 
     def json(self, name: str) -> dict[str, Any]:

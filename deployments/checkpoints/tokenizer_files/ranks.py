@@ -135,7 +135,7 @@ def convert_kimi(folder: TokenizerFolder) -> Converted:
 
 
 def convert_tekken(folder: TokenizerFolder) -> Converted:
-    """Convert Mistral's tekken.json, whose first ids are those of its special tokens."""
+    """Convert Mistral's tekken.json, in which special tokens have the first ids."""
     content = folder.json(TEKKEN)
     try:
         config = content["config"]

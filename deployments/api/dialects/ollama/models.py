@@ -29,7 +29,7 @@ async def tags(context: ApiContext, exchange: HttpExchange) -> None:
 
 
 async def running(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with those of the models whose replicas are awake."""
+    """Answer with the models that have a replica awake."""
     changes = context.options.models
     models = []
     for card in await _cards(context, exchange):

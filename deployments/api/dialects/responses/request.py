@@ -167,7 +167,7 @@ def _check_switches(fields: Responses, ignored: list[str], stores: bool) -> None
 
 
 class _Tools:
-    """The tools of a request, those in namespaces among them.
+    """The tools of a request, tools in namespaces included.
 
     places: name of a tool in the chat -> (namespace or "", its own name)
     custom: the names of tools that take a text

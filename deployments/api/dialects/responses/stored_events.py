@@ -26,7 +26,7 @@ def take_after(query: dict[str, str]) -> int:
 
 
 def events_of(response: JsonObject) -> list[bytes]:
-    """Return the events of an answer that was not recorded, each text in one piece.
+    """Return the events of an answer that was not recorded, each text in one event.
 
     They are the same in each call, so that a stream can go on after any of them.
     """
