@@ -63,7 +63,8 @@ def _shared(
     # Flat files have the text model's keys among their own.
     text = config.inner("text_config") if config.get("text_config") else config
     return {
-        "image_token_id": config.count("image_token_id"),
+        # files of Qwen3.5 and later always have it
+        "image_token_id": config.count("image_token_id", 151655),
         "names": (("model.visual.", "visual."), ("visual.", "visual.")),
         "num_heads": vision.size("num_heads", 16),
         "patch_size": vision.square("patch_size", patch),
