@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from kernels.kv.format import FORMATS
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.lora import lora_add, lora_gated
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, RotaryPlaces
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
@@ -65,6 +66,12 @@ PREFILLS = {
     "4 x 2048": ([2048] * 4, [2048] * 4),
     "2048 after 6144": ([8192], [2048]),
     "64 x 128": ([128] * 64, [128] * 64),
+}
+# Patches of pictures, and elements of a tower's 16 heads.
+TOWERS = {
+    "64 x 1040/heads of 72": ([1040] * 64, 72),
+    "1 x 8160/heads of 72": ([8160], 72),
+    "16 x 1024/heads of 64": ([1024] * 16, 64),
 }
 FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PREFILL_TARGET = 0.95  # share of FlashAttention 3's rate
@@ -148,6 +155,20 @@ def prefill(
     }
     work = 4.0 * seen * s.heads * s.dim
     return KernelWork(calls, work, OPERATIONS, target, next(iter(others), ""), others)
+
+
+def tower(s: Sizes, lengths: list[int], dim: int) -> KernelWork:
+    """Make a case of a tower's rotation and attention over whole pictures."""
+    tokens, heads = sum(lengths), 16
+    qkv = [s.random(tokens, 3 * heads * dim) for _ in range(2)]
+    starts = s.ints([0, *accumulate(lengths)])
+    none = s.ints([])
+    places = RotaryPlaces(s.ints([*range(tokens)]), s.random(tokens, dim).float())
+    meta = AttentionMeta(none, none, starts, none, none, 0, max(lengths), rotary=places)
+    calls = [
+        partial(cuda.whole_texts, x, places.table, heads, dim**-0.5, 0, meta, s.dtype) for x in qkv
+    ]
+    return KernelWork(calls, 4.0 * heads * dim * sum(n * n for n in lengths), OPERATIONS)
 
 
 def torch_attention(backend: SDPBackend) -> Library:
@@ -521,6 +542,8 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         cases[f"decode/64 x 4096/heads of {dim}"] = make
     for name, lengths in PREFILLS.items():
         cases[f"prefill/{name}"] = partial(prefill, s, *lengths)
+    for name, pictures in TOWERS.items():
+        cases[f"tower/{name}"] = partial(tower, s, *pictures)
     for kv in FORMATS:
         fewer = s._replace(kv=kv)
         for name, least in CODED.items():
