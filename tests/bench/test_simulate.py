@@ -145,10 +145,14 @@ def test_scaling_keeps_its_promises(case):
     off by some that go again."""
     ours = scaling.simulate(case, scaling.MantaScaling())
     best = scaling.simulate(case, scaling.Clairvoyant(scaling.CASES[case][0]))
-    assert ours.kept >= 0.95 and ours.cost <= 1.15 * best.cost, (ours.kept, ours.cost, best.cost)
+    assert ours.in_time >= 0.95 and ours.cost <= 1.15 * best.cost, (
+        ours.in_time,
+        ours.cost,
+        best.cost,
+    )
     assert ours.turns <= best.turns + 1, ours.reasons
     asked, good = (sum(column) for column in zip(*ours.minutes.values(), strict=True))
-    assert good / asked == pytest.approx(ours.kept)
+    assert good / asked == pytest.approx(ours.in_time)
     ElementTree.fromstring(scaling.picture(case, [ours, best]))
     if case == "quiet":
         zero = [gpus for now, _, gpus, _, _ in ours.at if 900 < now < 2300]

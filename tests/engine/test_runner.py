@@ -294,7 +294,7 @@ def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
     """Bug: with max_num_seqs 256 a mixed step of 136 entries or more had no graph, because padding
     wants an entry more than there are rows."""
     rows = RequestRows.allocate(most, 4096, 16, torch.device("cpu"))
-    forward: Any = SimpleNamespace(rows=rows, inputs=None, own=None)
+    forward: Any = SimpleNamespace(rows=rows, inputs=None, own=None, state_runs=None)
     graphs = StepGraphs(forward, SimpleNamespace(), default_sizes(most), 2048)  # type: ignore[arg-type]
     for count in range(1, min(most, 256) + 1):
         batch = Batch(0, [0] * count, [0] * count, [1] * (count - 1) + [30], num_decodes=count - 1)
@@ -342,7 +342,9 @@ def test_ranks_record_the_same_sizes() -> None:
 
     def captured(number: int) -> Timed:
         model = SimpleNamespace(group=Rank(number), stage=Stage(), tune=lambda *sizes: None)
-        forward: Any = SimpleNamespace(rows=rows, model=model, lora=None, inputs=None, own=None)
+        forward: Any = SimpleNamespace(
+            rows=rows, model=model, lora=None, inputs=None, own=None, state_runs=None
+        )
         graphs = Timed(forward, SimpleNamespace(), [1, 2], 2048)  # type: ignore[arg-type]
         graphs.slow = [{(16, 384), (72, 512)}, {(16, 768), (72, 192)}][number]
         graphs.capture()
@@ -378,7 +380,7 @@ def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
 
     rows = RequestRows.allocate(1024, 32, 16, torch.device("cpu"))
     model = SimpleNamespace(group=TensorParallelGroup(), stage=Stage(), tune=lambda *_: None)
-    fields = {"rows": rows, "model": model, "lora": object(), "inputs": None}
+    fields = {"rows": rows, "model": model, "lora": object(), "inputs": None, "state_runs": None}
     sizes = default_sizes(1024)
     sampling: Any = None
     forward: Any = SimpleNamespace(**fields, own=SimpleNamespace(inputs=object()))

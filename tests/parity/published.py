@@ -91,7 +91,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "sliding_window": 1024,
         },
         "torch_dtype": "bfloat16",
-        "vision_config": _SIGLIP,
+        "vision_config": {
+            **_SIGLIP,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
     },
     "qwen 2 vl 7b": {
         "architectures": ["Qwen2VLForConditionalGeneration"],

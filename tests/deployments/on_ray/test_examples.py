@@ -20,7 +20,7 @@ def test_each_file_is_in_the_list() -> None:
     """An example that nobody finds."""
     page = (EXAMPLES / "README.md").read_text("utf-8")
     files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
-    assert len(files) == 8 and all(f"({name})" in page for name in files)
+    assert files and all(f"({name})" in page for name in files)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
