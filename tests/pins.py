@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 MACHINES = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")  # glibc of docs/install.md
+UNBUILT = ("rouge-score", "sqlitedict", "word2number")  # of lm_eval: indexes have sources alone
 BESIDE = ("openai-1", "clients")  # tests/NAME.txt, installed into folders of their own
 INDEX = "MANTA_TEST_INDEX"
 _SYSTEM = {  # of markers, with a Python and a machine
@@ -140,7 +141,8 @@ def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [uv(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
     if index := os.environ.get(INDEX):
         command += ["--default-index", index]
-    command += ["--only-binary=:all:", "--index-strategy=unsafe-best-match", *arguments]
+    command += ["--only-binary=:all:", *(f"--no-binary={name}" for name in UNBUILT)]
+    command += ["--index-strategy=unsafe-best-match", *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
 
 

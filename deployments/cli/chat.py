@@ -51,7 +51,10 @@ class ServerError(MantaError):
 
 
 class ChatServer:
-    """A client of an OpenAI-compatible server. url: with or without /v1 at its end."""
+    """A client of an OpenAI-compatible server.
+
+    url: with or without /v1 at its end. api: URL prefix of the requests, with it.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         if "://" not in url:
@@ -68,7 +71,7 @@ class ChatServer:
         self._host, self._port = parts.hostname, port
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
-        self._api = self.url.removesuffix(path) + self._base  # URL prefix of the requests
+        self.api = self.url.removesuffix(path) + self._base
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -188,7 +191,7 @@ class ChatServer:
                 said = "not an OpenAI-compatible answer"
             fields = {name.lower(): value for name, value in response.getheaders()}
             way_out = "; --key FILE gives it" if response.status == 401 else ""
-            message = f"{self._api}{path} answered {response.status}: {said}{way_out}"
+            message = f"{self.api}{path} answered {response.status}: {said}{way_out}"
             raise ServerError(message, status=response.status, headers=fields)
         return response
 

@@ -276,18 +276,44 @@ def convert(
     name="eval",
     epilog="Examples:  manta eval ./llama --text book.txt  |  "
     "manta eval manta.yaml --against ./llama --max-kl 0.01  |  "
-    "manta eval ./llama --task quiz.yaml --min-accuracy 0.6",
+    "manta eval ./llama --task quiz.yaml --min-accuracy 0.6  |  "
+    "manta eval ./llama --tasks gsm8k_local --include ./tasks --few-shot 5",
 )
 def evaluate(
     spec: _Spec,
     against: Annotated[
-        str | None, typer.Option(help="Reference model or configuration, taken as exact.")
+        str | None,
+        typer.Option(
+            help="Reference model or configuration, taken as exact. With --tasks: URL of the "
+            "server that answers; MODEL then gives the tokenizer."
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text for perplexity and KL. Default: the built-in prompts.")
     ] = None,
     task: Annotated[
         list[Path] | None, typer.Option(help="Task file of lm-evaluation-harness; may be repeated.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names of tasks for lm-evaluation-harness itself, with commas between."),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(help="Folder of further tasks for --tasks. Its !function code is run."),
+    ] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of --tasks.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Ask --tasks as chats, by MODEL's template.")
+    ] = False,
+    run_code: Annotated[
+        bool,
+        typer.Option("--run-code", help="Let --tasks run, on this machine, what the model writes."),
+    ] = False,
+    served_as: Annotated[
+        str | None, typer.Option(help="MODEL's name at the server that --against names.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     device: Annotated[
@@ -307,10 +333,45 @@ def evaluate(
         float | None, typer.Option(min=0, max=1, help="Exit 1 if a task's accuracy is below.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--out", help="File that the JSON is written to.")
+    ] = None,
 ) -> None:
     """Measure perplexity, KL divergence from another model, and tasks from local files."""
+    from deployments.cli.models import harness
     from deployments.cli.models.evaluate import run
 
+    harness.check_options(
+        tasks is not None,
+        {"--text": text, "--task": task, "--max-kl": max_kl, "--min-accuracy": min_accuracy},
+        {
+            "--include": include,
+            "--few-shot": few_shot,
+            "--chat-template": chat_template or None,
+            "--run-code": run_code or None,
+            "--served-as": served_as,
+        },
+        against,
+    )
+    if tasks is not None:
+        raise typer.Exit(
+            harness.run(
+                spec,
+                tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+                include=include,
+                few_shot=few_shot,
+                limit=limit,
+                server=against,
+                served_as=served_as,
+                chat_template=chat_template,
+                run_code=run_code,
+                device=device,
+                dtype=dtype,
+                quantization=quantization,
+                as_json=as_json,
+                report_file=report,
+            )
+        )
     raise typer.Exit(
         run(
             spec,
@@ -324,6 +385,7 @@ def evaluate(
             max_kl=max_kl,
             min_accuracy=min_accuracy,
             as_json=as_json,
+            report_file=report,
         )
     )
 

@@ -30,6 +30,7 @@ def run(
     max_kl: float | None,
     min_accuracy: float | None,
     as_json: bool,
+    report_file: Path | None,
 ) -> int:
     """Evaluate and print the results; return 1 if a threshold is missed."""
     if max_kl is not None and against is None:
@@ -41,7 +42,7 @@ def run(
         words = (text or SHIPPED).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{text}: cannot be read: {error}") from None
-    config = _config(spec, device, None if dtype == "auto" else dtype, quantization)
+    config = model_config(spec, device, dtype, quantization)
     exact: Score | None = None
     agreement: Agreement | None = None
     with StatusLine("Evaluating") as status:
@@ -52,16 +53,18 @@ def run(
         if against is None:
             ours, _ = score(config, words, asked, progress)
         else:
-            other = _config(against, device, None, None)
+            other = model_config(against, device, "auto", None)
             ours, exact, agreement = compare(config, other, words, asked, progress)
     problems = _problems(ours, agreement, max_kl, min_accuracy)
+    report = {
+        "model": asdict(ours),
+        "against": None if exact is None else asdict(exact),
+        "agreement": None if agreement is None else asdict(agreement),
+        "problems": problems,
+    }
+    if report_file is not None:
+        write_report(report_file, json.dumps(report))
     if as_json:
-        report = {
-            "model": asdict(ours),
-            "against": None if exact is None else asdict(exact),
-            "agreement": None if agreement is None else asdict(agreement),
-            "problems": problems,
-        }
         print(json.dumps(report))
     else:
         for line in _lines(ours, exact, agreement, problems):
@@ -69,9 +72,23 @@ def run(
     return 1 if problems else 0
 
 
-def _config(spec: str, device: str, dtype: str | None, quantization: str | None) -> EngineConfig:
+def write_report(file: Path, report: str) -> None:
+    """Write a report to a file. Raises ConfigError if it cannot be written."""
+    try:
+        file.write_text(report + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {file}: cannot be written: {error.strerror}") from None
+
+
+def model_config(spec: str, device: str, dtype: str, quantization: str | None) -> EngineConfig:
+    """Return an engine's configuration with the model's folder, which is fetched if it must be.
+
+    dtype: "auto" leaves it as the configuration has it.
+    Raises ConfigError.
+    """
     target = read_target(spec)
-    config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
+    chosen = None if dtype == "auto" else dtype
+    config = engine_config(target, device=device, dtype=chosen, quantization=quantization)
     blocks = keeps_blocks(msgspec.structs.asdict(config))
     with model_progress() as progress:
         folder = resolve_model(target.model, target.revision, progress, blocks=blocks)

@@ -1,0 +1,180 @@
+"""`manta eval --tasks`: lm-evaluation-harness with an engine of the command's and with a server."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.backend import ModelCard
+from deployments.cli.main import cli
+from deployments.cli.models import harness
+from deployments.replica.server import ReplicaServer, StallLimits
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.models.models_backend import ModelsBackend
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError
+from engine.process.client import EngineClient
+from engine.text.tokenizer import Tokenizer
+from tests.engine.harness_tasks import write_model, write_tasks
+
+LENGTH = 96
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8}
+
+
+def evaluate(*args: str | Path) -> Any:
+    done = CliRunner().invoke(cli, ["eval", *map(str, args)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--few-shot", "5"), "--few-shot needs --tasks"),
+        (("--run-code",), "--run-code needs --tasks"),
+        (("--against", "http://127.0.0.1:1"), "--against takes a URL only with --tasks"),
+        (("--tasks", "gsm8k", "--against", "other"), "--against other: with --tasks it is the URL"),
+        (("--tasks", "gsm8k", "--served-as", "m"), "--served-as needs --against"),
+        (("--tasks", "gsm8k", "--min-accuracy", "0.5"), "--min-accuracy is not for --tasks"),
+        (("--tasks", "gsm8k", "--include", "nowhere"), "--include nowhere: no such folder"),
+    ],
+)
+def test_options_that_do_not_stand_together(args: tuple[str, ...], message: str) -> None:
+    """An option that is taken and does nothing."""
+    with pytest.raises(ConfigError, match=message):
+        evaluate("default", *args)
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback about a module that no page names."""
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'manta-serve\[eval\]'"):
+        evaluate("default", "--tasks", "gsm8k")
+
+
+def test_which_model_of_a_server_answers() -> None:
+    """Figures of another model than the user means."""
+    base, other = {"id": "base"}, {"id": "other"}
+    adapter = {"id": "legal", "parent": "base"}
+    assert harness.choose_card([base, adapter], None, "URL") is base
+    assert harness.choose_card([base, adapter], "legal", "URL") is adapter
+    for cards, name in (([base, other], None), ([base], "missing"), ([], None)):
+        with pytest.raises(ConfigError, match="--served-as: URL has"):
+            harness.choose_card(cards, name, "URL")
+
+
+class _Served:
+    """ASGI: a router and an engine process, which start with the server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        tokenizer = Tokenizer.load(self._folder)
+        ends = tokenizer.eos_token_ids
+        card = ModelCard("m", LENGTH, tokenizer.vocab_size, ends, 0)
+        dispatcher = Dispatcher(card, tokenizer, DispatchLimits(wait_seconds=30.0), "router")
+        front = ModelsBackend("router-1")
+        front.set_dispatcher("m", dispatcher, 0.0)
+        server = ReplicaServer(DispatchLimits().channel, StallLimits(), EngineClient)
+        config = EngineConfig(model=str(self._folder), **OPTIONS)
+        ready = await server.start(config, "127.0.0.1")
+        published = {
+            "host": "127.0.0.1",
+            "port": server.port,
+            "secret": server.secret.hex(),
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "eos_token_ids": list(ends),
+            "step_tokens": ready.step_tokens,
+            "adapter_slots": 0,
+        }
+        dispatcher.set_replicas({"r0": published})
+        while not dispatcher.state().replicas:
+            await asyncio.sleep(0.01)
+        self._app = build_asgi(front, ApiOptions())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        front.close()
+        await server.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL of a server of this model."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(_Served(folder), log_level="critical", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.slow
+def test_an_engine_and_a_server_have_the_same_figures(tmp_path: Path) -> None:
+    """Bug: an end token behind a prompt takes the log-probability of the prompt's last token."""
+    model, file = tmp_path / "model", tmp_path / "report.json"
+    write_model(model, bos=True)
+    write_tasks(tmp_path)
+    config = tmp_path / "manta.yaml"
+    engine = "".join(f"  {name}: {value}\n" for name, value in OPTIONS.items() if name != "device")
+    config.write_text(f"model: {model}\nengine:\n{engine}")
+    tasks = ("--tasks", "animals,words,texts", "--include", tmp_path, "--few-shot", "1")
+    common = (*tasks, "--device", "cpu")
+    done = evaluate(config, *common, "--out", file)
+    assert "|animals|" in done.stdout.replace(" ", "")
+    own = json.loads(file.read_text())["results"]
+    with served(model) as url:
+        answer = evaluate(config, *common, "--against", url, "--json")
+    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("{")]
+    other = json.loads(line)["results"]
+    assert own.keys() == other.keys() == {"animals", "words", "texts"}
+    assert own["texts"]["word_perplexity,none"] > 1
+    for name, figures in own.items():
+        for figure, value in figures.items():
+            if isinstance(value, float):
+                assert value == pytest.approx(other[name][figure], rel=1e-4), (name, figure)
+
+
+@pytest.mark.slow
+def test_tasks_that_are_refused(tmp_path: Path) -> None:
+    """A traceback of the library; a model that is loaded before its task is known to be wrong."""
+    write_tasks(tmp_path)
+    file = tmp_path / "answer.yaml"
+    file.write_text(file.read_text() + "unsafe_code: true\n")
+    (tmp_path / "texts.jsonl").unlink()
+    include = ("--include", tmp_path, "--device", "cpu")
+    for tasks, message in (
+        ("nothing", "nothing is not among the library's, nor in"),
+        ("texts", r"texts\.jsonl"),
+        ("words", "--run-code allows it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate(tmp_path / "missing", "--tasks", tasks, *include)
