@@ -72,7 +72,6 @@ def write_model(folder: Path, *, bos: bool) -> None:
             single="<|end|> $A", special_tokens=[("<|end|>", 0)]
         )
     size, end = tokenizer.backend.get_vocab_size(), tokenizer.eos_token_ids[0]
-    save_checkpoint(
-        folder, "qwen3", vocab_size=size, eos_token_id=end, bos_token_id=0 if bos else None
-    )
+    ids = {"vocab_size": size, "eos_token_id": end, "bos_token_id": 0 if bos else None}
+    save_checkpoint(folder, "qwen3", max_position_embeddings=1024, **ids)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, **special).save_pretrained(folder)

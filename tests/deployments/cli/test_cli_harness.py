@@ -25,10 +25,12 @@ from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
+from engine.library.harness import HarnessModel
 from engine.process.client import EngineClient
 from engine.text.tokenizer import Tokenizer
 from tests.engine.harness_tasks import write_model, write_tasks
 
+EXAMPLES = Path(__file__).parents[3] / "examples/tasks"
 LENGTH = 96
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8}
 
@@ -161,6 +163,53 @@ def test_an_engine_and_a_server_have_the_same_figures(tmp_path: Path) -> None:
         for figure, value in figures.items():
             if isinstance(value, float):
                 assert value == pytest.approx(other[name][figure], rel=1e-4), (name, figure)
+
+
+@pytest.mark.slow
+def test_the_shipped_tasks_run_from_local_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task file that does not load, or asks the hub; a filter or a check that passes nothing."""
+    write_model(tmp_path / "model", bos=True)
+    choice = {"question": "which?", "choices": list("wxyz"), "answer": 2}
+    letter = {"question": "哪个?", **dict(zip("ABCD", "wxyz", strict=True)), "answer": "C"}
+    number = {"question": "1 + 1?", "answer": "It is\n#### 1,002"}
+    code = {"prompt": "def one():\n", "entry_point": "one"}
+    checks = [f"def check(one):\n    assert one() == {value}" for value in (1, 2)]
+    (tmp_path / "data").mkdir()
+    for name, *rows in (
+        *((f"mmlu_{split}", choice) for split in ("dev", "test")),
+        *((f"ceval_{split}", letter) for split in ("dev", "val")),
+        *((f"gsm8k_{split}", number) for split in ("train", "test")),
+        ("HumanEval", *({**code, "test": check} for check in checks)),
+    ):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"data/{name}.jsonl").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")  # and put back what the command sets
+
+    class Right(HarnessModel):
+        """A model that knows the answers."""
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            super().generate_until(requests, disable_tqdm)
+            code = ["    return 1\n" if "def" in item.args[0] else "" for item in requests]
+            return [text or "So\n#### 1002" for text in code]
+
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
+            super()._loglikelihood_tokens(requests, **options)
+            return [(float(key[1].strip() == "C"), False) for key, *_ in requests]
+
+    monkeypatch.setattr("engine.library.harness.HarnessModel", Right)
+    names = ("mmlu_here", "ceval_here", "gsm8k_here", "humaneval_here")
+    include = ("--include", EXAMPLES, "--device", "cpu", "--run-code", "--few-shot", "1")
+    file = tmp_path / "report.json"
+    evaluate(tmp_path / "model", "--tasks", ",".join(names), *include, "--out", file)
+    results = json.loads(file.read_text())["results"]
+    right = ("acc,none", "acc,none", "exact_match,strict", "pass_at_1,none")
+    values = [results[name][figure] for name, figure in zip(names, right, strict=True)]
+    assert values == [1.0, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.slow
