@@ -45,6 +45,7 @@ class ModelCard:
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
     # How images become pixels and tokens; None: the model takes text only.
     images: ImageProcessor | None = field(default=None, compare=False)
+    images_off: bool = False  # whether a setting alone keeps the model from taking images
 
 
 @dataclass(slots=True)

@@ -164,6 +164,10 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
         seed=config.engine.get("seed"),
         generation_config=config.engine.get("generation_config", "auto"),
         chat_template=config.chat_template,
+        images=all(
+            config.engine_options(pool).get("images") != "off"
+            for pool in config.pools_on(gpus).values()
+        ),
         start_seconds=_wake_seconds(config),
         app=app,
         pools=tuple(map(deployment_name, config.pools)),

@@ -140,6 +140,8 @@ def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
 
 def _text_only(part: ImagePart, card: ModelCard) -> ApiError:
     text = f'{part.place}: the model "{card.id}" takes text only'
+    if card.images_off:
+        text += " (engine.images: off)"
     return invalid(text, part.refused, _MODALITY)
 
 

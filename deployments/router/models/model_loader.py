@@ -316,6 +316,7 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         chat_template=model.chat_template,
     )
     pooling = read_pooling(folder)
+    sees = config.vision is not None
     identity = ModelIdentity.of(folder)
     server = f"{installed_version()} {identity.weights}".encode()
     card = ModelCard(
@@ -331,6 +332,7 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         pooling=pooling,
         vector_size=0 if pooling is None else pooling.size(config.hidden_size),
         facts=read_facts(folder, config),
-        images=image_processor(folder, tokenizer.encode),
+        images=image_processor(folder, tokenizer.encode) if sees and model.images else None,
+        images_off=sees and not model.images,
     )
     return card, tokenizer, identity

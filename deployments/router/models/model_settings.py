@@ -37,6 +37,7 @@ class ServedModel:
     find_model: returns the model's local folder, and downloads the model if needed.
     seed, generation_config: settings of the engines.
     chat_template: jinja that goes before the model's own; None: the model's.
+    images: whether engines take images where the model sees them; `engine.images` of all pools.
     start_seconds: assumed time of a replica's start if the model may sleep; else None.
     app: Serve application of the model's engines; "": the router's own.
     pools: deployments of the engines in that application.
@@ -50,6 +51,7 @@ class ServedModel:
     seed: int | None = None
     generation_config: str = "auto"
     chat_template: str | None = None
+    images: bool = True
     start_seconds: float | None = None
     app: str = ""
     pools: tuple[str, ...] = ()
