@@ -55,9 +55,10 @@ class ApiContext:
         if exchange.parsed is not None:
             return exchange.parsed
         limit, length = self.options.max_body_bytes, exchange.content_length
-        if length is not None and length > limit:
-            limit = self._limit_with_images(exchange, length)
-        data = await exchange.body(limit, self.options.body_timeout_s)
+        setting = ""
+        if length is not None and length > limit and self._takes_images():
+            limit, setting = self._limit_with_images(exchange, length), "images.body_bytes"
+        data = await exchange.body(limit, self.options.body_timeout_s, setting)
         if exchange.encoding:
             data = await decoded(data, exchange.encoding, limit)
         exchange.body_size = len(data)
@@ -72,17 +73,21 @@ class ApiContext:
         exchange.parsed = body
         return body
 
+    def _takes_images(self) -> bool:
+        """Whether a served model does, and images raise the limit of a body."""
+        options = self.options
+        return options.max_image_body_bytes > options.max_body_bytes and any(
+            card.images is not None for card in self.backend.models().values()
+        )
+
     def _limit_with_images(self, exchange: HttpExchange, length: int) -> int:
         """Return the most bytes of a body that is longer than bodies of texts may be.
 
         It is counted with images until its answer was sent. Raises Overloaded.
         """
-        options = self.options
-        most = options.max_image_body_bytes
-        texts = all(card.images is None for card in self.backend.models().values())
-        if texts or length > most:
-            return options.max_body_bytes
-        exchange.on_end.append(options.images.memory.take(length).release)
+        most = self.options.max_image_body_bytes
+        if length <= most:
+            exchange.on_end.append(self.options.images.memory.take(length).release)
         return most
 
     async def read_as(

@@ -136,16 +136,16 @@ class HttpExchange:
                 400, "invalid_framing", "Content-Length and Transfer-Encoding exclude each other"
             )
 
-    async def body(self, limit: int, timeout_s: float) -> bytes:
+    async def body(self, limit: int, timeout_s: float, setting: str = "") -> bytes:
         """Return the whole JSON body as it was sent, perhaps compressed (`encoding`). limit: bytes;
-        timeout_s: seconds until its last byte.
+        timeout_s: seconds until its last byte; setting: the limit's name for an error.
 
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
         """
         self._check_media_type()
         length = self.content_length
         if length is not None and length > limit:
-            raise _too_large(limit)
+            raise _too_large(limit, setting)
         parts: list[bytes] = []
         size = 0
         try:
@@ -157,7 +157,7 @@ class HttpExchange:
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size > limit:
-                        raise _too_large(limit)
+                        raise _too_large(limit, setting)
                     if part:
                         parts.append(part)
                     if not message.get("more_body", False):
@@ -313,8 +313,10 @@ def closing(status: int, code: str, message: str, param: str | None = None) -> A
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 
-def _too_large(limit: int) -> ApiError:
+def _too_large(limit: int, setting: str) -> ApiError:
     message = f"the body is larger than {limit} bytes"
+    if setting:
+        message += f" ({setting})"
     return closing(413, "body_too_large", message)
 
 

@@ -345,8 +345,15 @@ def test_large_bodies_are_for_images() -> None:
 
     server = Server()
     assert asyncio.run(send(server)).status == 200
-    assert asyncio.run(send(Server(FakeBackend()))).status == 413
-    assert asyncio.run(send(Server(body_bytes=5_000_000))).status == 413
+    for smaller, most in (
+        (Server(FakeBackend()), "4194304 bytes"),
+        (Server(body_bytes=5_000_000), "5000000 bytes (images.body_bytes)"),
+        (Server(body_bytes=5_000), "4194304 bytes"),
+    ):
+        reply = asyncio.run(send(smaller))
+        assert reply.status == 413
+        assert reply.json()["error"]["message"] == f"the body is larger than {most}"
+        assert smaller.intake.memory.held == 0
     busy = Server(memory_bytes=len(raw) + 1000)
     busy.intake.memory.take(2000)
     assert asyncio.run(send(busy)).status == 503
