@@ -70,6 +70,12 @@ class OllamaImage(Struct):
     base64: Any = None
 
 
+class OtherMedia(Struct):
+    """Audio, video or a document, which no model takes. kind: the type of its part."""
+
+    kind: str
+
+
 WrittenImage = ImageUrlPart | InputImagePart | FilePart | AnthropicImage | OllamaImage
 
 

@@ -13,6 +13,7 @@ from deployments.api.fields.chat import (
     FilePart,
     ImageUrlPart,
     InputImagePart,
+    OtherMedia,
     TextPart,
 )
 from deployments.api.generation.request import ChatMessage, ImagePart
@@ -30,7 +31,6 @@ from engine.text.tokenizer import Tokenizer
 
 DETAILS = ("auto", "low", "high", "original")
 _ROLES = ("user", "tool")  # whose messages may have images
-_MODALITY = "modality_not_supported"
 
 
 @dataclass(slots=True)
@@ -128,21 +128,28 @@ class ImageMarks:
 
 def check_no_images(messages: Iterable[ChatMessage], card: ModelCard) -> None:
     """Refuse a chat with images where it is not answered. Raises ApiError 400."""
-    for part in _images(messages):
-        if card.images is None:
-            raise _text_only(part, card)
-        raise invalid(f"{part.place}: only chats that are answered take images", part.place)
+    parts = _images(messages)
+    if parts:
+        _processor(parts, card)
+        place = parts[0].place
+        raise invalid(f"{place}: only chats that are answered take images", place)
 
 
 def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
     return [part for message in messages for part in message.images]
 
 
-def _text_only(part: ImagePart, card: ModelCard) -> ApiError:
-    text = f'{part.place}: the model "{card.id}" takes text only'
-    if card.images_off:
-        text += " (engine.images: off)"
-    return invalid(text, part.refused, _MODALITY)
+def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
+    """Return the processor of a model that takes all parts. Raises ApiError 400."""
+    for part in parts:
+        model = f'{part.place}: the model "{card.id}" takes text'
+        if card.images is None:
+            off = " (engine.images: off)" if card.images_off else ""
+            raise no_media(f"{model} only{off}", part.refused)
+        if isinstance(part.written, OtherMedia):
+            raise no_media(f'{model} and images, no "{part.written.kind}"', part.refused)
+    assert card.images is not None
+    return card.images
 
 
 async def read_images(
@@ -154,13 +161,11 @@ async def read_images(
     Raises ApiError 400, InvalidRequest naming the image, Overloaded.
     """
     parts = _images(messages)
-    if card.images is None:
-        raise _text_only(parts[0], card)
+    processor = _processor(parts, card)
     for message in messages:
         if message.role not in _ROLES and message.images:
             first = message.images[0]
-            text = misplaced_image(first.place, message.role)
-            raise invalid(text, first.refused, _MODALITY)
+            raise no_media(misplaced_image(first.place, message.role), first.refused)
     most = intake.limits.per_request
     if len(parts) > most:
         raise invalid(
@@ -174,14 +179,19 @@ async def read_images(
     try:
         files = await intake.read(sources, held)
         layouts = [
-            _layout(card.images, source, file) for source, file in zip(sources, files, strict=True)
+            _layout(processor, source, file) for source, file in zip(sources, files, strict=True)
         ]
     except BaseException:
         held.release()
         raise
     frames = [source.place for source, file in zip(sources, files, strict=True) if file.frames]
     ignored += name_fields(f"{place}.frames" for place in frames)
-    return ChatImages(card.images, sources, files, layouts, held)
+    return ChatImages(processor, sources, files, layouts, held)
+
+
+def no_media(message: str, path: str) -> ApiError:
+    """Return the error for content that is not taken, or not at its place."""
+    return invalid(message, path, "modality_not_supported")
 
 
 def misplaced_image(place: str, role: str) -> str:
@@ -215,6 +225,7 @@ def _source(part: ImagePart) -> ImageSource:
         return _of_file(written, place)
     if isinstance(written, AnthropicImage):
         return _of_block(written.source, f"{place}.source")
+    assert not isinstance(written, OtherMedia)
     return _of_data(_string(written.base64, place), place)
 
 

@@ -24,6 +24,7 @@ from deployments.api.fields.chat import (
     InputImagePart,
     MediaPart,
     Message,
+    OtherMedia,
     Part,
     RefusalPart,
     TextPart,
@@ -83,8 +84,9 @@ class ChatBuilder:
         for i, part in enumerate(parts):
             place = f"{path}[{i}]"
             if isinstance(part, MediaPart):
-                raise no_media(f"{place}.type")
-            if isinstance(part, (ImageUrlPart, InputImagePart, FilePart)):
+                kind = str(part.__struct_config__.tag)
+                content.append(ImagePart(OtherMedia(kind), place, f"{place}.type"))
+            elif isinstance(part, (ImageUrlPart, InputImagePart, FilePart)):
                 content.append(ImagePart(part, place, f"{place}.type"))
             else:
                 content.append(part)
@@ -212,11 +214,6 @@ class ChatBuilder:
         # keeps them.
         self.ignore(path)
         return {"_raw": value}
-
-
-def no_media(path: str, message: str = "the models served here take text only") -> ApiError:
-    """Return the error for content that is no text."""
-    return invalid(message, path, "modality_not_supported")
 
 
 def check_messages(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from deployments.api.fields.chat import RefusalPart, TextPart, WrittenImage
+from deployments.api.fields.chat import OtherMedia, RefusalPart, TextPart, WrittenImage
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -29,13 +29,13 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class ImagePart(msgspec.Struct, frozen=True, gc=False):
-    """An image of a message, which is read once the model is known.
+    """An image of a message, which is read once the model is known, or what is refused then.
 
     place: the client's name of it, e.g. ``messages[0].content[1]``
-    refused: the client's name of what a model that takes text only refuses
+    refused: the client's name of what a model refuses that does not take it
     """
 
-    written: WrittenImage
+    written: WrittenImage | OtherMedia
     place: str
     refused: str
 

@@ -294,6 +294,33 @@ def test_what_is_refused(server: Server, written: Any, code: str, param: str) ->
     assert server.intake.memory.held == 0
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "document", "video"])
+def test_audio_and_video(server: Server, kind: str) -> None:
+    """Bug: a model that sees was said to take text only."""
+    written = {"type": kind, kind: {}, "source": {}}
+    turns = {"model": MODEL, "max_tokens": 4, "messages": [user(text("a"), written)]}
+    if kind in ("document", "video"):
+        path = "/v1/messages"
+        use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": [written]}
+        answered = [user(text("a")), {"role": "assistant", "content": [use]}, user(result)]
+        inner = server.post(path, {**turns, "messages": answered}).json()["error"]["message"]
+        assert inner.startswith("messages[2].content[0].content[0]: ")
+        system = server.post(path, {**turns, "system": [written]}).json()["error"]["message"]
+        assert system == "system[0]: system prompts are texts"
+    else:
+        path = "/v1/chat/completions"
+        refused = server.post("/tokenize", {"model": MODEL, "messages": turns["messages"]})
+        assert f'no "{kind}"' in refused.json()["error"]["message"]
+    reply = server.post(path, turns)
+    assert reply.status == 400
+    message = reply.json()["error"]["message"]
+    taken = f'messages[0].content[1]: the model "{MODEL}" takes text'
+    assert message == f'{taken} and images, no "{kind}"'
+    alone = Server(FakeBackend()).post(path, turns).json()["error"]["message"]
+    assert alone == f"{taken} only"
+
+
 def test_tokens_are_counted_before_pixels(server: Server) -> None:
     """A header costs nothing; decoding what cannot be answered would cost a core."""
     reply = server.chat(user(part(png(2000, 2000))))  # there are no pixels behind the header

@@ -22,10 +22,10 @@ from deployments.api.fields.anthropic import (
     Turn,
     UserBlock,
 )
-from deployments.api.fields.chat import AnthropicImage, TextPart
+from deployments.api.fields.chat import AnthropicImage, OtherMedia, TextPart
 from deployments.api.generation.call import template_options
-from deployments.api.generation.images import misplaced_image
-from deployments.api.generation.messages import ChatBuilder, no_media
+from deployments.api.generation.images import misplaced_image, no_media
+from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest, Content, ImagePart
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
@@ -186,16 +186,16 @@ class _Reader:
             return [] if content is None else [content]
         texts = []
         for i, block in enumerate(content):
+            here = f"{place}[{i}]"
             match block.known:
                 case TextBlock(text):
                     texts.append(text)
                 case AnthropicImage():
-                    here = f"{place}[{i}]"
-                    raise no_media(f"{here}.type", misplaced_image(here, "system"))
+                    raise no_media(misplaced_image(here, "system"), f"{here}.type")
                 case MediaBlock():
-                    raise no_media(f"{place}[{i}].type")
+                    raise no_media(f"{here}: system prompts are texts", f"{here}.type")
                 case None:
-                    self._leave_out(f"{place}[{i}]")
+                    self._leave_out(here)
         return texts
 
     def messages(self, turns: list[Turn]) -> tuple[ChatMessage, ...]:
@@ -222,8 +222,6 @@ class _Reader:
             match block.known:
                 case None:
                     self._leave_out(here)
-                case MediaBlock():
-                    raise no_media(f"{here}.type")
                 case ToolResult() as result:
                     self._result(result, here)
                     is_open = False
@@ -231,7 +229,10 @@ class _Reader:
                     if not is_open:
                         self._builder.add_message(role, place)
                     is_open = True
-                    self._add(content, here)
+                    if isinstance(content, MediaBlock):
+                        self._add_part(_other(block.sent, here))
+                    else:
+                        self._add(content, here)
 
     def _add(self, block: TextBlock | ThinkingBlock | ToolUse | AnthropicImage, here: str) -> None:
         """Add what a block says to the last message."""
@@ -240,13 +241,18 @@ class _Reader:
             case TextBlock(text):
                 self._builder.change(content=_with_text(last.content or (), text))
             case AnthropicImage():
-                self._builder.change(content=(*(last.content or ()), _image(block, here)))
+                self._add_part(_image(block, here))
             case ThinkingBlock(thought):
                 self._builder.change(reasoning_content=(last.reasoning_content or "") + thought)
             case ToolUse(id, name, input):
                 self._builder.count_calls(1, len(last.tool_calls) + 1, f"{last.place}.tool_calls")
                 call = self._builder.call(id, name, input or {}, f"{here}.input")
                 self._builder.change(tool_calls=(*last.tool_calls, call))
+
+    def _add_part(self, part: ImagePart) -> None:
+        """Add a part to the last message."""
+        content = self._builder.messages[-1].content or ()
+        self._builder.change(content=(*content, part))
 
     def _result(self, result: ToolResult, here: str) -> None:
         content = self._result_content(result.content, f"{here}.content")
@@ -269,7 +275,7 @@ class _Reader:
                 case AnthropicImage() as image:
                     content = (*content, _image(image, here))
                 case MediaBlock():
-                    raise no_media(f"{here}.type")
+                    content = (*content, _other(block.sent, here))
                 case None:
                     self._leave_out(here)
         return content
@@ -277,6 +283,10 @@ class _Reader:
 
 def _image(image: AnthropicImage, here: str) -> ImagePart:
     return ImagePart(image, here, f"{here}.type")
+
+
+def _other(sent: Any, here: str) -> ImagePart:
+    return ImagePart(OtherMedia(sent["type"]), here, f"{here}.type")
 
 
 def _with_text(content: Content, text: str) -> Content:
