@@ -83,10 +83,10 @@ class MediaPart(Struct, tag_field="type"):
     """A part that no model takes. It has one field, of the part's type."""
 
 
+_IMAGE_PARTS = (ImageUrlPart, InputImagePart, FilePart)
+_IMAGE_KINDS = [part.__struct_config__.tag for part in _IMAGE_PARTS]
 _MEDIA_PARTS: list[Any] = [
-    ImageUrlPart,
-    InputImagePart,
-    FilePart,
+    *_IMAGE_PARTS,
     *(
         defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
         for name in ("input_audio", "audio_url", "video_url")
@@ -96,7 +96,9 @@ Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | Media
 
 
 def _no_part(part: Any, path: str) -> ApiError:
-    return invalid(f'{path}.type must be "text"', f"{path}.type")
+    *kinds, last = (f'"{kind}"' for kind in _IMAGE_KINDS)
+    images = f"{', '.join(kinds)} or {last} for an image, where the model sees them"
+    return invalid(f'{path}.type must be "text", or {images}', f"{path}.type")
 
 
 def _one_of(*parts: type[Struct]) -> Any:

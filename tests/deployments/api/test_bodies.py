@@ -83,12 +83,17 @@ def test_a_fault_names_its_field(fields: dict[str, Any], message: str, code: str
     assert caught.value.param == message.split()[0]
 
 
+NO_PART = (
+    'must be "text", or "image_url", "input_image" or "file" for an image, where the model sees '
+    "them"
+)
 MESSAGE_FAULTS = [
     ({}, "m.role is required", "missing_field"),
     ({"role": "user"}, "m.content is required", "missing_field"),
     ({"role": "user", "content": 5}, "m.content must be a string or a list of parts", ""),
     ({"role": "user", "content": ["a"]}, "m.content[0] must be an object with a type", ""),
-    ({"role": "user", "content": [{"type": 5}]}, 'm.content[0].type must be "text"', "value"),
+    ({"role": "user", "content": [{"type": 5}]}, f"m.content[0].type {NO_PART}", "value"),
+    ({"role": "user", "content": [{"type": "image"}]}, f"m.content[0].type {NO_PART}", "value"),
     ({"role": "tool", "content": [{"type": "text"}]}, "m.content[0].text must be a string", ""),
     ({"role": "user", "content": "a", "name": 5}, "m.name must be a string", ""),
 ]
