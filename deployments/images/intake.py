@@ -100,7 +100,7 @@ class ImageIntake:
             held.add(len(source.url or source.base64) // 4 * 3)
             return await self._in_thread(decoded)
         except InvalidRequest as error:
-            raise _named(error, source.place) from None
+            raise _named(error, source.place, _setting(error, limits)) from None
 
     async def pixels(
         self,
@@ -203,7 +203,18 @@ def _shapes(pictures: Sequence[PlacedPicture]) -> list[tuple[int, int, int]]:
     return [picture.layout.shape for picture in pictures]
 
 
-def _named(error: MantaError, place: str) -> InvalidRequest:
+def _named(error: MantaError, place: str, setting: str = "") -> InvalidRequest:
     """Return an error about an image with the image's name, of which its message says what is
-    wrong."""
-    return InvalidRequest(f"{place} {error.message}", param=place, code=error.code)
+    wrong. setting: the name of the limit that the image does not keep."""
+    limit = f" ({setting})" if setting else ""
+    return InvalidRequest(f"{place} {error.message}{limit}", param=place, code=error.code)
+
+
+def _setting(error: MantaError, limits: ImageLimits) -> str:
+    """Return the setting whose limit an error tells of; "": of none, as a decoder's own limit."""
+    if error.code == "image_too_large":
+        if error.message.endswith(f"more than {limits.pixels} pixels"):
+            return "images.pixels"
+        if error.message.endswith(f"more than {limits.file_bytes} bytes"):
+            return "images.file_bytes"
+    return ""

@@ -356,6 +356,24 @@ def test_limits_of_a_request() -> None:
     assert server.chat(user(part(WIDE))).status == 200
 
 
+def test_limits_of_an_image_are_named() -> None:
+    """An operator must know which setting to raise; none raises what a WebP may have."""
+    server = Server(pixels=1000, file_bytes=2000)
+    big = encoded(saved(gradient(400, 400), "BMP"))
+    for written, reason in (
+        (part(png(50, 50)), "has 50 x 50, more than 1000 pixels (images.pixels)"),
+        (part(base64.b64decode(big)), "has more than 2000 bytes (images.file_bytes)"),
+        ({"type": "file", "file": {"file_data": big}}, "has more than 2000 bytes (images."),
+    ):
+        error = server.chat(user(written)).json()["error"]
+        assert error["code"] == "image_too_large" and reason in error["message"]
+    webp = bytearray(kinds()["webp"])
+    assert webp[12:16] == b"VP8 "
+    webp[26:30] = b"\xff\x3f" * 2
+    error = Server().chat(user(part(bytes(webp)))).json()["error"]
+    assert error["message"].endswith("more than 24000000 pixels")
+
+
 def test_large_bodies_are_for_images() -> None:
     """A photograph has more bytes than a text may have."""
     noise = np.random.default_rng(0).integers(0, 256, (1300, 1300, 3), np.uint8)
