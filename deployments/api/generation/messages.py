@@ -1,6 +1,7 @@
 """ChatBuilder: the messages of a chat as a dialect reads them, within the bounds of all dialects.
 check_messages: the messages of OpenAI's dialect."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,18 @@ _KNOWN = frozenset(
         *("reasoning_content", "reasoning"),  # two names of one field
     }
 )
+# The keys that objects inside of parts may have.
+_INNER_NAMES = {
+    "image_url": frozenset({"url", "detail"}),
+    "file": frozenset({"file_data", "file_id", "filename"}),
+}
+
+
+@functools.cache
+def _part_names(part: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the keys that a part may have. A hint for the prefix cache, which needs none, is
+    among them."""
+    return frozenset({"type", "cache_control", *part.__struct_fields__})
 
 
 class ChatBuilder:
@@ -144,6 +157,8 @@ class ChatBuilder:
             parts = (TextPart(content),)
         elif content is not None:
             parts = self.content(content, f"{path}.content")
+            for i, (part, sent) in enumerate(zip(content, item["content"], strict=True)):
+                self._name_unused(part, sent, f"{path}.content[{i}].")
         read = ChatMessage(
             ROLES[item["role"]],
             path,
@@ -161,6 +176,18 @@ class ChatBuilder:
                 continue
             self.ignore(name_fields([name], f"{path}.")[0])
         self.messages.append(read)
+
+    def _name_unused(self, part: Part, sent: Mapping[str, Any], inside: str) -> None:
+        """Name the keys of a part that have no effect."""
+        self._name_others(sent, _part_names(type(part)), inside)
+        for name, known in _INNER_NAMES.items():
+            if isinstance(inner := sent.get(name), dict):
+                self._name_others(inner, known, f"{inside}{name}.")
+
+    def _name_others(self, sent: Mapping[str, Any], known: frozenset[str], inside: str) -> None:
+        for name in () if sent.keys() <= known else sent:
+            if name not in known and sent[name] not in (None, []):
+                self.ignore(name_fields([name], inside)[0])
 
     def _tool_calls(self, calls: Any, path: str) -> tuple[ToolCall, ...]:
         if not isinstance(calls, list):

@@ -414,6 +414,25 @@ def test_frames_that_are_not_seen_are_told(server: Server) -> None:
     assert reply.header("x-ignored-fields") == "messages[0].content[0].image_url.url.frames"
 
 
+def test_keys_without_effect_are_told(server: Server) -> None:
+    """Bug: what a client asks for inside of a part was left out in silence."""
+    image, file = part(WIDE, min_pixels=9, detail="low"), {"file_data": url(WIDE), "a b": 1}
+    parts = [
+        {**text("a"), "foo": 1, "annotations": [], "cache_control": {"type": "ephemeral"}},
+        {**image, "uuid": "x"},
+        {"type": "file", "file": {**file, "filename": "a.png", "file_id": None}},
+    ]
+    reply = server.chat(user(*parts))
+    assert reply.status == 200
+    assert (reply.header("x-ignored-fields") or "").split(", ") == [
+        "messages[0].content[0].foo",
+        "messages[0].content[1].uuid",
+        "messages[0].content[1].image_url.min_pixels",
+        "messages[0].content[2].file.a?b",
+    ]
+    assert server.chat(user(text("a"), part(WIDE))).header("x-ignored-fields") is None
+
+
 def test_a_template_without_a_place_for_an_image() -> None:
     """The image would be left out, or another one would stand in its place."""
     server = Server(VisionBackend(FIRST_TURN_ONLY))
