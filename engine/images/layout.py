@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# What a request may ask for; "low" asks for few tokens.
+DETAILS = ("auto", "low", "high", "original")
+
 
 class ImageError(ValueError):
     """The error of a picture that a model cannot take; the message is for the sender.

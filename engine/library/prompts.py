@@ -8,16 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from PIL import Image as Pillow
-
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
-from engine.images.data_url import decode_data_url
 from engine.images.expand import expand_placeholders, surround
 from engine.images.image import Image
 from engine.images.layout import ImageError
-from engine.images.picture_file import PictureFile, upright_rgb
 from engine.images.processor import ImageProcessor, image_processor, prepare
+from engine.library.pictures import Picture, read_messages, read_pictures
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
 from engine.text.tokenizer import Tokenizer
@@ -28,9 +25,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 Messages = Sequence[Mapping[str, Any]]
 # A text, token ids (or an array of NumPy, torch or any DLPack library), or {"prompt": a text with
-# the model's placeholder for each image, "images": [a PIL image, a file's bytes or its path]}.
+# the model's placeholder for each image, "images": [a PIL image, a file's bytes, its path, or a
+# data: URL]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_MAX_FILE = 2**28  # bytes of a picture in a data: URL
 
 
 @dataclass(slots=True)
@@ -103,12 +100,12 @@ class Prompts:
     def encode_chat(
         self, chat: Messages, options: Mapping[str, Any] | None = None
     ) -> EncodedPrompt:
-        """Encode a chat, whose parts may be {"type": "image", "image": ...} or image_url.
+        """Encode a chat, whose parts may be {"type": "image", "image": ...} or image_url, with
+        detail.
 
         options: arguments of `Tokenizer.encode_chat`.
         """
-        pictures: list[Pillow.Image] = []
-        written = [_without_pictures(message, pictures) for message in chat]
+        written, pictures = read_messages(chat)
 
         def encode(edit: Callable[[str], str] | None) -> list[int]:
             return self._text().encode_chat(written, edit=edit, **(options or {}))
@@ -121,7 +118,7 @@ class Prompts:
             raise InvalidRequest(
                 "a prompt with images has a text as prompt, and images", param="prompt"
             )
-        pictures = [_picture(image) for image in images]
+        pictures = read_pictures(images)
 
         def encode(edit: Callable[[str], str] | None) -> list[int]:
             written = text if edit is None else edit(text)
@@ -132,7 +129,7 @@ class Prompts:
     def _with_pictures(
         self,
         encode: Callable[[Callable[[str], str] | None], list[int]],
-        pictures: list[Pillow.Image],
+        pictures: list[Picture],
         param: str,
     ) -> EncodedPrompt:
         """Return a prompt whose placeholders are expanded to its images' tokens.
@@ -149,14 +146,19 @@ class Prompts:
         placeholder = self._text().token_id(processor.placeholder)
         assert placeholder is not None, processor.placeholder
         try:
-            layouts = [processor.layout(*picture.size) for picture in pictures]
+            layouts = [
+                processor.layout(*picture.image.size, picture.detail) for picture in pictures
+            ]
         except ImageError as error:
             raise InvalidRequest(error.message, param=param, code=error.code) from None
         ids = encode(lambda text: surround(text, processor.placeholder, layouts))
         ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
         self._checked(ids)  # before any work on pixels
-        placed = zip(pictures, layouts, starts, strict=True)
-        return EncodedPrompt(ids, [prepare(processor, *image) for image in placed])
+        images = [
+            prepare(processor, picture.image, layout, start)
+            for picture, layout, start in zip(pictures, layouts, starts, strict=True)
+        ]
+        return EncodedPrompt(ids, images)
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Encode many prompts, texts on all cores. An error names the prompt, e.g.
@@ -251,50 +253,6 @@ def is_token_id(value: object) -> bool:
     """Whether the value is one integer. An array of one integer is a prompt instead."""
     return isinstance(value, int) or (
         hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
-    )
-
-
-def _without_pictures(
-    message: Mapping[str, Any], pictures: list[Pillow.Image]
-) -> Mapping[str, Any]:
-    """Return a message whose images are placeholders for the template; add them to pictures."""
-    content = message.get("content")
-    if not isinstance(content, (list, tuple)):
-        return message
-    parts: list[Any] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("image", "image_url"):
-            parts.append(part)
-            continue
-        image = part.get(kind)
-        pictures.append(_picture(image.get("url") if isinstance(image, Mapping) else image))
-        parts.append({"type": "image"})
-    return {**message, "content": parts}
-
-
-def _picture(image: Any) -> Pillow.Image:
-    """Return an image in RGB. Raises InvalidRequest.
-
-    image: an image of Pillow, a file's bytes, its path, or a data: URL.
-    """
-    if isinstance(image, Pillow.Image):
-        return upright_rgb(image)
-    try:
-        if isinstance(image, str) and image[:5].lower() == "data:":
-            image = decode_data_url(image, _MAX_FILE)
-        elif isinstance(image, (str, Path)):
-            image = Path(image).read_bytes()
-        if isinstance(image, (bytes, bytearray)):
-            return PictureFile.read(bytes(image)).decode()
-    except InvalidRequest as error:
-        raise InvalidRequest(f"an image {error.message}", code=error.code) from None
-    except OSError as error:
-        raise InvalidRequest(f"an image cannot be read: {error}", code="invalid_image") from None
-    raise InvalidRequest(
-        "an image is one of Pillow, a file's bytes, its path, or a data: URL; got a "
-        f"{type(image).__name__}",
-        code="invalid_type",
     )
 
 

@@ -1,5 +1,6 @@
 """Prompts with images in the library: what a picture may be, and where its tokens stand."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+from deployments.api.generation.images import DETAILS as HTTP_DETAILS
 from engine.errors import InvalidRequest
+from engine.images.layout import DETAILS
 from engine.library import prompts as library
 from engine.library.prompts import Prompts
 from engine.messages import Ready
@@ -20,6 +23,9 @@ from tests.engine.images.test_processors import write_folder
 
 READY = Ready(256, 512, 16, 16, [2], {}, "", 256)
 PICTURE = gradient(40, 16)
+TEXT = {"type": "text", "text": "a"}
+SHOWN = {"type": "image", "image": PICTURE}
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture
@@ -52,18 +58,17 @@ def test_pictures_of_all_sorts_are_the_same(encoder: Prompts, tmp_path: Path) ->
 
 def test_images_stand_where_their_placeholders_were(encoder: Prompts) -> None:
     """A prompt's own text may have placeholders; a chat's text may not."""
-    mark = "<|vision_start|><|image_pad|><|vision_end|>"
     other = gradient(16, 16)
-    prompt = {"prompt": f"a{mark}b{mark}", "images": [PICTURE, other]}
+    prompt = {"prompt": f"a{MARK}b{MARK}", "images": [PICTURE, other]}
     first, second = encoder.encode(prompt).images
     ids = encoder.encode(prompt).ids
     assert (first.size, second.size) == (10, 4)
     assert ids[first.start : first.start + 10] == [ids[second.start]] * 10
-    typed = {"type": "text", "text": mark}
+    typed = {"type": "text", "text": MARK}
     asked = encoder.encode(chat(typed, {"type": "image", "image": other}, typed))
     assert asked.ids.count(ids[first.start]) == 4
     with pytest.raises(InvalidRequest, match="places for 2 of the 1 images"):
-        encoder.encode({"prompt": f"a{mark}b{mark}", "images": [PICTURE]})
+        encoder.encode({"prompt": f"a{MARK}b{MARK}", "images": [PICTURE]})
 
 
 @pytest.mark.parametrize(
@@ -103,3 +108,71 @@ def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
     assert encoded.ids == [7, 91, 95, *tile, 91, 96, *tile, *whole, 9]
     (image,) = encoded.images
     assert (image.start, image.length, image.size, image.shape) == (3, 17, 12, (3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        ({"content": [TEXT, {"type": "audio", "audio": b""}]}, r"\[0\].content\[1\].type 'audio'"),
+        ({"content": [{"type": "picture"}]}, "use one of text, refusal, image, image_url"),
+        ({"content": ["a"]}, r"\[0\].content\[0\] must be an object with a type"),
+        ({"content": [{"type": "text"}]}, r"content\[0\].text must be a string"),
+        ({"content": "a", "images": [PICTURE]}, r"messages\[0\].images is not read"),
+        ({"content": [{"type": "image"}]}, r"content\[0\].image is required"),
+        ({"content": [{"type": "image", "url": "a.png"}]}, r"content\[0\].image is required"),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, r"image_url.url is required"),
+        ({"content": [SHOWN | {"detail": "tiny"}]}, r"\[0\].detail must be one of auto, low, high"),
+        ({"content": [SHOWN], "role": "system"}, "roles user and tool, not system"),
+    ],
+)
+def test_parts_that_are_refused(encoder: Prompts, message: Any, names: str) -> None:
+    """Bug: a part of a type that the template does not know was left out without a word."""
+    with pytest.raises(InvalidRequest, match=names):
+        encoder.encode([{"role": "user"} | message])
+
+
+def test_detail_is_that_of_http(encoder: Prompts) -> None:
+    """Bug: detail: low cost as many tokens as none."""
+    assert DETAILS == HTTP_DETAILS
+    address = "data:image/png;base64," + base64.b64encode(saved(PICTURE, "PNG")).decode()
+    asked = [
+        SHOWN,
+        SHOWN | {"detail": "high"},
+        SHOWN | {"detail": "low"},
+        {"type": "image_url", "image_url": {"url": address, "detail": "low"}},
+    ]
+    sizes = [encoder.encode(chat(part)).images[0].size for part in asked]
+    assert sizes == [10, 10, 4, 4]
+
+
+def test_a_refusal_is_a_text(encoder: Prompts) -> None:
+    """A model's refusal must stay in the chat, as over HTTP; a text needs no type."""
+    prompts = [
+        encoder.encode(chat(part))
+        for part in ({"type": "refusal", "refusal": "no"}, {"text": "no"})
+    ]
+    assert (
+        prompts[0].ids == prompts[1].ids == encoder.encode(chat({"type": "text", "text": "no"})).ids
+    )
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "HTTP://a/b", "file:///a.png"])
+def test_urls_are_not_fetched(encoder: Prompts, url: str) -> None:
+    """Bug: a URL was taken for a path."""
+    with pytest.raises(InvalidRequest, match="the library fetches none; give an image of Pillow"):
+        encoder.encode(chat({"type": "image_url", "image_url": {"url": url}}))
+    with pytest.raises(InvalidRequest, match=r"images\[0\]: an image has the URL"):
+        encoder.encode({"prompt": MARK, "images": [url]})
+
+
+def test_one_picture_needs_no_list(encoder: Prompts, tmp_path: Path) -> None:
+    """Bug: a path was walked by character."""
+    path = tmp_path / "a.png"
+    path.write_bytes(saved(PICTURE, "PNG"))
+    prompts = [
+        encoder.encode({"prompt": MARK, "images": images})
+        for images in ([path], path, str(path), path.read_bytes(), PICTURE)
+    ]
+    assert len({prompt.images[0].digest for prompt in prompts}) == 1
+    with pytest.raises(InvalidRequest, match=r"images must be a list, .* got a int"):
+        encoder.encode({"prompt": MARK, "images": 7})

@@ -1,0 +1,162 @@
+"""read_messages, read_pictures: the pictures that programs put into chats and prompts."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as Pillow
+
+from engine.errors import InvalidRequest
+from engine.images.data_url import decode_data_url
+from engine.images.layout import DETAILS
+from engine.images.picture_file import PictureFile, upright_rgb
+
+Message = Mapping[str, Any]
+
+_ROLES = ("user", "tool")  # whose messages may have pictures
+_TYPES = ("text", "refusal", "image", "image_url")
+_FORMS = "an image of Pillow, a file's bytes, its path, or a data: URL"
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://|file:", re.IGNORECASE)
+_MAX_FILE = 2**28  # bytes of a picture in a data: URL
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt. image: RGB. detail: one of `DETAILS`."""
+
+    image: Pillow.Image
+    detail: str = "auto"
+
+
+def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Picture]]:
+    """Return a chat with placeholders of the template for its pictures, and the pictures.
+
+    Raises InvalidRequest naming a message or part that cannot be used.
+    """
+    pictures: list[Picture] = []
+    messages = [_read(message, f"messages[{i}]", pictures) for i, message in enumerate(chat)]
+    return messages, pictures
+
+
+def read_pictures(images: Any) -> list[Picture]:
+    """Return the pictures of a prompt. images: one, or several. Raises InvalidRequest."""
+    if isinstance(images, (str, bytes, bytearray, Path, Pillow.Image)):
+        images = [images]
+    if isinstance(images, Mapping) or not isinstance(images, Iterable):
+        raise InvalidRequest(
+            f"images must be a list, each {_FORMS}; got a {type(images).__name__}",
+            param="images",
+            code="invalid_type",
+        )
+    return [Picture(_open(image, f"images[{i}]")) for i, image in enumerate(images)]
+
+
+def _read(message: Message, path: str, pictures: list[Picture]) -> Message:
+    """Return a message whose pictures are placeholders; add them to pictures."""
+    if message.get("images"):
+        raise InvalidRequest(
+            f"{path}.images is not read; put each image into its content, as "
+            '{"type": "image", "image": ...}',
+            param=f"{path}.images",
+        )
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts: list[Any] = []
+    for i, part in enumerate(content):
+        place = f"{path}.content[{i}]"
+        kind = _type(part, place)
+        if kind in ("image", "image_url"):
+            role = message.get("role")
+            if role not in _ROLES:
+                raise InvalidRequest(
+                    f"{place}: images stand in messages of the roles {' and '.join(_ROLES)}, not "
+                    f"{role}",
+                    param=f"{place}.type",
+                    code="modality_not_supported",
+                )
+            pictures.append(_picture(part, kind, place))
+            parts.append({"type": "image"})
+        elif not isinstance(part.get(kind), str):
+            raise InvalidRequest(
+                f"{place}.{kind} must be a string", param=f"{place}.{kind}", code="invalid_type"
+            )
+        elif kind == "refusal":
+            parts.append({"type": "text", "text": part[kind]})
+        else:
+            parts.append(part if "type" in part else {"type": kind, **part})
+    return {**message, "content": parts}
+
+
+def _type(part: Any, place: str) -> str:
+    """Return the type of a part; one with nothing but a text needs none. Raises InvalidRequest."""
+    if not isinstance(part, Mapping):
+        raise InvalidRequest(
+            f"{place} must be an object with a type", param=place, code="invalid_type"
+        )
+    kind = part.get("type", "text" if "text" in part else None)
+    if kind not in _TYPES:
+        raise InvalidRequest(
+            f"{place}.type {kind!r} is unknown; use one of {', '.join(_TYPES)}",
+            param=f"{place}.type",
+        )
+    return str(kind)
+
+
+def _picture(part: Message, kind: str, place: str) -> Picture:
+    image = _value(part, kind, place)
+    detail = part.get("detail")
+    at = f"{place}.detail"
+    if isinstance(image, Mapping):
+        detail, at = image.get("detail", detail), f"{place}.{kind}.detail"
+        place = f"{place}.{kind}"
+        image = _value(image, "url", place)
+    if detail is None:
+        detail = "auto"
+    elif detail not in DETAILS:
+        raise InvalidRequest(f"{at} must be one of {', '.join(DETAILS)}", param=at)
+    return Picture(_open(image, place), str(detail))
+
+
+def _value(fields: Message, key: str, place: str) -> Any:
+    value = fields.get(key)
+    if value is None:
+        raise InvalidRequest(
+            f"{place}.{key} is required: {_FORMS}", param=f"{place}.{key}", code="missing_field"
+        )
+    return value
+
+
+def _open(image: Any, place: str) -> Pillow.Image:
+    """Return an image in RGB. Raises InvalidRequest.
+
+    image: an image of Pillow, a file's bytes, its path, or a data: URL.
+    """
+    if isinstance(image, Pillow.Image):
+        return upright_rgb(image)
+    try:
+        if isinstance(image, str) and image[:5].lower() == "data:":
+            image = decode_data_url(image, _MAX_FILE)
+        elif isinstance(image, str) and (scheme := _URL.match(image)):
+            raise InvalidRequest(
+                f"has the URL {scheme.group()}..., and the library fetches none; give {_FORMS}",
+                code="image_url_not_allowed",
+            )
+        elif isinstance(image, (str, Path)):
+            image = Path(image).read_bytes()
+        if isinstance(image, (bytes, bytearray)):
+            return PictureFile.read(bytes(image)).decode()
+    except InvalidRequest as error:
+        message = f"{place}: an image {error.message}"
+        raise InvalidRequest(message, param=place, code=error.code) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        message = f"{place}: an image cannot be read: {error}"
+        raise InvalidRequest(message, param=place, code="invalid_image") from None
+    raise InvalidRequest(
+        f"{place}: an image is one of Pillow, a file's bytes, its path, or a data: URL; got a "
+        f"{type(image).__name__}",
+        param=place,
+        code="invalid_type",
+    )
