@@ -152,6 +152,14 @@ class Prompts:
         except ImageError as error:
             raise InvalidRequest(error.message, param=param, code=error.code) from None
         ids = encode(lambda text: surround(text, processor.placeholder, layouts))
+        count = ids.count(placeholder)
+        if param == "prompt" and count != len(layouts):
+            raise InvalidRequest(
+                f"the prompt has {count} placeholders {processor.placeholder} for {len(layouts)} "
+                "images; write one where each image stands",
+                param=param,
+                code="image_not_shown",
+            )
         ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
         self._checked(ids)  # before any work on pixels
         images = [

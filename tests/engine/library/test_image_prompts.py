@@ -67,7 +67,7 @@ def test_images_stand_where_their_placeholders_were(encoder: Prompts) -> None:
     typed = {"type": "text", "text": MARK}
     asked = encoder.encode(chat(typed, {"type": "image", "image": other}, typed))
     assert asked.ids.count(ids[first.start]) == 4
-    with pytest.raises(InvalidRequest, match="places for 2 of the 1 images"):
+    with pytest.raises(InvalidRequest, match=r"prompt has 2 placeholders .* for 1 images"):
         encoder.encode({"prompt": f"a{MARK}b{MARK}", "images": [PICTURE]})
 
 
