@@ -206,6 +206,7 @@ def build(
         vector_size=0 if head is None else head.size,
         prefix_caching=core.config.prefix_caching,
         stats=core.stats(),
+        images=resolved.model.vision is not None,
     )
 
 

@@ -327,6 +327,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     prefix_caching: bool = True  # whether computed prompts may be reused
     # state before the first step, which shows the engine's capacity
     stats: EngineStats | None = None
+    images: bool = True  # whether requests may have images, for the library
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

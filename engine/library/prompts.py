@@ -71,12 +71,16 @@ class Prompts:
 
     tokenizer: None allows only prompts of token ids.
     model: the model's folder, which says whether it takes images.
+    images: as of `EngineConfig`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, ready: Ready, model: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, ready: Ready, model: str, images: str = "auto"
+    ) -> None:
         self._tokenizer = tokenizer
         self._ready = ready
         self._model = model
+        self._off = images == "off"
 
     @cached_property
     def _images(self) -> ImageProcessor | None:
@@ -138,7 +142,13 @@ class Prompts:
         """
         if not pictures:
             return EncodedPrompt(self._checked(encode(None)))
-        processor = self._images
+        if self._off:
+            raise InvalidRequest(
+                'this engine takes no images, for it was started with images="off"',
+                param="images",
+                code="modality_not_supported",
+            )
+        processor = self._images if self._ready.images else None
         if processor is None:
             raise InvalidRequest(
                 "this model takes text only", param=param, code="modality_not_supported"

@@ -225,7 +225,7 @@ class RequestManager:
     async def _start(self, timeout: float, progress: OnProgress | None) -> None:
         """Start the engine process. Raises ConfigError, EngineDead."""
         self.ready = await self._client.start(self.config, timeout=timeout, progress=progress)
-        self._prompts = Prompts(self.tokenizer, self.ready, self.config.model)
+        self._prompts = Prompts(self.tokenizer, self.ready, self.config.model, self.config.images)
 
     async def _stats(self) -> EngineStats:
         ticket = self._client.control("stats")

@@ -25,6 +25,7 @@ from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from engine.config.engine_config import EngineConfig
+from engine.errors import InvalidRequest
 from engine.images.processor import image_processor
 from engine.library.llm import LLM
 from engine.process.client import EngineClient
@@ -220,3 +221,7 @@ def test_the_library(model: Model) -> None:
         written = f"<|im_start|>user\nthe number of{mark}<|im_end|>\n<|im_start|>assistant\n"
         (third,) = llm.generate({"prompt": written, "images": [WIDE]}, params)
         assert third.outputs[0].token_ids == expected
+    with LLM(model.folder, **OPTIONS, images="off") as llm:
+        with pytest.raises(InvalidRequest, match='images="off"'):
+            llm.chat(chats, params)
+        assert not llm.ready.images

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image as Pillow
 
 from deployments.api.generation.images import DETAILS as HTTP_DETAILS
@@ -176,3 +177,15 @@ def test_one_picture_needs_no_list(encoder: Prompts, tmp_path: Path) -> None:
     assert len({prompt.images[0].digest for prompt in prompts}) == 1
     with pytest.raises(InvalidRequest, match=r"images must be a list, .* got a int"):
         encoder.encode({"prompt": MARK, "images": 7})
+
+
+def test_engines_without_a_tower(encoder: Prompts) -> None:
+    """Bug: images that an engine was told to leave out came back as an empty answer."""
+    tokenizer, model = vision_tokenizer(), encoder._model
+    off = Prompts(tokenizer, READY, model, images="off")
+    with pytest.raises(InvalidRequest, match='images="off"'):
+        off.encode(chat(SHOWN))
+    assert off.encode(chat(TEXT)).ids == encoder.encode(chat(TEXT)).ids
+    blind = Prompts(tokenizer, structs.replace(READY, images=False), model)
+    with pytest.raises(InvalidRequest, match="takes text only"):
+        blind.encode(chat(SHOWN))
