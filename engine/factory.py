@@ -14,7 +14,9 @@ import torch
 
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
+from engine.config.towers import lacks_settings
 from engine.errors import ConfigError, InvalidRequest
+from engine.images.settings import PREPROCESSOR
 from engine.lora.build import DeviceAdapters
 from engine.lora.loader import AdapterLoader
 from engine.lora.ranked_loader import RankedLoader
@@ -267,6 +269,9 @@ def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:
 def _image_plan(resolved: Resolved) -> ImagePlan | None:
     vision = resolved.model.vision
     if vision is None:
+        file = resolved.folder / "config.json"
+        if resolved.config.images != "off" and lacks_settings(file, resolved.model.wrapper):
+            logger.warning("%s: sees no images: %s is missing", resolved.folder, PREPROCESSOR)
         return None
     return ImagePlan.of(
         vision.image_token_id,

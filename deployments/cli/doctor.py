@@ -27,6 +27,7 @@ from deployments.cli.plan import (
     keys_and_values,
     parameters,
     plans,
+    sees_images,
 )
 from deployments.cli.ports import holder, listeners
 from deployments.cli.serving.processes import leftovers
@@ -39,6 +40,7 @@ from deployments.plan.gpus import GIB, abilities
 from deployments.plan.memory import DoesNotFit, EnginePlan, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.towers import lacks_settings
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
@@ -149,11 +151,12 @@ def model_checks(
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"
             yield DoctorCheck("model", "ok", text)
+            engine = dict(engines(config, device))[pool]
+            yield from _images(model, engine, file)
             for product in result.products:
                 yield DoctorCheck("weights", "ok", product)
             for line in result.attention:
                 yield DoctorCheck("KV cache", "ok", line)
-            engine = dict(engines(config, device))[pool]
             yield from _speculation(engine, result)
             yield from _host_tier(engine, result)
     except ConfigError as error:
@@ -166,6 +169,18 @@ def model_checks(
         return
     if folder.is_dir() and weight_files(folder):
         yield from _headers(config, model, device, folder)
+
+
+def _images(model: ModelConfig, engine: EngineConfig, file: Path) -> Iterator[DoctorCheck]:
+    """Yield whether a multimodal model sees images. file: its config.json."""
+    text = sees_images(model, engine, file)
+    if not text:
+        return
+    if lacks_settings(file, model.wrapper):
+        way_out = "put it beside config.json: docs/images.md names the files that are needed"
+        yield DoctorCheck("images", "note", text, way_out)
+    else:
+        yield DoctorCheck("images", "ok", text)
 
 
 def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:

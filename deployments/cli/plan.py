@@ -25,7 +25,9 @@ from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full
 from engine.config.model_config import ModelConfig
+from engine.config.towers import lacks_settings
 from engine.errors import ConfigError
+from engine.images.settings import PREPROCESSOR
 from engine.parallel.nodes import read_nodes, shares
 
 _OFFERS = 8  # most node types in a table
@@ -69,6 +71,8 @@ def _print(
             print(f"Model    {config.name()} ({parameters(result)})")
             for line in keys_and_values(result):
                 print(f"         {line}")
+            if images := sees_images(model, by_name[name], file):
+                print(f"         {images}")
         print(f"Pool     {name}")
         for label, value in (*_rows(result), *_drafts(result), *_host_tier(by_name[name], result)):
             print(f"  {label:<28} {value}")
@@ -131,6 +135,18 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
             yield "no prefix cache: no memory for a snapshot of states; raise snapshot_bytes"
         else:
             yield "no prefix cache: prefix_caching is false"
+
+
+def sees_images(model: ModelConfig, engine: EngineConfig, file: Path) -> str:
+    """Return whether an engine sees images, in words; "" for a model of text.
+
+    file: config.json of the model.
+    """
+    if lacks_settings(file, model.wrapper):
+        return f"sees no images: {PREPROCESSOR} is missing"
+    if model.vision is None:
+        return ""
+    return "sees no images: engine.images is off" if engine.images == "off" else "sees images"
 
 
 def parameters(result: EnginePlan) -> str:

@@ -39,7 +39,7 @@ class ProcessorSettings:
 
         Raises ConfigError naming a file that cannot be read.
         """
-        values = cls._values(folder)
+        values = cls.values_of(folder)
         if values is None:
             return None
         if values.flag("do_pan_and_scan"):
@@ -52,7 +52,8 @@ class ProcessorSettings:
         return cls(values, Reader.from_file(folder / "config.json"), folder, encode)
 
     @staticmethod
-    def _values(folder: Path) -> Reader | None:
+    def values_of(folder: Path) -> Reader | None:
+        """Return `values` of a folder; None without a file that has them."""
         newer = folder / PROCESSOR
         if newer.is_file():
             inner = Reader.from_file(newer).inner("image_processor")

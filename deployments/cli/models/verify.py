@@ -50,7 +50,8 @@ def run(
         }
     folder = folders[kept_blocks]
     config = msgspec.structs.replace(config, model=str(folder))
-    longest = resolve(config).max_model_len - max_tokens
+    resolved = resolve(config)
+    longest = resolved.max_model_len - max_tokens
     if longest < 1:
         raise ConfigError(
             f"--max-tokens {max_tokens}: the model has {longest + max_tokens} positions"
@@ -71,14 +72,15 @@ def run(
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
-        for line in lines(report, dump):
+        for line in lines(report, dump, tower=resolved.model.vision is not None):
             out.print(line, markup=False)
     if report.verdict == "differs":
         return 1
     return 0 if report.reference else NOT_COMPARED
 
 
-def lines(report: Report, dump: Path | None = None) -> Iterator[str]:
+def lines(report: Report, dump: Path | None = None, *, tower: bool = False) -> Iterator[str]:
+    """Yield the lines of a report. tower: whether the model sees images."""
     kind = report.quantization or report.dtype
     yield f"Model      {report.model}"
     yield f"           {report.architecture}, {kind} on {report.device}"
@@ -94,6 +96,8 @@ def lines(report: Report, dump: Path | None = None) -> Iterator[str]:
     yield "           greedy text otherwise than together"
     for name, texts in report.own_text.items():
         yield f"  {name:<26}{_texts(texts)}"
+    if tower:
+        yield "Images     not compared: the prompts are of text, so the tower is not run"
     if dump is not None:
         yield f"Tensors    {dump}/*.safetensors"
     yield f"Verdict    {_verdict(report)}"

@@ -1,5 +1,6 @@
 """read_vision: reads the tower of a model folder. A file here has what one family adds."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -32,11 +33,28 @@ FAMILIES: Mapping[str, _Read] = {
     "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }
+# A part of the names of a tower's tensors, in all families.
+_OF_TOWER = re.compile(r"(^|\.)vis(ion|ual)[^.]*\.")
 # Last parts of the names of quantised matrices' tensors.
 _OF_QUANTIZED = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale"),
     *(".weight_scale_inv", ".weight_scale_2", ".absmax", ".quant_map", ".SCB"),
 )
+
+
+def lacks_settings(file: Path, wrapper: str) -> bool:
+    """Whether a folder has the weights of a tower, and no settings of its pictures.
+
+    file: config.json in the folder.
+    wrapper: the name of the multimodal model; "" = none.
+    """
+    folder = file.parent
+    family = WRAPPERS[wrapper].family(Reader.from_file(file)) if wrapper else ""
+    shards = find_shards(folder) if family else None
+    if shards is None or ProcessorSettings.values_of(folder) is not None:
+        return False
+    stored = read_headers(folder) if shards.listed is None else shards.listed
+    return any(_OF_TOWER.search(name) for name in stored)
 
 
 def read_vision(config: Reader, wrapper: str, rotary_dim: int, folder: Path) -> VisionConfig | None:
