@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -204,9 +205,11 @@ async def test_a_killed_engine_changes_nothing(model: Model) -> None:
         assert tokens == whole["choices"][0]["token_ids"]
 
 
-def test_the_library(model: Model) -> None:
+def test_the_library(model: Model, tmp_path: Path) -> None:
     """A program without a server gets the same answer, from a file or from Pillow's picture."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    file = tmp_path / "a.png"
+    file.write_bytes(PNG)
     with LLM(model.folder, **OPTIONS) as llm:
         text = {"type": "text", "text": "the number of"}
         chats = [
@@ -221,6 +224,12 @@ def test_the_library(model: Model) -> None:
         written = f"<|im_start|>user\nthe number of{mark}<|im_end|>\n<|im_start|>assistant\n"
         (third,) = llm.generate({"prompt": written, "images": [WIDE]}, params)
         assert third.outputs[0].token_ids == expected
+        # docs/images.md: the last program, with this model and picture
+        page = Path(__file__).parents[3] / "docs" / "images.md"
+        *_, program = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        program = program.replace('LLM("models/my-model")', "given").replace("cat.png", str(file))
+        exec(program, names := {"given": llm})
+        assert len(names["output"].prompt_token_ids) > 20
     with LLM(model.folder, **OPTIONS, images="off") as llm:
         with pytest.raises(InvalidRequest, match='images="off"'):
             llm.chat(chats, params)
