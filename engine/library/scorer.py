@@ -73,8 +73,8 @@ class Scorer:
     ) -> Tensor:
         """Return the log-probability of each token of an answer, [len(token_ids)] float32.
 
-        They are those that an engine reports for an answer with these params: processed, after
-        bias, penalties, temperature and filters, unless logprobs_mode says raw.
+        They are those that an engine with the scorer's fields reports for an answer with these
+        params: raw or processed by params.logprobs_mode, else by the field `logprobs_mode` (raw).
 
         prompt_token_ids: [m >= 1]. token_ids: [n], the answer.
         Raises InvalidRequest, also for params with lists of allowed or bad tokens, or a grammar.
@@ -88,8 +88,7 @@ class Scorer:
                 "them, or take the log-probabilities of the engine's answer",
                 param="structured",
             )
-        mode = params.logprobs_mode or "processed_logprobs"
-        params = msgspec.structs.replace(params, logprobs=0, logprobs_mode=mode, n=1)
+        params = msgspec.structs.replace(params, logprobs=0, n=1)
         ends = () if params.ignore_eos else self._resolved.model.eos_token_ids
         stops = sorted({*ends, *params.stop_token_ids})
         row = NewRow(_ROW, ids, len(prompt), params, 0, 0, stops)

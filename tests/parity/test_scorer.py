@@ -86,9 +86,10 @@ def test_with_an_engine_process_and_new_weights(folder: Path, tmp_path: Path) ->
     other = save(tmp_path / "other", 1)
     state = safetensors.torch.load_file(other / "model.safetensors")
     fields: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128}
+    fields["logprobs_mode"] = PROCESSED
     scorer = Scorer(folder, **fields)
     params = SamplingParams(n=4, max_tokens=12, logprobs=0, temperature=0.9, ignore_eos=True)
-    with LLM(str(folder), deterministic=True, logprobs_mode="processed_logprobs", **fields) as llm:
+    with LLM(str(folder), deterministic=True, **fields) as llm:
         for update in (None, state.items()):
             if update is not None:
                 llm.update_weights(state.items())
@@ -111,6 +112,18 @@ def test_with_an_engine_process_and_new_weights(folder: Path, tmp_path: Path) ->
     assert torch.equal(scorer.forward(ids), logits)
 
 
+def test_a_mode_that_nobody_names(folder: Path) -> None:
+    """A scorer's default is another than an engine's, or its field is without effect."""
+    fields: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+    unnamed = SamplingParams(max_tokens=6, logprobs=0, temperature=0.5, ignore_eos=True)
+    for default in ({}, {"logprobs_mode": PROCESSED}, {"logprobs_mode": "raw_logprobs"}):
+        scorer = Scorer(folder, max_model_len=64, **fields, **default)
+        core = engine(folder, deterministic=True, **fields, **default)
+        (output,) = run(core, [[3, 5, 8]], [unnamed])
+        scores = scorer.logprobs([3, 5, 8], output.token_ids, unnamed)
+        assert scores.tolist() == [item.logprob for item in output.logprobs], default
+
+
 def test_what_a_scorer_refuses(folder: Path) -> None:
     """A setting without effect, and a failure in the middle of a kernel."""
     fields: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 64}
@@ -125,5 +138,5 @@ def test_what_a_scorer_refuses(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no grammars"):
         scorer.logprobs([1], [2], SamplingParams(allowed_token_ids=[2]))
     assert scorer.logprobs([1], []).shape == (0,)
-    scores = scorer.logprobs([1], [2, 3], SamplingParams(top_k=1))
+    scores = scorer.logprobs([1], [2, 3], SamplingParams(top_k=1, logprobs_mode=PROCESSED))
     assert (scores == 0).logical_or(scores == -torch.inf).all()
