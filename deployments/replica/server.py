@@ -47,6 +47,7 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.process.client import EngineClient
+from engine.scheduling.sleeping import CHECK
 
 logger = logging.getLogger("manta.replica")
 
@@ -436,7 +437,8 @@ class ReplicaServer:
 
         Raises MantaError.
         """
-        if self._sleep is not None:
+        checks = order.what == "sleep" and order.level == CHECK
+        if self._sleep is not None and not checks:
             await self._sleep.let_trainer()
         if order.what == "sleep":
             await self._engine.sleep(order.level, order.tags)

@@ -26,6 +26,7 @@ from engine.messages import (
     TransferWeights,
     UpdateWeights,
 )
+from engine.scheduling.sleeping import CHECK
 from engine.scheduling.updates import MODES
 
 logger = logging.getLogger("manta.router")
@@ -294,12 +295,17 @@ class FleetWeights:
         """Pause all replicas, and free memory of their engines; see `engine.LLM.sleep`.
 
         mode: of the pause, which the end of the sleep ends; a pause that is there stays.
-        Raises MantaError, with no pause begun.
+        Raises MantaError, with no pause begun; engines that cannot sleep refuse before any request
+        ends.
         """
         if level not in (0, 1, 2):
             raise InvalidRequest(f"level is 0, 1 or 2, not {level}", param="level")
         parts = _parts(tags)
         await self.refresh()
+        if level:
+            await self._order_all(
+                lambda ticket: Control("sleep", ticket, level=CHECK, tags=[*parts])
+            )
         began = not self.paused
         if began:
             await self.pause(mode)

@@ -10,7 +10,9 @@ from engine.messages import CANNOT_SLEEP, PARTS, WEIGHTS, Answer
 
 logger = logging.getLogger("manta.engine")
 
-KEEP, DROP = 1, 2  # levels of a sleep: weights go to host memory, or are lost
+# levels of a sleep: weights go to host memory, or are lost
+KEEP, DROP = 1, 2
+CHECK = 0  # level of an order that only asks whether a sleep would be refused
 
 
 class Sleeper(Protocol):
@@ -55,7 +57,7 @@ class EngineSleep:
     def ask(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Ask for a sleep; see `take_answers`.
 
-        level: KEEP or DROP.
+        level: KEEP, DROP, or CHECK, after which nothing has changed.
         parts: the parts to free; none = all.
         """
         if self._memory is None:
@@ -63,11 +65,14 @@ class EngineSleep:
             message = "sleep: this engine was not made to sleep; set sleep_in_host_memory"
             self._answers.append(Answer(ticket, CANNOT_SLEEP, message, "sleep_in_host_memory"))
             return
-        if level not in (KEEP, DROP):
+        if level not in (CHECK, KEEP, DROP):
             message = f"sleep: level is {KEEP} or {DROP}, not {level}"
             self._answers.append(Answer(ticket, InvalidRequest.code, message, "level"))
             return
         if not self._knows(parts, ticket):
+            return
+        if level == CHECK:
+            self._answers.append(Answer(ticket))
             return
         self.wanted = frozenset(parts or PARTS) - self.parts
         self._drop = level == DROP and WEIGHTS in self.wanted

@@ -356,9 +356,18 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     core.sleep(3, (), 2)
     core.wake(["weight"], 3)
     core.wake((), 4)
+    core.sleep(0, ["cache"], 6)
+    core.sleep(0, ["weights"], 7)
     answers = {a.ticket: (a.code, a.param) for a in core.answers() if isinstance(a, Answer)}
     wrong = InvalidRequest.code
-    assert answers == {1: (wrong, "tags"), 2: (wrong, "level"), 3: (wrong, "tags"), 4: ("", "")}
+    assert answers == {
+        1: (wrong, "tags"),
+        2: (wrong, "level"),
+        3: (wrong, "tags"),
+        4: ("", ""),
+        6: (wrong, "tags"),
+        7: ("", ""),
+    }
     assert memory.there and not core.has_work()
     configured = make_config()
     core = EngineCore(configured, FakeRunner(configured))

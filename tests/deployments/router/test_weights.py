@@ -298,15 +298,18 @@ def test_a_fleet_sleeps_in_parts(tmp_path: Path) -> None:
 
 
 def test_engines_that_cannot_sleep_go_on() -> None:
-    """A refused sleep leaves the fleet paused."""
+    """A refused sleep leaves the fleet paused, or has ended its requests."""
 
     async def body(fleet: Fleet) -> None:
         fleet.engines["r1"].core._sleep._memory = None
+        running = await streams(fleet, 4, LONG)
         with pytest.raises(UpdateFailed, match="sleep_in_host_memory"):
             await fleet.dispatcher.weights.sleep(1, (), "abort")
-        assert not fleet.dispatcher.weights.paused
+        assert not fleet.dispatcher.weights.paused and asleep(fleet) == {False}
+        for _, task in running:
+            assert all(len(ids) == LONG for ids in (await task).values())
         await fleet.dispatcher.weights.sleep(0, (), "keep")
-        assert fleet.dispatcher.weights.paused and asleep(fleet) == {False, True}
+        assert fleet.dispatcher.weights.paused and asleep(fleet) == {False}
         await fleet.dispatcher.weights.wake(())
         assert not fleet.dispatcher.weights.paused
 
