@@ -12,10 +12,20 @@ from deployments.images.intake import ImageIntake
 
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
-# (id, owner or None for everyone's) -> how many prompts were stopped.
-Stop = Callable[[str, str | None], Awaitable[int]]
 # -> one for each router.
 Live = Callable[[], Awaitable[list[dict[str, Any]]]]
+
+
+class Stop(Protocol):
+    """A function that ends the running requests of an id at all routers."""
+
+    async def __call__(self, request_id: str, owner: str | None, partial: bool = False) -> int:
+        """Return how many prompts were ended.
+
+        owner: digest of the key that asks; None may end any.
+        partial: whether they answer with what they have; else with an error.
+        """
+        ...
 
 
 class ModelChanges(Protocol):
@@ -123,7 +133,7 @@ class ApiOptions:
     tell_request_id: put x-request-id into answers; False where something in front of us does.
     metrics: gives the text of /metrics (Prometheus exposition format).
     explain: what routers know of a request, for /v1/requests/{id}; see router/request_trace.py.
-    stop: ends the requests of an id that are live at any router, for /stop_generate.
+    stop: for /stop_generate and /abort_requests.
     live: what all routers know at this moment, for /v1/live; see router/live.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """

@@ -364,22 +364,25 @@ class Router:
         """Return this router's live view; see live_view.py."""
         return self._front.live()
 
-    async def stop(self, request_id: str, owner: str | None = None) -> int:
+    async def stop(self, request_id: str, owner: str | None = None, partial: bool = False) -> int:
         """End this router's running requests with an id, and return the number of prompts ended.
 
         owner: digest of the key that may end them; None: no restriction.
+        partial: whether they answer with what they have; else with an error.
         """
-        return self._front.stop(request_id, owner)
+        return self._front.stop(request_id, owner, partial)
 
-    async def _stop(self, request_id: str, owner: str | None) -> int:
+    async def _stop(self, request_id: str, owner: str | None, partial: bool = False) -> int:
         """End the running requests with an id at all routers, and return the number of prompts
         ended.
 
         Requests with the same id may be at several routers.
         """
         async with self._peer_calls:
-            answers = await self._peers.ask(_ASK_SECONDS, "stop", request_id, owner)
-        return self._front.stop(request_id, owner) + sum(answers)
+            # routers of an earlier version know no third argument
+            arguments = [request_id, owner, *([True] if partial else [])]
+            answers = await self._peers.ask(_ASK_SECONDS, "stop", *arguments)
+        return self._front.stop(request_id, owner, partial) + sum(answers)
 
     async def __del__(self) -> None:
         if hasattr(self, "_models"):

@@ -237,6 +237,15 @@ class InflightRequest:
             self.trace.finish += ["abort"] * len(stopped)
             self._end(stopped)
 
+    def cut(self) -> None:
+        """End the request as a pause with mode abort does: with what it has, finish "abort"."""
+        self._items += [
+            (choice.index, Delta(choice.id, [], "abort"))
+            for choice in self.choices
+            if not choice.done
+        ]
+        self.abort()
+
     def versions(self, choice: int) -> list[tuple[str, int]]:
         return self.choices[choice].versions()
 

@@ -67,10 +67,11 @@ class RequestsInFlight(Collection[InflightRequest]):
         traces = self.traces.find(id, owner, unfinished)
         return [trace.to_json(self._router, now) for trace in traces]
 
-    def stop(self, id: str, owner: str | None) -> int:
+    def stop(self, id: str, owner: str | None, partial: bool = False) -> int:
         """End the requests with this id, and return the number of prompts ended.
 
         owner: digest of the key that asks; None may end any.
+        partial: whether they answer with what they have; else with an error.
         """
         requests = [
             inflight
@@ -78,7 +79,10 @@ class RequestsInFlight(Collection[InflightRequest]):
             if inflight.trace.id == id and owner in (None, inflight.trace.owner)
         ]
         for inflight in requests:
-            inflight.fail(MantaError("the request was stopped", code="cancelled"))
+            if partial:
+                inflight.cut()
+            else:
+                inflight.fail(MantaError("the request was stopped", code="cancelled"))
         return len(requests)
 
     def arrival_rates(self) -> dict[str, float]:

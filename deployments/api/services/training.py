@@ -3,6 +3,7 @@
 Names and answers are those of vLLM's and SGLang's servers.
 """
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator
@@ -81,9 +82,11 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
         stop = context.options.stop
         if stop is None:
             raise invalid("this server cannot end single requests", "request_ids")
-        for request_id in body.request_ids:
-            await stop(request_id, None)
-        await exchange.answer_json({"status": "aborted"})
+        ended = await asyncio.gather(
+            *(stop(request_id, None, True) for request_id in {*body.request_ids})
+        )
+        known = sum(count > 0 for count in ended)
+        await exchange.answer_json({"status": "aborted", "known_request_ids": known})
         return
     training, model = _training(context), _model(exchange)
     paused = (await training.state(model))["is_paused"]

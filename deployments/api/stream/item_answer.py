@@ -28,7 +28,7 @@ from deployments.api.stream.keepalive import (
     first_items,
 )
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
-from deployments.api.stream.merge import ChoiceOutput, ended_early
+from deployments.api.stream.merge import ChoiceOutput, ended_early, failed
 from deployments.api.stream.replay import StreamReplay
 from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
@@ -242,6 +242,8 @@ class ItemAnswer:
         choice, ids = self.choice, self.ids
         if choice.finish_reason is not None:
             return
+        if delta.finish == "abort":  # these dialects have no word for an answer that was cut so
+            raise failed(delta)
         if self._skipping:
             assert self._replay is not None
             delta, decoded = self._replay.skip(0, choice, delta)

@@ -158,6 +158,7 @@ class ChoiceOutput:
         "parsed",
         "predicted",
         "prompt_logprobs",
+        "scores_prompt",
         "stop_reason",
         "text",
         "token_ids",
@@ -191,6 +192,7 @@ class ChoiceOutput:
         self.token_logprobs: list[float | None] = []
         self.logprobs: list[TokenLogprobs] = []
         self.offsets: list[int] = []
+        self.scores_prompt = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -199,9 +201,11 @@ class ChoiceOutput:
     def feed(self, delta: Delta) -> Decoded:
         """Take a delta; the caller has checked that the choice is not finished.
 
-        Raises ApiError when the engine gave this request up.
+        A trainer's abort ends it with what it has. Raises ApiError when the engine gave this
+        request up, and after an abort before the scores of its prompt.
         """
-        if delta.finish in ("error", "abort"):
+        unscored = self.scores_prompt and not (self.prompt_logprobs or delta.prompt_logprobs)
+        if delta.finish == "error" or (delta.finish == "abort" and unscored):
             raise failed(delta)
         if self.parsed is None:
             decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
@@ -230,9 +234,12 @@ class ChoiceOutput:
 
 
 def failed(delta: Delta) -> ApiError:
-    """Return the error of a choice that the engine ended by an error or an abort."""
+    """Return the error of a choice that the engine ended by an error, or a trainer by an abort."""
+    if delta.finish == "abort":
+        message = "a trainer's pause or abort ended this request; send it again"
+        return ApiError(503, "aborted", message, retry_after=1)
     code, _, message = delta.error.partition(": ")
-    if delta.finish == "abort" or not message:
+    if not message:
         return ApiError(500, "engine_error", "the engine gave this request up")
     return from_backend(RequestFailed(message, code=code))
 

@@ -14,7 +14,7 @@ from deployments.api.stream.event_ids import (
     checksum,
     lost,
 )
-from deployments.api.stream.merge import ChoiceOutput
+from deployments.api.stream.merge import ChoiceOutput, failed
 from deployments.backend import Backend, RecalledChoice
 from engine.messages import Delta
 from engine.text.detokenizer import Decoded
@@ -130,8 +130,10 @@ class StreamReplay:
         first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
         if not ends:
             first.finish, first.stop_token = "", None
-        if delta.finish in ("error", "abort"):
+        if delta.finish == "error":
             first.finish = delta.finish
+        elif delta.finish == "abort" and not reached:
+            raise failed(delta)
         ended = choice.feed(first).finish_reason
         if choice.parsed is not None:
             choice.parsed.forget_new()

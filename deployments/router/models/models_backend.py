@@ -207,9 +207,12 @@ class ModelsBackend:
         ]
         return {"router": self.name, "models": models}
 
-    def stop(self, id: str, owner: str | None) -> int:
-        """End the running requests with this id, and return the number of prompts ended."""
-        return sum(dispatcher.requests.stop(id, owner) for dispatcher in self._all())
+    def stop(self, id: str, owner: str | None, partial: bool = False) -> int:
+        """End the running requests with this id, and return the number of prompts ended.
+
+        partial: whether they answer with what they have; else with an error.
+        """
+        return sum(dispatcher.requests.stop(id, owner, partial) for dispatcher in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
         """Return the load of the one model; {} if there are several.

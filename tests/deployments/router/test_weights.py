@@ -241,6 +241,39 @@ def test_over_http(tmp_path: Path) -> None:
     run(body)
 
 
+def test_single_requests_end_with_what_they_have() -> None:
+    """The tokens of a rollout are lost with its abort, or an unknown id counts as ended."""
+
+    async def body(fleet: Fleet) -> None:
+        front = ModelsBackend("router")
+        front.set_dispatcher("m", fleet.dispatcher, 0)
+
+        async def stop(request_id: str, owner: str | None, partial: bool = False) -> int:
+            return front.stop(request_id, owner, partial)
+
+        options = ApiOptions(training=RouterTraining(front), stop=stop)
+        client = Client(build_asgi(front, options))
+        sampling = {"max_tokens": LONG, "ignore_eos": True, "n": 2}
+        ask = {"token_ids": PROMPT, "sampling_params": sampling}
+        running = [
+            asyncio.create_task(post(client, "/inference/v1/generate", {**ask, "request_id": id}))
+            for id in ("first", "second")
+        ]
+        await until(lambda: sum(request.begun for request in fleet.dispatcher.requests) == 2)
+        await asyncio.sleep(0.02)
+        reply = await post(client, "/abort_requests", {"request_ids": ["first", "other"]})
+        assert reply.json() == {"status": "aborted", "known_request_ids": 1}
+        first, second = [(await task).json()["choices"] for task in running]
+        for choice in first:
+            assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < LONG
+            told = sum(part["num_tokens"] for part in choice["weight_versions"])
+            assert told == len(choice["token_ids"])
+        assert {choice["finish_reason"] for choice in second} == {"length"}
+        assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
+
+    run(body)
+
+
 def asleep(fleet: Fleet) -> set[bool]:
     return {stats.asleep for stats in fleet.dispatcher.state().replicas.values()}
 

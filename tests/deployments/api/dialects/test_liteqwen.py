@@ -159,9 +159,10 @@ def test_stop_asks_for_its_own(backend: FakeBackend) -> None:
     """Bug: a key that ends another's request, or is told that it has ended what it has not."""
     asked: list[tuple[str, str | None]] = []
 
-    async def stop(id: str, owner: str | None) -> int:
-        asked.append((id, owner))
-        return int(id == "live")
+    async def stop(request_id: str, owner: str | None, partial: bool = False) -> int:
+        assert not partial
+        asked.append((request_id, owner))
+        return int(request_id == "live")
 
     client = Client(build_asgi(backend, ApiOptions(stop=stop)))
     reply = asyncio.run(client.post("/stop_generate", {"request_id": "live"}))

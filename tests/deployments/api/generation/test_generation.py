@@ -723,19 +723,37 @@ def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
     assert b"[DONE]" not in reply.body and not backend.live
 
 
-@pytest.mark.parametrize("finish", ["error", "abort"])
+@pytest.mark.parametrize("message", ["numerical_error: the logits are not finite", ""])
 def test_a_choice_that_the_engine_gives_up(
-    client: Client, backend: FakeBackend, finish: str
+    client: Client, backend: FakeBackend, message: str
 ) -> None:
     """An unasked end must not look like a finished answer."""
-    message = "numerical_error: the logits are not finite" if finish == "error" else ""
-    backend.script = [Delta(0, [75]), Delta(0, [], finish=finish, error=message)]
-    code = "numerical_error" if finish == "error" else "engine_error"
+    backend.script = [Delta(0, [75]), Delta(0, [], finish="error", error=message)]
+    code = "numerical_error" if message else "engine_error"
     reply = run(client.completion(n=2))
     assert (reply.status, reply.json()["error"]["code"]) == (500, code)
-    assert dict(reply.headers).get("x-should-retry") == ("false" if finish == "error" else None)
+    assert dict(reply.headers).get("x-should-retry") == ("false" if message else None)
     events = run(client.completion(n=2, stream=True)).events()
     assert events[-1]["error"]["code"] == code
+    assert not backend.live
+
+
+def test_a_choice_that_a_trainer_aborts(client: Client, backend: FakeBackend) -> None:
+    """The tokens of a rollout are lost with the pause of its trainer, or their end is hidden."""
+    backend.script = [Delta(0, [75]), Delta(0, [], finish="abort")]
+    for ask in (client.completion, client.chat):
+        answer = run(ask(n=2, return_token_ids=True)).json()
+        parts = [(choice["token_ids"], choice["finish_reason"]) for choice in answer["choices"]]
+        assert parts == [([75], "abort")] * 2
+        assert answer["usage"]["completion_tokens"] == 2
+        *events, done = run(ask(n=2, stream=True)).events()
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+        assert reasons.count("abort") == 2 and done == "[DONE]"
+    unscored = run(client.completion(prompt_logprobs=0, max_tokens=1))
+    assert (unscored.status, unscored.json()["error"]["code"]) == (503, "aborted")
+    body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    claude = run(client.request("POST", "/v1/messages", msgspec.json.encode(body)))
+    assert claude.status == 503 and b"trainer" in claude.body, "no stop_reason says so"
     assert not backend.live
 
 
