@@ -58,7 +58,7 @@ class ApiContext:
         setting = ""
         if length is not None and length > limit and self._takes_images():
             limit, setting = self._limit_with_images(exchange, length), "images.body_bytes"
-        data = await exchange.body(limit, self.options.body_timeout_s, setting)
+        data = await exchange.body(limit, self.options.body_timeout_s, setting, empty=empty)
         if exchange.encoding:
             data = await decoded(data, exchange.encoding, limit)
         exchange.body_size = len(data)

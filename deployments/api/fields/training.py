@@ -123,6 +123,14 @@ class AbortRequests(Struct, kw_only=True, gc=False):
     request_ids: list[str] | None = None
 
 
+class PauseOrder(Struct, kw_only=True, gc=False):
+    """The fields of /pause, which may be in the body, or in the query as vLLM has them."""
+
+    model: str | None = None
+    mode: str | None = None
+    clear_cache: bool | None = None
+
+
 class PauseGeneration(Struct, kw_only=True, gc=False):
     """The body of /pause_generation, as SGLang has it."""
 
@@ -138,6 +146,7 @@ class MemoryParts(Struct, kw_only=True, gc=False):
 ROLLOUT = struct_body(Rollout)
 THEIR_ROLLOUT = struct_body(TheirRollout)
 FROM_DISK = struct_body(FromDisk)
+PAUSE = struct_body(PauseOrder)
 PAUSE_GENERATION = struct_body(PauseGeneration)
 MEMORY_PARTS = struct_body(MemoryParts)
 INIT_TRANSFER = struct_body(InitTransfer)

@@ -136,13 +136,17 @@ class HttpExchange:
                 400, "invalid_framing", "Content-Length and Transfer-Encoding exclude each other"
             )
 
-    async def body(self, limit: int, timeout_s: float, setting: str = "") -> bytes:
+    async def body(
+        self, limit: int, timeout_s: float, setting: str = "", *, empty: bool = False
+    ) -> bytes:
         """Return the whole JSON body as it was sent, perhaps compressed (`encoding`). limit: bytes;
-        timeout_s: seconds until its last byte; setting: the limit's name for an error.
+        timeout_s: seconds until its last byte; setting: the limit's name for an error; empty:
+        whether it may have no bytes, of any type.
 
         Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
         """
-        self._check_media_type()
+        if not empty:
+            self._check_media_type()
         length = self.content_length
         if length is not None and length > limit:
             raise _too_large(limit, setting)
@@ -170,6 +174,8 @@ class HttpExchange:
             raise closing(
                 400, "invalid_content_length", "the body is not as long as Content-Length says"
             )
+        if empty and size:
+            self._check_media_type()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check_media_type(self) -> None:

@@ -18,6 +18,7 @@ from deployments.api.fields.training import (
     FROM_DISK,
     INIT_TRANSFER,
     MEMORY_PARTS,
+    PAUSE,
     PAUSE_GENERATION,
     ROLLOUT,
     START_UPDATE,
@@ -62,10 +63,18 @@ def _model(exchange: HttpExchange) -> str:
 
 
 async def pause(context: ApiContext, exchange: HttpExchange) -> None:
-    """Pause all replicas, as vLLM has it. Raises ApiError, MantaError."""
-    await _training(context).pause(_model(exchange), exchange.parameters().get("mode", "abort"))
-    if exchange.parameters().get("clear_cache", "true").lower() != "false":
-        await _training(context).reset_prefix_cache(_model(exchange))
+    """Pause all replicas, as vLLM has it, but for fields in the body and unknown ones.
+
+    An order that is not understood must not end requests. Raises ApiError, MantaError.
+    """
+    fields: JsonObject = {**exchange.parameters()}
+    if (clears := fields.get("clear_cache")) is not None:
+        fields["clear_cache"] = clears.lower() != "false"
+    order = PAUSE.read(fields | await context.read(exchange, empty=True), [], strict=True)
+    model = order.model or ""
+    await _training(context).pause(model, "abort" if order.mode is None else order.mode)
+    if order.clear_cache is not False:
+        await _training(context).reset_prefix_cache(model)
     await exchange.answer_json({"status": "paused"})
 
 
@@ -110,6 +119,8 @@ def _tags(exchange: HttpExchange) -> list[str]:
 
 async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
     """Free memory of all replicas' engines, as vLLM has it. Raises ApiError, MantaError."""
+    if body := await context.read(exchange, empty=True):
+        raise invalid("level, mode and tags go into the query", next(iter(body)), "unknown_field")
     query = exchange.parameters()
     level = query.get("level", "1")
     if not level.isdecimal():
@@ -457,7 +468,14 @@ ROUTES = (
     Route(
         "/pause",
         pause,
-        post=_order("All replicas paused", mode=one_of(*MODES), clear_cache=TEXT),
+        post=_order(
+            "All replicas paused",
+            _OK,
+            PAUSE,
+            _CHANGES,
+            mode=one_of(*MODES),
+            clear_cache=TEXT,
+        ),
     ),
     Route("/resume", resume, post=_RESUME),
     Route("/is_paused", is_paused, get=_order("Whether replicas are paused", ("is_paused",))),

@@ -274,6 +274,31 @@ def test_single_requests_end_with_what_they_have() -> None:
     run(body)
 
 
+def test_a_pause_with_its_mode_in_the_body() -> None:
+    """A pause that is to keep requests aborts them, as only the query is read."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        running = await streams(fleet, 2, LONG)
+        for path, wrong in (
+            ("/pause", {"modus": "keep"}),
+            ("/pause?wait_for_inflight_requests=true", {}),
+            ("/pause", {"mode": "later"}),
+            ("/pause", {"mode": 1}),
+            ("/sleep", {"mode": "keep"}),
+        ):
+            place, _, query = path.partition("?")
+            assert (await post(client, place, wrong, query.encode())).status == 400, wrong
+        assert not fleet.dispatcher.weights.paused
+        kept = await post(client, "/pause", {"mode": "keep", "clear_cache": False})
+        assert kept.status == 200 and fleet.dispatcher.weights.paused
+        assert (await post(client, "/resume")).status == 200
+        for _, task in running:
+            assert all(len(ids) == LONG for ids in (await task).values())
+
+    run(body)
+
+
 def asleep(fleet: Fleet) -> set[bool]:
     return {stats.asleep for stats in fleet.dispatcher.state().replicas.values()}
 
@@ -398,6 +423,19 @@ def test_a_trainer_of_vllm_sends_weights_to_a_fleet() -> None:
         whole = await post(client, "/update_weights", {"update_info": INFO})
         assert whole.json() == {"message": "Weights updated", "weight_version": "3"}
         assert versions(fleet) == {"3"} and len(joined._folders) == 1
+
+    run(body)
+
+
+def test_orders_without_a_body() -> None:
+    """A client that names no content type, as there is no content, gets 415."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        for path in ("/abort_requests", "/start_weight_update", "/finish_weight_update"):
+            for text, status in ((b"{}", 415), (b"", 200)):
+                reply = await client.request("POST", path, text, headers=[(b"host", b"manta")])
+                assert reply.status == status, path
 
     run(body)
 
