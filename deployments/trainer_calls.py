@@ -15,11 +15,15 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWeights:
-    """The weights of a replica, and whether it is paused or asleep."""
+    """The weights of a replica, and whether it is paused or asleep.
+
+    weights_dropped: whether a sleep of level 2 has dropped them, and no update has come since.
+    """
 
     version: str
     paused: bool
     asleep: bool
+    weights_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,14 @@ class FleetWeights:
 
     paused, asleep: what a trainer has ordered.
     replicas: by name.
+    weights_dropped: whether no replica has weights: all wait for an update.
     """
 
     version: str
     paused: bool
     asleep: bool
     replicas: Mapping[str, ReplicaWeights]
+    weights_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,17 @@ def _tags(tags: Sequence[str]) -> list[tuple[str, str]]:
 
 def _read_weights(answer: Answer) -> FleetWeights:
     replicas = {
-        name: ReplicaWeights(replica["weight_version"], replica["paused"], replica["asleep"])
+        name: ReplicaWeights(
+            replica["weight_version"],
+            replica["paused"],
+            replica["asleep"],
+            replica.get("weights_dropped", False),
+        )
         for name, replica in answer["replicas"].items()
     }
     asleep = answer["is_sleeping"]
-    return FleetWeights(answer["weight_version"], answer["is_paused"], asleep, replicas)
+    dropped = answer.get("weights_dropped", False)
+    return FleetWeights(answer["weight_version"], answer["is_paused"], asleep, replicas, dropped)
 
 
 def _read_world_size(answer: Answer) -> int:

@@ -90,7 +90,7 @@ class Training(Protocol):
     async def reset_prefix_cache(self, model: str) -> None: ...
 
     async def state(self, model: str) -> dict[str, Any]:
-        """Return version, paused, sleeping, and by replica: version, paused and asleep."""
+        """Return version, paused, sleeping, dropped weights, and the same of each replica."""
         ...
 
 

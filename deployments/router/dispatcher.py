@@ -14,6 +14,7 @@ This module has no Ray and no HTTP: replicas come through `set_replicas`, reques
 `generate`.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -43,7 +44,7 @@ from deployments.router.replicas.replica_calls import recall
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.router.weights import FleetWeights, WeightsStore
-from engine.errors import MantaError
+from engine.errors import MantaError, Overloaded
 from engine.text.tokenizer import Tokenizer
 
 
@@ -70,6 +71,7 @@ class Dispatcher:
         self.random = random = Random()  # for routing and admission
         self._tokenizer = tokenizer
         self._draining = False
+        self._wait_seconds = limits.wait_seconds
         self.cards = ModelCards(card)
         self.waking = waking or Waking()
         self.waking.metrics = metrics
@@ -139,7 +141,27 @@ class Dispatcher:
         inflight = InflightRequest(request, self.metrics, self.assignment, self.requests)
         self.requests.add(inflight)
         self.queue.enter(inflight, roomy)
+        if self.weights.dropped:
+            self._await_weights(inflight)
         return inflight
+
+    def _await_weights(self, inflight: InflightRequest) -> None:
+        """Refuse a request if `wait_seconds` later no trainer has brought new weights."""
+
+        def refuse() -> None:
+            if inflight.begun or not self.weights.dropped:
+                return
+            if self.weights.paused:  # the trainer's step goes on
+                self._await_weights(inflight)
+                return
+            message = (
+                "a sleep of level 2 has dropped the weights, and no update has brought others; "
+                "a trainer has to call update_weights, or POST /update_weights_from_disk"
+            )
+            inflight.fail(Overloaded(message, code="weights_dropped", retry_after=5))
+
+        loop = asyncio.get_running_loop()
+        inflight.timers.append(loop.call_later(self._wait_seconds, refuse))
 
     async def recall(
         self,

@@ -52,6 +52,7 @@ class RouterTraining:
                 "weight_version": stats.weights_version,
                 "paused": stats.paused,
                 "asleep": stats.asleep,
+                "weights_dropped": stats.weights_dropped,
             }
             for name, stats in dispatcher.state().replicas.items()
         }
@@ -60,6 +61,7 @@ class RouterTraining:
             "weight_version": weights.version,
             "is_paused": weights.paused,
             "is_sleeping": weights.asleep,
+            "weights_dropped": weights.dropped,
             "replicas": replicas,
         }
 

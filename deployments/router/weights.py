@@ -122,6 +122,12 @@ class FleetWeights:
         self.version, self.paused, self.asleep = self._record.version, False, False
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
 
+    @property
+    def dropped(self) -> bool:
+        """Whether a sleep has dropped the weights of all replicas, and none has others yet."""
+        states = [client.state for client in self._replicas.values() if client.connection]
+        return bool(states) and all(state.stats.weights_dropped for state in states)
+
     async def refresh(self) -> None:
         """Read what other routers have written. A store that is unavailable is only logged."""
         try:

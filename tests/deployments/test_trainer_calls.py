@@ -49,6 +49,8 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
         await trainer.sleep(2, ["kv_cache", "weights"], mode="keep")
         state = await trainer.weights()
         assert state.asleep and all(replica.asleep for replica in state.replicas.values())
+        assert state.weights_dropped
+        assert all(replica.weights_dropped for replica in state.replicas.values())
         await trainer.wake(["weights"])
         assert (await trainer.weights()).asleep
         await trainer.wake(["kv_cache"])

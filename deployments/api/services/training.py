@@ -456,7 +456,7 @@ _GENERATE = Operation(
     ROLLOUT,
     ("request_id", "choices", "prompt_logprobs"),
 )
-_INFO = ("weight_version", "is_paused", "is_sleeping", "replicas")
+_INFO = ("weight_version", "is_paused", "is_sleeping", "weights_dropped", "replicas")
 _LOADED = ("success", "message", "weight_version")
 ROUTES = (
     Route(GENERATE, generate, post=_GENERATE),

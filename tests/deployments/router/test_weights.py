@@ -12,11 +12,12 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.router.inflight import InflightRequest
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.training import RouterTraining
 from engine.errors import Overloaded, UpdateFailed
 from tests.deployments.api.asgi import Client, Reply
-from tests.deployments.router.fleet import FIRST, PROMPT, VOCAB, Fleet, read, until
+from tests.deployments.router.fleet import FAST, FIRST, PROMPT, VOCAB, Fleet, read, until
 
 LONG = 400  # tokens, more than an update lasts
 
@@ -372,6 +373,35 @@ def test_engines_that_cannot_sleep_go_on() -> None:
         assert not fleet.dispatcher.weights.paused
 
     run(body)
+
+
+def test_requests_without_weights_are_refused(tmp_path: Path) -> None:
+    """Requests hang after a sleep of level 2 and a wake, and nothing tells why."""
+
+    async def main() -> None:
+        limits = DispatchLimits(wait_seconds=0.3, channel=FAST)
+        async with Fleet(2, rows=8, limits=limits) as fleet:
+            weights = fleet.dispatcher.weights
+            await weights.sleep(2, (), "abort")
+            early = fleet.generate(n=1, max_tokens=5, ignore_eos=True)
+            await asyncio.sleep(0.5)
+            await weights.wake(())
+            late = fleet.generate(n=1, max_tokens=5, ignore_eos=True)
+            for generation in (early, late):
+                with pytest.raises(Overloaded, match="update_weights") as failure:
+                    await asyncio.wait_for(read(generation), 10)
+                assert failure.value.code == "weights_dropped"
+            info = await client_info(fleet)
+            assert info["weights_dropped"] is True
+            generation = fleet.generate(n=1, max_tokens=5, ignore_eos=True)
+            await weights.update(str(tmp_path), "one")
+            assert check(generation, await read(generation)) == {"one"}
+            await until(lambda: not weights.dropped)
+
+    async def client_info(fleet: Fleet) -> Any:
+        return (await front_of(fleet).request("GET", "/weight_info")).json()
+
+    asyncio.run(main())
 
 
 def front_of(fleet: Fleet) -> Client:
