@@ -127,11 +127,11 @@ def main() -> None:
         measured(f"first/{named}", firsts(core, requests, (width, height)))
     width, height = map(int, args.load.split("x"))
     for _ in range(2):  # the second counts; the first compiles what is missing
-        made = [
+        waiting = [
             requests.request(requests.prompt((width, height)), args.output)
             for _ in range(4 * args.streams)
         ]
-        measured(f"load/{args.load}", load(core, iter(made), args.streams))
+        measured(f"load/{args.load}", load(core, iter(waiting), args.streams))
     if args.out:
         config = {"ours": {**values, "memory": ready.memory_table.splitlines()}}
         write(args.out, "images", config, lines, lines)
