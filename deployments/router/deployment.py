@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -275,12 +275,15 @@ class Router:
         await self._training.resume(model)
 
     async def control(
-        self, path: str, query: str = "", body: dict[str, Any] | None = None
+        self,
+        path: str,
+        query: str | Mapping[str, Any] = "",
+        body: dict[str, Any] | str | bytes | None = None,
     ) -> dict[str, Any]:
         """Answer a route of a trainer's orders (docs/rl.md), with its fields and errors.
 
-        query: such as "mode=keep".
-        body: None for a GET.
+        query: such as "mode=keep" or {"mode": "keep"}.
+        body: a JSON object, or its text; None for a GET.
         """
         return await handle_call.control(self._trusted, path, query, body)
 

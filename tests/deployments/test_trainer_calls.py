@@ -35,6 +35,12 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
                 return order.read(answer)
 
         trainer = Trainer("manta", "m")
+        for query in ("mode=keep", {"mode": "keep", "clear_cache": "false"}):
+            for empty in ("", b"", "{}", b"{}", {}):
+                answer = await handle_call.control(app, "/pause", query, empty)
+                assert answer == {"status": "paused"}
+        resumed = await handle_call.control(app, "/resume", {"model": "m"}, "")
+        assert resumed == {"status": "resumed"}
         assert await trainer.world_size() == 2
         assert await trainer.update_weights(str(tmp_path), "one") == "one"
         await trainer.init_weight_transfer({})

@@ -3,8 +3,16 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
+from urllib.parse import urlencode
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.caller import CALLER, Caller
@@ -38,12 +46,18 @@ async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def control(
-    app: AsgiApp, path: str, query: str, body: dict[str, Any] | None
+    app: AsgiApp,
+    path: str,
+    query: str | Mapping[str, Any],
+    body: dict[str, Any] | str | bytes | None,
 ) -> dict[str, Any]:
     """Return the JSON of a route's answer; a failure as in `call`.
 
-    body: JSON object; None for a GET.
+    query: its text, or its fields, of which lists are fields of one name.
+    body: JSON object, or its text; None for a GET.
     """
+    if not isinstance(query, str):
+        query = urlencode(query, doseq=True)
     exchange = AsgiCall(app, path, body, query=query)
     try:
         await exchange.started.wait()
@@ -164,7 +178,7 @@ def _scope(
 class AsgiCall:
     """A request to an ASGI app that runs in its own task and queues the parts of the response.
 
-    body: JSON object; None for a GET.
+    body: JSON object, or its text; None for a GET.
     status, headers: those of the response, once it has started.
     """
 
@@ -172,11 +186,12 @@ class AsgiCall:
         self,
         app: AsgiApp,
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, Any] | str | bytes | None,
         headers: Sequence[tuple[bytes, bytes]] = (),
         query: str = "",
     ) -> None:
-        payload = b"" if body is None else json.dumps(body).encode()
+        text = json.dumps(body) if isinstance(body, dict) else body or b""
+        payload = text.encode() if isinstance(text, str) else text
         self.status = 0
         self.started = asyncio.Event()
         self.headers: dict[bytes, bytes] = {}
