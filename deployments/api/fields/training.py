@@ -124,11 +124,15 @@ class AbortRequests(Struct, kw_only=True, gc=False):
 
 
 class PauseOrder(Struct, kw_only=True, gc=False):
-    """The fields of /pause, which may be in the body, or in the query as vLLM has them."""
+    """The fields of /pause, which may be in the body, or in the query as vLLM has them.
+
+    wait_for_inflight_requests: the word of older clients of vLLM for mode=wait.
+    """
 
     model: str | None = None
     mode: str | None = None
     clear_cache: bool | None = None
+    wait_for_inflight_requests: bool | None = None
 
 
 class PauseGeneration(Struct, kw_only=True, gc=False):

@@ -68,11 +68,13 @@ async def pause(context: ApiContext, exchange: HttpExchange) -> None:
     An order that is not understood must not end requests. Raises ApiError, MantaError.
     """
     fields: JsonObject = {**exchange.parameters()}
-    if (clears := fields.get("clear_cache")) is not None:
-        fields["clear_cache"] = clears.lower() != "false"
+    for name in ("clear_cache", "wait_for_inflight_requests"):
+        if (value := fields.get(name)) is not None:
+            fields[name] = value.lower() != "false"
     order = PAUSE.read(fields | await context.read(exchange, empty=True), [], strict=True)
     model = order.model or ""
-    await _training(context).pause(model, "abort" if order.mode is None else order.mode)
+    mode = "wait" if order.wait_for_inflight_requests else "abort"
+    await _training(context).pause(model, mode if order.mode is None else order.mode)
     if order.clear_cache is not False:
         await _training(context).reset_prefix_cache(model)
     await exchange.answer_json({"status": "paused"})

@@ -220,6 +220,13 @@ def test_over_http(tmp_path: Path) -> None:
         assert not waiting.done()
         assert (await post(client, "/resume")).status == 200
         assert (await waiting).status == 200
+        brief = {**ask, "sampling_params": {"max_tokens": 40, "ignore_eos": True}}
+        running = asyncio.create_task(post(client, "/inference/v1/generate", brief))
+        await until(lambda: fleet.load() != {"r0": 0, "r1": 0})
+        older = await post(client, "/pause", query=b"wait_for_inflight_requests=true")
+        assert older.status == 200
+        assert (await running).json()["choices"][0]["finish_reason"] == "length"
+        assert (await post(client, "/resume")).status == 200
         assert (await client.request("GET", "/get_world_size")).json() == {"world_size": 2}
         info = (await client.request("GET", "/weight_info")).json()
         assert info["weight_version"] == "1" and len(info["replicas"]) == 2
@@ -283,7 +290,7 @@ def test_a_pause_with_its_mode_in_the_body() -> None:
         running = await streams(fleet, 2, LONG)
         for path, wrong in (
             ("/pause", {"modus": "keep"}),
-            ("/pause?wait_for_inflight_requests=true", {}),
+            ("/pause?wait=true", {}),
             ("/pause", {"mode": "later"}),
             ("/pause", {"mode": 1}),
             ("/sleep", {"mode": "keep"}),
@@ -452,7 +459,7 @@ def test_a_trainer_of_vllm_sends_weights_to_a_fleet() -> None:
         assert (await client.request("POST", "/finish_weight_update", b"")).status == 200
         whole = await post(client, "/update_weights", {"update_info": INFO})
         assert whole.json() == {"message": "Weights updated", "weight_version": "3"}
-        assert versions(fleet) == {"3"} and len(joined._folders) == 1
+        await until(lambda: versions(fleet) == {"3"} and len(joined._folders) == 1)
 
     run(body)
 
