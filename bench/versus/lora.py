@@ -63,8 +63,9 @@ VLLM_ENVIRONMENT = {
 
 
 def runs_of(side: str, count: int) -> tuple[str, ...]:
-    """Return the names of the runs in a side's process with `count` adapters; `loads` has one
-    run.
+    """Return the names of the runs in a side's process with `count` adapters.
+
+    The side `loads`, which loads adapters, has one run.
     """
     if side == "loads":
         return ("loads",)

@@ -343,7 +343,10 @@ class Scheduler:
                 builder.verifications.append(verification)
 
     def _take_snapshots(self, snapshots: Snapshots, step: int) -> None:
-        """Take the snapshots that are due of requests which drafts have given blocks in advance."""
+        """Take the snapshots that are due of decoding requests.
+
+        Blocks that were reserved for drafts are not yet hashed when their tokens are accepted.
+        """
         index, size = self.decoding.step_index + 1, self.config.block_size
         for request in self.decoding.requests:
             position = request.base + index

@@ -123,7 +123,7 @@ def _quantized_decode_kernel(
         acc1 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc2 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         acc3 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
-        if SCORES.sinks:  # in the first split, as a key without a value, whose scale would be 2^-24
+        if SCORES.sinks:  # a sink counts once, as a key with no value and a scale of 2^-24
             sink = tl.load(sinks + head * HEADS.group + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink - 24.0, top)
             is_first = (item == first) & (tl.arange(0, SHARES) == 0)

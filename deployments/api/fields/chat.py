@@ -117,7 +117,7 @@ _ItemPart: Any = _one_of(
 
 
 def _parts(least: int) -> Meta:
-    """Return the bounds of a list of parts, which ChatBuilder counts."""
+    """Return the schema's least and most items of a list of parts; ChatBuilder checks them."""
     return Meta(extra_json_schema={"minItems": least, "maxItems": MAX_MESSAGE_PARTS})
 
 

@@ -39,7 +39,7 @@ class ImagePart(msgspec.Struct, frozen=True, gc=False):
     place: str
     refused: str
 
-    text: ClassVar[str] = ""  # where only the texts of a message count
+    text: ClassVar[str] = ""  # such a part adds nothing to a message's text
 
 
 Content = tuple[TextPart | RefusalPart | ImagePart, ...]

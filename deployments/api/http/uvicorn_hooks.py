@@ -221,7 +221,7 @@ class ConnectionTimeouts:
     application sees a disconnect. Neither costs anything for a chunk.
     """
 
-    if TYPE_CHECKING:  # of uvicorn's protocols and JsonRefusals
+    if TYPE_CHECKING:  # attributes that uvicorn's protocols and JsonRefusals bring
         transport: asyncio.Transport
         loop: asyncio.AbstractEventLoop
         cycle: Any

@@ -73,7 +73,8 @@ class DialectReader:
         self._open = ""  # brackets
 
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
-        """Convert a text; return the JSON, the text that is left, and what comes after the value.
+        """Convert a text; return the JSON, the text that is not converted yet, and what follows the
+        value.
 
         "next" is another value after the comma. "end" is the end of the call, which is left in the
         text. "" means that the value is not complete.

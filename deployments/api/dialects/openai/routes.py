@@ -144,7 +144,7 @@ class OpenAIChat(OpenAIDialect):
 
 
 class OpenAICompletion(OpenAIDialect):
-    """A completion."""
+    """The dialect of /v1/completions: reads a body and writes its answer."""
 
     def read(self, body: Mapping[str, Any]) -> TextRequest:
         ignored: list[str] = []
