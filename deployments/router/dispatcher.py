@@ -141,7 +141,7 @@ class Dispatcher:
         inflight = InflightRequest(request, self.metrics, self.assignment, self.requests)
         self.requests.add(inflight)
         self.queue.enter(inflight, roomy)
-        if self.weights.dropped:
+        if self.weights.slept_deeply and self.weights.dropped:
             self._await_weights(inflight)
         return inflight
 

@@ -110,6 +110,7 @@ class FleetWeights:
 
     base: identity of the weights in the model's folder; "": unknown.
     version, paused, asleep: those of the record; asleep tells whether any part is.
+    slept_deeply: whether the last sleep was one that drops weights, so that they may be missing.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class FleetWeights:
         self._store = weights_store or LocalWeightsStore()
         self._record = WeightsRecord(base=base)
         self.version, self.paused, self.asleep = self._record.version, False, False
+        self.slept_deeply = False
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
 
     @property
@@ -143,6 +145,7 @@ class FleetWeights:
         self._record = record
         self.version, self.paused = record.version, bool(record.paused)
         self.asleep = bool(record.asleep) or record.dozes
+        self.slept_deeply = record.level > 1
 
     async def _write(self, **fields: Any) -> None:
         """Change the record. Raises Overloaded if the store is unavailable."""
