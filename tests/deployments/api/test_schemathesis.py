@@ -79,7 +79,7 @@ class FakeTraining:
         replica = {"weight_version": self.version, "paused": self.paused, "asleep": False}
         return {
             "weight_version": self.version, "is_paused": self.paused, "is_sleeping": self.paused,
-            "replicas": {"r0": replica},
+            "weights_dropped": False, "replicas": {"r0": replica},
         }  # fmt: skip
 
 
