@@ -48,12 +48,14 @@ def render_options(
     """
     known = template_output(tokenizer)
     options: TemplateVariables = {}
-    past = any("tool_calls" in message or message["role"] == "tool" for message in messages)
-    if past and known.history is not None:
+    has_calls = False
+    for message in messages:
+        has_calls = has_calls or "tool_calls" in message or message["role"] == "tool"
+    if has_calls and known.history is not None:
         messages[:] = _told_history(messages, known.history)
     if tools is None:
         template = tokenizer.chat_template
-        if past and template is not None and "tool_use" in template.sources:
+        if has_calls and template is not None and "tool_use" in template.sources:
             options["tools"] = []  # takes the template that shows calls
     elif known.described_in:
         if tools.mode != "none":
