@@ -322,9 +322,9 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     if not engine.host_kv_bytes:
         return
     memory = result.memory
-    each = " a rank" if result.ranks > 1 and result.device.kind == "cuda" else ""
+    unit = " a rank" if result.ranks > 1 and result.device.kind == "cuda" else ""
     text = (
-        f"{memory.host_kv / GIB:9.2f} GiB{each}, {memory.host_blocks:,} blocks that leave the cache"
+        f"{memory.host_kv / GIB:9.2f} GiB{unit}, {memory.host_blocks:,} blocks that leave the cache"
     )
     if not memory.host_kv:  # a share of memory that is known at the start alone
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"

@@ -336,12 +336,12 @@ class FleetWeights:
         """Allocate the given parts of the engines' memory again; none = all. Raises MantaError."""
         parts = _parts(tags)
         await self.refresh()
-        left = tuple(part for part in self._record.asleep if part not in parts)
-        await self._write(asleep=left)
+        asleep = tuple(part for part in self._record.asleep if part not in parts)
+        await self._write(asleep=asleep)
         # an order without parts ends the sleep as a whole
-        order = [*parts] if left else []
+        order = [*parts] if asleep else []
         await self._order_all(lambda ticket: Control("wake", ticket, tags=order))
-        if self._record.dozes and not left:
+        if self._record.dozes and not asleep:
             await self.resume()
 
     async def reset_prefix_cache(self) -> None:

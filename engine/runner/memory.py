@@ -127,8 +127,8 @@ def host_kv_bytes(config: EngineConfig, available: int) -> int:
 
     available: free bytes of host memory.
     """
-    given = config.host_kv_bytes
-    return int(given * available) if given < 1 else int(given)
+    host_bytes = config.host_kv_bytes
+    return int(host_bytes * available) if host_bytes < 1 else int(host_bytes)
 
 
 def chunk_bytes(resolved: Resolved) -> int:

@@ -163,16 +163,16 @@ class StateVerification:
         in_run[tokens] = True
         others = np.flatnonzero(~in_run)
         decodes = np.flatnonzero(~in_run[: batch.num_decodes])
-        rest = [*decodes.tolist(), *range(batch.num_decodes, len(batch.rows))]
+        entries = [*decodes.tolist(), *range(batch.num_decodes, len(batch.rows))]
         back = np.empty(batch.num_tokens, dtype=np.int64)
         back[np.concatenate((others, np.asarray(tokens)))] = np.arange(batch.num_tokens)
         self._runs = StateRuns(
             others=self._on_device(others),
             others_meta=self._entries(
                 metas[0],
-                [batch.rows[entry] for entry in rest],
-                [batch.starts[entry] for entry in rest],
-                [batch.lengths[entry] for entry in rest],
+                [batch.rows[entry] for entry in entries],
+                [batch.starts[entry] for entry in entries],
+                [batch.lengths[entry] for entry in entries],
                 len(decodes),
                 short=False,
             ),

@@ -252,13 +252,13 @@ class HostTier:
         absent = [name for name, _ in named if name[1] not in self._slots[name[0]]]
         room = min(self.copies.room(), self.plan.blocks) if absent else 0
         self.dropped += max(0, len(absent) - room)
-        taken = set(absent[:room])
+        chosen = set(absent[:room])
         pairs: list[tuple[int, int]] = []
         for name, block in reversed(named):  # so that a tail is taken before its head
             slot = self._slots[name[0]].get(name[1], -1)
             if slot >= 0:
                 self._order.move_to_end(slot)
-            elif name in taken:
+            elif name in chosen:
                 slot = self._take_slot()
                 if slot < 0:
                     self.dropped += 1

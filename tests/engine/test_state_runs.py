@@ -18,7 +18,7 @@ KERNELS = reference.Kernels()
 
 
 def layout(rows: Sequence[int], starts: Sequence[int], decodes: int) -> AttentionMeta:
-    """Of entries of a token each, in a step that may be padded."""
+    """Make a meta of entries of a token each, in a step that may be padded."""
     count = len(rows)
     return AttentionMeta(
         positions=torch.tensor(starts).int(),

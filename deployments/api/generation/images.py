@@ -24,12 +24,11 @@ from deployments.images.intake import ImageIntake, ImageSource, PlacedPicture
 from deployments.images.memory import HeldBytes
 from engine.errors import ConfigError
 from engine.images.expand import expand_placeholders, surround
-from engine.images.layout import ImageError, ImageLayout
+from engine.images.layout import DETAILS, ImageError, ImageLayout
 from engine.images.picture_file import PictureFile
 from engine.images.processor import ImageProcessor
 from engine.text.tokenizer import Tokenizer
 
-DETAILS = ("auto", "low", "high", "original")
 _ROLES = ("user", "tool")  # whose messages may have images
 
 

@@ -26,6 +26,6 @@ def compute_runs(
     outputs = kernel(own, copies, runs.meta)
     runs.replays.append(lambda layout: kernel(own, states, layout))
     if len(runs.others):
-        rest = [tensor.index_select(0, runs.others) for tensor in inputs]
-        outputs = torch.cat((kernel(rest, states, runs.others_meta), outputs))
+        others = [tensor.index_select(0, runs.others) for tensor in inputs]
+        outputs = torch.cat((kernel(others, states, runs.others_meta), outputs))
     return outputs.index_select(0, runs.back)

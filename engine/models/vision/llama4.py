@@ -5,7 +5,7 @@ from torch import Tensor
 
 from engine.config.towers.llama4 import Llama4Vision
 from engine.layers.build import Builder
-from engine.models.vision.block import Block, PlainMLP
+from engine.models.vision.siglip import siglip_block
 from engine.models.vision.tiles import TileTower
 from engine.models.vision.tower import turns
 from kernels.metadata import AttentionMeta
@@ -20,8 +20,10 @@ class Llama4Tower(TileTower):
         rows = config.patches**2 + 1  # the class token's position last
         self.table = self.matrix("vision_model.positional_embedding_vlm", rows, width)
         self.before = self.layer_norm("vision_model.layernorm_pre", width)
+        norms = "input_layernorm", "post_attention_layernorm"
         self.blocks = [
-            self._block(f"vision_model.model.layers.{i}") for i in range(config.num_layers)
+            siglip_block(self, f"vision_model.model.layers.{i}", norms, "o_proj")
+            for i in range(config.num_layers)
         ]
         self.after = self.layer_norm("vision_model.layernorm_post", width)
         joined, adapted = width * config.merge**2, config.adapted_size
@@ -30,19 +32,6 @@ class Llama4Tower(TileTower):
         self.down = self.linear(f"{name}.fc2", adapted, adapted, bias=False)
         name = "multi_modal_projector.linear_1"
         self.product = self.linear(name, config.out_size, adapted, bias=False)
-
-    def _block(self, name: str) -> Block:
-        width = self.vision.hidden_size
-        return Block(
-            self,
-            (
-                self.layer_norm(f"{name}.input_layernorm", width),
-                self.layer_norm(f"{name}.post_attention_layernorm", width),
-            ),
-            self.linear([f"{name}.self_attn.{part}_proj" for part in "qkv"], width, width),
-            self.closing(f"{name}.self_attn.o_proj", width, width),
-            PlainMLP(self, f"{name}.mlp.fc1", f"{name}.mlp.fc2"),
-        )
 
     def placed(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         x = x + self.table[rows * self.vision.patches + columns]

@@ -1,4 +1,4 @@
-"""What routers tell of models whose engines take no images, though the folder has a processor."""
+"""Answers about models whose engines take no images, though the folder has a processor."""
 
 import asyncio
 import json

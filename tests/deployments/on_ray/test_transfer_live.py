@@ -82,7 +82,7 @@ def served(shared_cluster: Cluster, folder: Path) -> Iterator[Cluster]:
 
 
 def says(cluster: Cluster, count: int = 6) -> set[tuple[tuple[int, ...], str]]:
-    """What some rollouts say, at any router and replica, and the versions of their weights."""
+    """Return the tokens of some rollouts at any replica, and the versions of their weights."""
     params = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
     answers = set()
     for _ in range(8):

@@ -41,7 +41,7 @@ def ask(backend: FakeBackend, request: Any, path: str = PATH) -> dict[str, Any]:
 
 
 class TheirRequest(BaseModel):
-    """As `ray.serve.llm.openai_api_models` has them: with defaults, and open to other fields."""
+    """A body as `ray.serve.llm.openai_api_models` has it, with defaults, open to other fields."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None

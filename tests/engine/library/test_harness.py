@@ -22,7 +22,7 @@ LENGTH = 96  # tokens of the context
 
 
 def responses(model: Any, manager: TaskManager, *names: str) -> list[Any]:
-    """What the model answers to each request of these tasks, with an example before it."""
+    """Return what the model answers to each request of these tasks, with an example before it."""
     results = lm_eval.simple_evaluate(
         model=model, tasks=list(names), task_manager=manager, num_fewshot=1, bootstrap_iters=0
     )

@@ -236,7 +236,7 @@ def test_folders_of_killed_engines_go(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def arguments(**changes: Any) -> tuple[Any, ...]:
-    """What torch's `reduce_tensor` gives for a tensor on CUDA."""
+    """Make what torch's `reduce_tensor` gives for a tensor on CUDA."""
     fields: dict[str, Any] = {
         "cls": torch.Tensor, "size": torch.Size([3, 4]), "stride": (4, 1), "offset": 0,
         "storage": torch.storage.TypedStorage, "dtype": torch.bfloat16, "device": 5,
