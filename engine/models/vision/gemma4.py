@@ -128,8 +128,9 @@ class Gemma4Tower(Tower):
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
         side = self.vision.patch_size * self.vision.pool
-        rows = max(1, math.isqrt(size))
-        return 1, rows * side, size // rows * side
+        most = self.vision.positions // self.vision.pool  # of an axis
+        rows = max(1, min(most, math.isqrt(size)))
+        return 1, rows * side, min(most, size // rows) * side
 
     def step_bytes(self, size: int) -> int:
         config = self.vision

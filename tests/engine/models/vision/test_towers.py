@@ -82,6 +82,16 @@ def test_rows_equal_transformers(name: str, tmp_path: Path) -> None:
     assert (ours - want).abs().max() < 1e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("name", ["Gemma 4 E2B", "InternVL", "Pixtral", "Qwen3-VL"])
+def test_the_largest_warm_up(name: str, tmp_path: Path) -> None:
+    """Bug: the warm-up's picture has more rows than the tower has positions."""
+    save_model(tmp_path, CASES[name])
+    tower = tower_of(tmp_path)
+    pixels = torch.zeros(*tower.shape_of(600), 3, dtype=torch.uint8)
+    with torch.inference_mode():
+        assert 0 < len(tower.encode([pixels])) <= 600
+
+
 def test_deterministic_windows(tmp_path: Path) -> None:
     """Bug: a window of a picture, which is computed alone, rotates by the whole step's places."""
     save_model(tmp_path, CASES["Qwen2.5-VL"])
