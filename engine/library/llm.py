@@ -19,6 +19,7 @@ from engine.library.prompts import (
     Messages,
     Prompt,
     as_list,
+    images_ahead,
     is_token_id,
     load_tokenizer,
 )
@@ -98,7 +99,7 @@ class LLM(RequestManager):
 
         A prompt with images is {"prompt": text, "images": [...]}: its text has the model's
         placeholder for each, and an image is one of Pillow, a file's bytes, its path, or a data:
-        URL. The pixels of all prompts are in memory at once.
+        URL. Pictures are read before any prompt runs, and resized while others run.
 
         params: for all prompts, or one for each.
         adapter: a name known by `add_adapter`, for all prompts or one for each; "" = the model
@@ -202,7 +203,7 @@ class LLM(RequestManager):
         outputs: list[RequestOutput] = []
         try:
             for encoded, text, item, name in zip(
-                prompts, texts, params_each, adapters, strict=True
+                images_ahead(prompts), texts, params_each, adapters, strict=True
             ):
                 handle = self._submit(encoded, item, text, detokenize=detokenize, adapter=name)
                 handles.append(handle)

@@ -2,8 +2,11 @@
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +32,33 @@ Messages = Sequence[Mapping[str, Any]]
 # data: URL]}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+_MOST_THREADS = 8  # for the images of a batch of prompts
+
 
 @dataclass(slots=True)
 class EncodedPrompt:
-    """The checked token ids of a prompt, and its images."""
+    """The checked token ids of a prompt, and its pictures.
+
+    images: resizes and hashes the pictures, which takes milliseconds for each; `list` = none.
+    """
 
     ids: list[int]
-    images: list[Image] = field(default_factory=list)
+    images: Callable[[], list[Image]] = list
+
+
+def images_ahead(prompts: Sequence[EncodedPrompt]) -> Iterator[EncodedPrompt]:
+    """Yield the prompts in order, while threads make the images of a few after them."""
+    if all(prompt.images is list for prompt in prompts):
+        yield from prompts
+        return
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    ahead: deque[EncodedPrompt] = deque()
+    with ThreadPoolExecutor(threads, "images") as pool:
+        for prompt in prompts:
+            ahead.append(EncodedPrompt(prompt.ids, pool.submit(prompt.images).result))
+            if len(ahead) > 2 * threads:
+                yield ahead.popleft()
+        yield from ahead
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
@@ -172,10 +195,13 @@ class Prompts:
             )
         ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
         self._checked(ids)  # before any work on pixels
-        images = [
-            prepare(processor, picture.image, layout, start)
-            for picture, layout, start in zip(pictures, layouts, starts, strict=True)
-        ]
+
+        def images() -> list[Image]:
+            return [
+                prepare(processor, picture.image, layout, start)
+                for picture, layout, start in zip(pictures, layouts, starts, strict=True)
+            ]
+
         return EncodedPrompt(ids, images)
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:

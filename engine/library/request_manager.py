@@ -110,7 +110,7 @@ class RequestManager:
         speculate: bool = True,
     ) -> RequestHandle:
         """Start one engine request for each of n choices of a checked prompt, all with one seed."""
-        token_ids = encoded.ids
+        token_ids, images = encoded.ids, encoded.images()
         if self._client.stats.weights_dropped:
             raise InvalidRequest(
                 "the weights were dropped by sleep(level=2); update_weights first",
@@ -147,7 +147,7 @@ class RequestManager:
                         priority,
                         prediction=list(prediction),
                         speculate=speculate,
-                        images=encoded.images,
+                        images=images,
                     )
                 )
         except MantaError:

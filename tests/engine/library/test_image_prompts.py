@@ -1,6 +1,7 @@
 """Prompts with images in the library: what a picture may be, and where its tokens stand."""
 
 import base64
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from PIL import Image as Pillow
 
 from deployments.api.generation.images import DETAILS as HTTP_DETAILS
 from engine.errors import InvalidRequest
+from engine.images.image import Image
 from engine.images.layout import DETAILS
 from engine.library import prompts as library
-from engine.library.prompts import Prompts
+from engine.library.prompts import EncodedPrompt, Prompts, images_ahead
 from engine.messages import Ready
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.images.fake_processor import FakeProcessor
@@ -50,9 +52,9 @@ def test_pictures_of_all_sorts_are_the_same(encoder: Prompts, tmp_path: Path) ->
     (tmp_path / "a.png").write_bytes(data)
     pictures = [PICTURE, PICTURE.convert("RGBA"), data, tmp_path / "a.png", str(tmp_path / "a.png")]
     encoded = [encoder.encode(chat({"type": "image", "image": picture})) for picture in pictures]
-    assert len({prompt.images[0].digest for prompt in encoded}) == 1
+    assert len({prompt.images()[0].digest for prompt in encoded}) == 1
     assert len({tuple(prompt.ids) for prompt in encoded}) == 1
-    image = encoded[0].images[0]
+    image = encoded[0].images()[0]
     expected = np.asarray(PICTURE.resize((40, 16), Pillow.Resampling.BICUBIC))
     assert image.pixels == expected.tobytes() and image.shape == (1, 16, 40)
 
@@ -61,7 +63,7 @@ def test_images_stand_where_their_placeholders_were(encoder: Prompts) -> None:
     """A prompt's own text may have placeholders; a chat's text may not."""
     other = gradient(16, 16)
     prompt = {"prompt": f"a{MARK}b{MARK}", "images": [PICTURE, other]}
-    first, second = encoder.encode(prompt).images
+    first, second = encoder.encode(prompt).images()
     ids = encoder.encode(prompt).ids
     assert (first.size, second.size) == (10, 4)
     assert ids[first.start : first.start + 10] == [ids[second.start]] * 10
@@ -107,7 +109,7 @@ def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
     encoded = encoder.encode({"prompt": "7<image>9", "images": [gradient(40, 16)]})
     tile, whole = [90] * 4, [94, 91, 92, 90, 90, 90, 90, 91]
     assert encoded.ids == [7, 91, 95, *tile, 91, 96, *tile, *whole, 9]
-    (image,) = encoded.images
+    (image,) = encoded.images()
     assert (image.start, image.length, image.size, image.shape) == (3, 17, 12, (3, 16, 16))
 
 
@@ -118,7 +120,7 @@ def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
         ({"content": [{"type": "picture"}]}, "use one of text, refusal, image, image_url"),
         ({"content": ["a"]}, r"\[0\].content\[0\] must be an object with a type"),
         ({"content": [{"type": "text"}]}, r"content\[0\].text must be a string"),
-        ({"content": "a", "images": [PICTURE]}, r"messages\[0\].images is not read"),
+        ({"content": "a", "images": [PICTURE]}, r"messages\[0\].images() is not read"),
         ({"content": [{"type": "image"}]}, r"content\[0\].image is required"),
         ({"content": [{"type": "image", "url": "a.png"}]}, r"content\[0\].image is required"),
         ({"content": [{"type": "image_url", "image_url": {}}]}, r"image_url.url is required"),
@@ -142,7 +144,7 @@ def test_detail_is_that_of_http(encoder: Prompts) -> None:
         SHOWN | {"detail": "low"},
         {"type": "image_url", "image_url": {"url": address, "detail": "low"}},
     ]
-    sizes = [encoder.encode(chat(part)).images[0].size for part in asked]
+    sizes = [encoder.encode(chat(part)).images()[0].size for part in asked]
     assert sizes == [10, 10, 4, 4]
 
 
@@ -174,7 +176,7 @@ def test_one_picture_needs_no_list(encoder: Prompts, tmp_path: Path) -> None:
         encoder.encode({"prompt": MARK, "images": images})
         for images in ([path], path, str(path), path.read_bytes(), PICTURE)
     ]
-    assert len({prompt.images[0].digest for prompt in prompts}) == 1
+    assert len({prompt.images()[0].digest for prompt in prompts}) == 1
     with pytest.raises(InvalidRequest, match=r"images must be a list, .* got a int"):
         encoder.encode({"prompt": MARK, "images": 7})
 
@@ -189,3 +191,21 @@ def test_engines_without_a_tower(encoder: Prompts) -> None:
     blind = Prompts(tokenizer, structs.replace(READY, images=False), model)
     with pytest.raises(InvalidRequest, match="takes text only"):
         blind.encode(chat(SHOWN))
+
+
+def test_images_are_made_a_few_prompts_ahead() -> None:
+    """Bugs: a batch waits for all of its pictures; prompts get the pictures of others."""
+    prepared: list[int] = []
+
+    def images(number: int) -> list[Image]:
+        prepared.append(number)
+        return [Image(bytes([number]), 0, 1, 1, (0, 0), (1, 1, 1), b"abc")]
+
+    prompts = [EncodedPrompt([number], partial(images, number)) for number in range(100)]
+    prompts[7] = EncodedPrompt([7])
+    ahead = images_ahead(prompts)
+    for number, prompt in enumerate(ahead):
+        assert len(prepared) <= number + 30, "the pictures of a whole batch are in memory"
+        digests = [image.digest for image in prompt.images()]
+        assert prompt.ids == [number] and digests == ([] if number == 7 else [bytes([number])])
+    assert len(prepared) == 99
