@@ -57,6 +57,7 @@ MADE_BY = {
     "versus-cpu-transformers": "`python -m bench.versus.cpu.generate`: against transformers",
     "versus-engine": "`python -m bench.versus.engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m bench.versus.http`: Manta's server against another",
+    "versus-images": "`python -m bench.versus.images`: pictures, and text beside them",
     "versus-lora": "`python -m bench.versus.lora`: many adapters, against none or a peer",
     "versus-mixer-kernels": "`python -m bench.versus.mixer_kernels`: latents, delta rules",
     "versus-mixers": "`python -m bench.versus.engine`: latents and recurrent layers, offline",
