@@ -18,7 +18,7 @@ from engine.images.data_url import decode_base64, decode_data_url
 from engine.images.image import Image as PreparedImage
 from engine.images.layout import ImageLayout
 from engine.images.picture_file import PictureFile
-from engine.images.processor import ImageProcessor, prepare
+from engine.images.processor import ImageProcessor, PixelCache, prepare
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ class ImageIntake:
         self.memory = ImageMemory(limits.memory_bytes)
         self.decoded = 0  # images since the start
         self._downloads = ImageDownloads(limits)
+        self._cache = PixelCache()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         # As many pixels as one image may have: many small images at once, or one that large.
         self._turns = _Turns(limits.pixels)
@@ -129,7 +130,7 @@ class ImageIntake:
 
     async def _prepared(self, picture: PlacedPicture, processor: ImageProcessor) -> PreparedImage:
         def work() -> PreparedImage:
-            return prepare(processor, picture.file.decode(), picture.layout, picture.start)
+            return prepare(processor, picture.file, picture.layout, picture.start, self._cache)
 
         pixels = min(picture.file.pixels, self._turns.limit)
         loop = asyncio.get_running_loop()

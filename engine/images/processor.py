@@ -1,6 +1,8 @@
 """image_processor: returns how a folder's pictures become tokens and pixels. No torch here."""
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +18,7 @@ from engine.images.image import Image
 from engine.images.internvl import InternImages
 from engine.images.layout import ImageError, ImageLayout
 from engine.images.llama4 import Llama4Images
+from engine.images.picture_file import PictureFile
 from engine.images.pixtral import PixtralImages
 from engine.images.qwen_vl import QwenImages
 from engine.images.settings import Encode, ProcessorSettings
@@ -24,7 +27,14 @@ if TYPE_CHECKING:  # the library imports this module where no picture comes
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ImageError", "ImageLayout", "ImageProcessor", "image_processor", "prepare"]
+__all__ = [
+    "ImageError",
+    "ImageLayout",
+    "ImageProcessor",
+    "PixelCache",
+    "image_processor",
+    "prepare",
+]
 
 
 class ImageProcessor(Protocol):
@@ -80,27 +90,67 @@ def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcesso
     return None if settings is None else FAMILIES[family](settings)
 
 
+class PixelCache:
+    """A cache of the pixels of the pictures that came last. Thread-safe.
+
+    A conversation sends its pictures again with each turn.
+
+    limit: bytes.
+    """
+
+    def __init__(self, limit: int = 64 * 2**20) -> None:
+        self._limit = limit
+        self._size = 0
+        self._pixels: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: bytes) -> bytes | None:
+        with self._lock:
+            if digest in self._pixels:
+                self._pixels.move_to_end(digest)
+            return self._pixels.get(digest)
+
+    def put(self, digest: bytes, pixels: bytes) -> None:
+        if len(pixels) > self._limit:
+            return
+        with self._lock:
+            self._size += len(pixels) - len(self._pixels.pop(digest, b""))
+            self._pixels[digest] = pixels
+            while self._size > self._limit:
+                self._size -= len(self._pixels.popitem(last=False)[1])
+
+
 def prepare(
-    processor: ImageProcessor, picture: Pillow.Image, layout: ImageLayout, start: int
+    processor: ImageProcessor,
+    picture: Pillow.Image | PictureFile,
+    layout: ImageLayout,
+    start: int,
+    cache: PixelCache | None = None,
 ) -> Image:
     """Return the picture with its pixels and digest.
 
-    picture: RGB, of the width and height that the layout was made of.
+    picture: a file, or an RGB picture, of the width and height that the layout was made of.
     start: the index in the prompt's token_ids of the layout's first token.
+    cache: where pixels may be already, and are put.
+    Raises InvalidRequest for a file that cannot be decoded.
     """
-    pixels = processor.pixels(picture, layout)
-    assert pixels.shape == (*layout.shape, 3), (pixels.shape, layout.shape)
+    if isinstance(picture, PictureFile):
+        kind, data = "file", picture.data
+    else:
+        kind, data = str(picture.size), picture.tobytes()
     digest = hashlib.blake2b(digest_size=16)
-    for field in (processor.settings, repr(layout.shape).encode()):
+    for field in (processor.settings, f"{kind} {layout.grid} {layout.shape}".encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
-    data = pixels.tobytes()
     digest.update(data)
+    name = digest.digest()
+    pixels = None if cache is None else cache.get(name)
+    if pixels is None:
+        decoded = picture.decode() if isinstance(picture, PictureFile) else picture
+        array = processor.pixels(decoded, layout)
+        assert array.shape == (*layout.shape, 3), (array.shape, layout.shape)
+        pixels = array.tobytes()
+        if cache is not None:
+            cache.put(name, pixels)
     return Image(
-        digest.digest(),
-        start + layout.first,
-        layout.length,
-        layout.size,
-        layout.grid,
-        layout.shape,
-        data,
+        name, start + layout.first, layout.length, layout.size, layout.grid, layout.shape, pixels
     )

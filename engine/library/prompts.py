@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest, context_too_long
 from engine.images.expand import expand_placeholders, surround
 from engine.images.image import Image
 from engine.images.layout import ImageError
-from engine.images.processor import ImageProcessor, image_processor, prepare
+from engine.images.processor import ImageProcessor, PixelCache, image_processor, prepare
 from engine.library.pictures import Picture, read_messages, read_pictures
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
@@ -104,6 +104,7 @@ class Prompts:
         self._ready = ready
         self._model = model
         self._off = images == "off"
+        self._cache = PixelCache()
 
     @cached_property
     def _images(self) -> ImageProcessor | None:
@@ -198,7 +199,7 @@ class Prompts:
 
         def images() -> list[Image]:
             return [
-                prepare(processor, picture.image, layout, start)
+                prepare(processor, picture.image, layout, start, self._cache)
                 for picture, layout, start in zip(pictures, layouts, starts, strict=True)
             ]
 

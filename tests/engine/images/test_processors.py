@@ -1,6 +1,7 @@
 """Pictures become the pixels, sizes and tokens that transformers' processors make of them."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from PIL import Image as Pillow
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from engine.errors import ConfigError
-from engine.images.processor import ImageError, image_processor, prepare
+from engine.images.picture_file import PictureFile
+from engine.images.processor import ImageError, PixelCache, image_processor, prepare
+from tests.engine.images.files import saved
 from tests.engine.images.folders import (
     CASES,
     Case,
@@ -347,3 +350,28 @@ def test_digests_are_of_pixels_shape_and_settings(tmp_path: Path) -> None:
     assert other is not None
     again = prepare(other, blank[0], other.layout(*blank[0].size), 5)
     assert again.digest not in digests
+
+
+def test_pixels_of_a_picture_that_comes_again(tmp_path: Path) -> None:
+    """Bugs: another picture's pixels; a cache that grows; a picture that is decoded each turn."""
+    case = CASES["Qwen3-VL"]
+    write_folder(tmp_path, case)
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    files = [PictureFile.read(saved(picture(64, 64, seed), "PNG")) for seed in (0, 1)]
+    layout = ours.layout(64, 64)
+    size = 3 * math.prod(layout.shape)
+    cache = PixelCache(2 * size)
+    fresh = [prepare(ours, file, layout, 0) for file in files]
+    assert fresh[0].digest != fresh[1].digest and fresh[0].pixels != fresh[1].pixels
+    assert fresh[0].pixels == prepare(ours, files[0].decode(), layout, 0).pixels
+    for _ in range(2):
+        assert [prepare(ours, file, layout, 0, cache) for file in files] == fresh
+    undecodable = replace(files[0], format="GIF")  # of which the cache has the pixels
+    assert prepare(ours, undecodable, layout, 9, cache).start == 9
+    for number in range(5):
+        cache.put(bytes([number]), b"x" * size)
+    cache.put(bytes([4]), b"y" * size)
+    assert [cache.get(bytes([number])) is None for number in range(5)] == [True] * 3 + [False] * 2
+    cache.put(b"large", bytes(3 * size))
+    assert cache.get(b"large") is None and cache.get(bytes([4])) == b"y" * size
