@@ -37,8 +37,8 @@ LARGE, SMALL = (1920, 1080), (640, 427)
 MAX_MODEL_LEN = 16_384
 MEMORY_FRACTION = 0.85
 REPEATS = 5
-WORDS = 32  # numbers of four digits before a picture, and as many behind it
-TEXT_WORDS = 128
+WORDS = 4  # numbers of four digits before a picture, and as many behind it
+TEXT_WORDS = 64  # about as many tokens as a prompt with a small picture
 
 
 class Prompt(NamedTuple):
