@@ -36,7 +36,7 @@ Copy = Callable[[bool, int], None]  # (to the host, stream)
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes, with the order in which the stream reads sources."""
+    """The driver's struct CUmemcpyAttributes; order: when the stream reads sources."""
 
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 

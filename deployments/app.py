@@ -382,7 +382,7 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
 def model_application(
     config: MantaConfig, machine: NodeCapacity, *, added: bool = False
 ) -> dict[str, Any]:
-    """Return Serve's schema of the application of one model's engines, at an endpoint of several.
+    """Return Serve's schema of one model's engines, an application beside those of other models.
 
     config: the configuration of this model, from `MantaConfig.of`
     added: whether the model is added to a running endpoint over the API

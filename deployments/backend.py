@@ -73,7 +73,7 @@ class GenerationRequest:
     weights: str = ""
     prediction: list[int] = field(default_factory=list)  # tokens expected in the output
     speculate: bool = True  # whether the engine may draft; the text is the same
-    images: list[Image] = field(default_factory=list)  # of the prompt, in its order
+    images: list[Image] = field(default_factory=list)  # the prompt's images, in order
     trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate headers, unchanged
 
     @property

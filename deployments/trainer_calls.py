@@ -152,7 +152,7 @@ class TrainerCalls:
         return self._carry_out(_take_weights(update_info, version))
 
     def finish_weight_update(self, version: str = "") -> str:
-        """Replace the weights by what has been taken; return their version."""
+        """Replace the weights by the tensors of the update; return their version."""
         return self._carry_out(_finish(version))
 
     def pause(self, mode: str = "keep", *, clear_cache: bool = False) -> None:

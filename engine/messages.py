@@ -17,7 +17,7 @@ from engine.sampling_params import SamplingParams
 
 
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
-    """A request for one choice; n > 1 is n messages with choice = 0 .. n-1 and the same seed.
+    """A request for one choice; a client's n > 1 becomes n messages with the same seed.
 
     token_ids: the prompt and, when a request is resumed elsewhere, the output emitted so far.
     num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
@@ -65,7 +65,7 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 WEIGHTS, CACHES = "weights", "kv_cache"
 # codes of an Answer: this engine cannot sleep, or takes no part in a transfer of weights
 CANNOT_SLEEP, NOT_JOINED = "cannot_sleep", "not_in_transfer"
-PARTS = (WEIGHTS, CACHES)  # of an engine's memory, by vLLM's names
+PARTS = (WEIGHTS, CACHES)  # parts of an engine's memory, by vLLM's names
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
@@ -235,7 +235,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     busy_seconds: float = 0.0
     finished: int = 0
     draining: bool = False
-    adapters: list[str] = []  # on the device, the one to be evicted next last
+    adapters: list[str] = []  # adapters on the device; the next one to be evicted is last
     adapter_loads: int = 0  # host to device, since start
     out_of_memory: int = 0  # steps that failed for lack of device memory, since start
     rows: int = 0  # requests that can run at once; 0: unknown
@@ -248,12 +248,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     snapshots: int = 0
     snapshot_slots: int = 0
     snapshots_taken: int = 0  # since start
-    snapshots_evicted: int = 0  # since start, to make room for others
+    snapshots_evicted: int = 0  # evictions of snapshots since start, to make room for others
     asleep: bool = False  # a part of the memory is free
     wakes: int = 0  # since start
     wake_seconds: float = 0.0  # seconds that the last wake took until the engine could go on
     paused: bool = False
-    weights_version: str = "0"  # of the weights that sampled this frame's tokens
+    weights_version: str = "0"  # version of the weights that sampled this frame's tokens
     weight_updates: int = 0  # since start
     update_seconds: float = 0.0  # seconds that the last update kept steps waiting
     # Speculation, since start: drafts (one of a request in a step), their tokens, and how often
@@ -269,7 +269,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     image_cache_hits: int = 0
     image_cache_tokens: int = 0  # embeddings that are kept
     image_cache_size: int = 0  # the most of them
-    weights_dropped: bool = False  # by a sleep, so that requests wait for others
+    weights_dropped: bool = False  # weights were dropped by a sleep; requests wait for new ones
     # Of the host tier: blocks that it has, and the most of them; the others since the start.
     host_kv_blocks: int = 0
     host_kv_slots: int = 0

@@ -47,7 +47,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 ABOVE_LEAST = frozenset({"top_p"})  # names whose least value is excluded
-BIAS_RANGE = (-100.0, 100.0)  # of each entry of logit_bias
+BIAS_RANGE = (-100.0, 100.0)  # bounds of each value of logit_bias
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,7 +14,7 @@ _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is the host's
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
+    """The driver's struct CUDA_MEMCPY2D."""
 
     _fields_ = [
         ("source_x", ctypes.c_size_t),

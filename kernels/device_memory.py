@@ -25,7 +25,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's struct CUmemAllocationProp."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -40,7 +40,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's struct CUmemAccessDesc."""
 
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 

@@ -80,7 +80,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search(msgspec.Struct, kw_only=True):
-    """A search.
+    """A search for the highest load that keeps an SLO, or a sweep over loads.
 
     key: settings that stored trials must share to be resumed.
     ended: why the search stopped, "" if it has not.

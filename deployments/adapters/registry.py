@@ -90,10 +90,10 @@ class AdapterRegistry:
         self._mark = b""
         self._written: dict[str, AdapterRecord] = {}  # records as the record store has them
         self._folder: dict[str, AdapterFolder] = {}
-        self._scanned: dict[str, AdapterFolder] = {}  # of the last scan; some may be half copied
+        self._scanned: dict[str, AdapterFolder] = {}  # by the last scan; some are half copied
         self._lock = asyncio.Lock()  # held during reads and writes of the record store
         self._looked = 0.0
-        self._admin = asyncio.Lock()  # lets one change over the API run at a time
+        self._admin = asyncio.Lock()  # held during a change over the API
         self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._failed: dict[str, tuple[float, AdapterRecord, MantaError]] = {}
         self._task: asyncio.Task[None] | None = None

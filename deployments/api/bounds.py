@@ -15,7 +15,7 @@ ROLES = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
-    "observation": "observation",  # what a tool has said, in templates such as ChatGLM's
+    "observation": "observation",  # a tool's result, in templates such as ChatGLM's
 }
 
 MAX_TOOLS = 128

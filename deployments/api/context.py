@@ -74,16 +74,16 @@ class ApiContext:
         return body
 
     def _takes_images(self) -> bool:
-        """Whether a served model does, and images raise the limit of a body."""
+        """Whether a served model takes images, and images raise the limit of a body."""
         options = self.options
         return options.max_image_body_bytes > options.max_body_bytes and any(
             card.images is not None for card in self.backend.models().values()
         )
 
     def _limit_with_images(self, exchange: HttpExchange, length: int) -> int:
-        """Return the most bytes of a body that is longer than bodies of texts may be.
+        """Return the most bytes of a body with images, and count the body against images' memory.
 
-        It is counted with images until its answer was sent. Raises Overloaded.
+        The body is counted until its answer was sent. Raises Overloaded.
         """
         most = self.options.max_image_body_bytes
         if length <= most:

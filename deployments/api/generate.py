@@ -114,7 +114,7 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
             common.images = await options.images.pixels(
                 images.placed, images.processor, images.held, copies=common.params.n
             )
-            undecoded = None  # they are counted for as long as somebody holds the pixels
+            undecoded = None  # images count against the memory limit while anything refers to them
         common.request_id, common.owner = exchange.request_id, exchange.caller.id
         common.key, common.deadline = place.key, place.deadline
         common.priority, common.cache_salt = place.priority, place.cache_salt

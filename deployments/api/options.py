@@ -47,7 +47,7 @@ class ModelChanges(Protocol):
         ...
 
     async def remove(self, name: str) -> None:
-        """Take a model away. Raises MantaError (model_not_found)."""
+        """Remove a model from the endpoint. Raises MantaError (model_not_found)."""
         ...
 
 
@@ -76,7 +76,7 @@ class Training(Protocol):
         ...
 
     async def finish_update(self, model: str, version: str) -> str:
-        """Replace the weights by what has come; return the version's name."""
+        """Replace the weights by the tensors of the update; return the version's name."""
         ...
 
     async def pause(self, model: str, mode: str) -> None: ...

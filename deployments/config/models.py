@@ -53,7 +53,7 @@ _TEMPLATE = (
 )
 PART = "part"  # key of the validation context that turns off checks of sections against each other
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that the top level sets
-# what a field of several types must be
+# the expected type in errors about fields that take several types
 _SEVERAL = {"speculation": "auto, off or a mapping such as {method: lookup, tokens: 7}"}
 # Fields that decide how requests are read, equal for all pools.
 _OF_REQUESTS = frozenset({"seed", "generation_config"})

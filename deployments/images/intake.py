@@ -23,9 +23,9 @@ from engine.images.processor import ImageProcessor, PixelCache, prepare
 T = TypeVar("T")
 
 THREADS = 4  # Pillow lets other threads run while it decodes and resizes
-MAX_PIXEL_BYTES = 96 * 2**20  # of a request after resizing: it goes to a replica in one frame
+MAX_PIXEL_BYTES = 96 * 2**20  # a request's resized pixels, which go to a replica in one frame
 _WAIT_SECONDS = 20.0  # for a turn to decode
-_BLOCK_BYTES = 64 * 2**20  # of a picture; glibc gives so large a block back when it is freed
+_BLOCK_BYTES = 64 * 2**20  # of Pillow's memory: glibc returns such blocks when they are freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class ImageIntake:
         loop = asyncio.get_running_loop()
         await self._turns.take(pixels)
         decoding = self._threads.submit(work)
-        # A thread goes on when its request has ended, and keeps its turn.
+        # A thread goes on after its request has ended, and its pixels stay counted.
         decoding.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.give, pixels))
         try:
             image = await asyncio.wrap_future(decoding)
@@ -158,7 +158,7 @@ class _Turns:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, pixels: int) -> None:
-        """Wait for room. Raises Overloaded after 20 s."""
+        """Wait until so many pixels may be decoded. Raises Overloaded after 20 s."""
         if not self._waiting and pixels <= self._free:
             self._free -= pixels
             return
@@ -205,14 +205,16 @@ def _shapes(pictures: Sequence[PlacedPicture]) -> list[tuple[int, int, int]]:
 
 
 def _named(error: MantaError, place: str, setting: str = "") -> InvalidRequest:
-    """Return an error about an image with the image's name, of which its message says what is
-    wrong. setting: the name of the limit that the image does not keep."""
+    """Return an error about an image, with the image's place in the request added.
+
+    setting: the name of the limit that the image exceeds.
+    """
     limit = f" ({setting})" if setting else ""
     return InvalidRequest(f"{place} {error.message}{limit}", param=place, code=error.code)
 
 
 def _setting(error: MantaError, limits: ImageLimits) -> str:
-    """Return the setting whose limit an error tells of; "": of none, as a decoder's own limit."""
+    """Return the setting whose limit a picture exceeded; "" for any other error."""
     if error.code == "image_too_large":
         if error.message.endswith(f"more than {limits.pixels} pixels"):
             return "images.pixels"

@@ -19,7 +19,7 @@ class ImageMemory:
         self.held = 0
 
     def take(self, size: int) -> "HeldBytes":
-        """Count bytes. Raises Overloaded if they do not fit beside those of other requests."""
+        """Count a request's bytes against the limit. Raises Overloaded if there is no room."""
         lease = HeldBytes(self)
         lease.add(size)
         return lease

@@ -265,7 +265,7 @@ class FleetWeights:
         return {client: answer.message for client, answer in members.items()}
 
     async def _drop(self, clients: Sequence[ReplicaClient] | None = None) -> None:
-        """Let replicas drop what they have taken. clients: None = all."""
+        """Let replicas drop the tensors of an unfinished update. clients: None = all."""
         await self._ask_all(lambda _, ticket: TransferWeights(ticket, "drop"), clients)
 
     async def _replace_each(self, folders: dict[ReplicaClient, str], version: str) -> str:

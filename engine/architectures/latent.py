@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.config.model_config import LayerAttention, ModelConfig
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever epsilon the file gives for other norms
+NORM_EPS = 1e-6  # epsilon of the latents' norms, whatever the file gives for other norms
 _ATTENTION = "model.layers.{i}.self_attn."
 
 

@@ -82,7 +82,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The kind of layers that read the last `window` tokens: token t reads t - window + 1 .. t."""
+    """The kind of layers that read the last `window` tokens: token t reads (t - window, t]."""
 
     window: int
     whole: bool = False

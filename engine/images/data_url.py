@@ -7,7 +7,7 @@ from engine.images.picture_file import invalid_image
 
 _SLICE = 2**20  # characters, a multiple of 4; other threads have their turn between slices
 _MAX_HEAD = 256  # characters of a data: URL before its data
-_STANDARD = bytes.maketrans(b"-_", b"+/")  # of the URL-safe alphabet
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet to the standard one
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
@@ -35,7 +35,7 @@ def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
         try:
             ascii_bytes = piece.encode("ascii").translate(_STANDARD)
             decoded = binascii.a2b_base64(ascii_bytes, strict_mode=True)
-        except ValueError:  # also of letters that are not ASCII
+        except ValueError:  # raised for characters outside ASCII, too
             raise _no_base64() from None
         if not last and len(decoded) != len(piece) // 4 * 3:  # padding in the middle
             raise _no_base64()

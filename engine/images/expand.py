@@ -22,7 +22,7 @@ def surround(text: str, placeholder: str, layouts: Sequence[ImageLayout]) -> str
 def expand_placeholders(
     ids: Sequence[int], placeholder_id: int, layouts: Sequence[ImageLayout], count: int
 ) -> tuple[list[int], list[int]]:
-    """Return a chat's token ids with those of its images, and where those of each image begin.
+    """Return a chat's token ids with each image's tokens in place, and each image's first index.
 
     ids: tokens of the rendered chat, in which one placeholder stands for each image.
     layouts: of the images that the template was given, in its order.

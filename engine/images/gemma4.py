@@ -49,7 +49,7 @@ class Gemma4Images:
         return ImageLayout(token_ids, 1, size, size, (0, 0), shape)
 
     def _units(self, height: int, width: int, most: int) -> tuple[int, int]:
-        """Return the rows and columns of embeddings, which are `most` together, or fewer."""
+        """Return the grid (rows, columns) of a picture's embeddings, at most `most` in all."""
         factor = math.sqrt(most * self.unit**2 / (height * width))
         rows = math.floor(factor * height / self.unit)
         columns = math.floor(factor * width / self.unit)

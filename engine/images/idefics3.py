@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # What transformers' class has where the file is silent.
 _LONGEST = 4 * 364
-_MOST = 4096  # pixels of the longer side, whatever the file says
+_MOST = 4096  # limit of a picture's longer side in pixels, whatever the file says
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -35,7 +35,7 @@ class Idefics3Images:
         self.placeholder = settings.text(self.image_token_id, "<image>")
         self.longest = values.inner("size").size("longest_edge", _LONGEST)
         vision = config.inner("vision_config")
-        side = vision.square("image_size", 224)  # of pictures that the tower was made for
+        side = vision.square("image_size", 224)  # side of the pictures that the tower is made for
         self.tile = values.inner("max_image_size").size("longest_edge", side)
         self.splits = values.flag("do_image_splitting", True)
         self.filter = settings.filter(Pillow.Resampling.LANCZOS)
@@ -61,7 +61,7 @@ class Idefics3Images:
         return self._layouts[grid]
 
     def _text(self, rows: int, columns: int) -> str:
-        """Return what stands in the prompt for a picture of so many tiles beside the whole."""
+        """Return a picture's text in the prompt: tiles, named by row and column, then the whole."""
         tile = self.placeholder * self.size
         lines = [
             "".join(f"{_AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))

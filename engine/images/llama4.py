@@ -87,8 +87,9 @@ class Llama4Images:
         return max(high, 1), max(wide, 1)
 
     def _limit(self, canvas: int, side: int) -> "tuple[int, float | np.float32]":
-        """Return the most pixels of a picture's side on a canvas's, and its scale for so many.
+        """Return the most pixels that a picture's side gets on a canvas, and their scale.
 
+        canvas, side: pixels of the canvas's side and of the picture's.
         The scale is of float32 where the canvas is the limit, as in the model's own processor.
         """
         import numpy as np

@@ -13,7 +13,7 @@ from PIL import Image
 from engine.errors import InvalidRequest
 
 FORMATS = "PNG, JPEG, WebP, GIF or BMP"
-MAX_PIXELS = 89_478_485  # of one picture: Pillow warns beyond it
+MAX_PIXELS = 89_478_485  # pixels of one picture, beyond which Pillow warns
 # Pillow copies all pixels of a WebP while no other thread runs: 40 ms for so many.
 WEBP_PIXELS = 24_000_000
 
@@ -71,7 +71,7 @@ class PictureFile:
         """Read a file's header. Raises InvalidRequest: invalid_image, image_too_large."""
         kind = _format(data)
         try:
-            if kind == "WEBP":  # its decoder makes room for all pixels when it is opened
+            if kind == "WEBP":  # Pillow's WebP decoder allocates all pixels when it opens a file
                 max_pixels = min(max_pixels, WEBP_PIXELS)
                 _check_size(*_webp_size(data), max_pixels)
             picture = _open(data, kind)

@@ -53,7 +53,7 @@ class ProcessorSettings:
 
     @staticmethod
     def values_of(folder: Path) -> Reader | None:
-        """Return `values` of a folder; None without a file that has them."""
+        """Return a reader of a folder's image processor settings; None without such a file."""
         newer = folder / PROCESSOR
         if newer.is_file():
             inner = Reader.from_file(newer).inner("image_processor")

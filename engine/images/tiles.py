@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
-    """Return the tiles of a picture, whose sides are multiples of theirs, row by row."""
+    """Return a picture's square tiles of `tile` pixels, row by row; its sides are multiples."""
     return [
         picture.crop((left, top, left + tile, top + tile))
         for top in range(0, picture.height, tile)

@@ -133,7 +133,7 @@ class AsyncEngine(RequestManager):
         await self._client.transfer_weights("start")
 
     async def finish_weight_update(self, *, version: str = "", recompute: bool = False) -> None:
-        """Replace the weights by what has come since `start_weight_update`.
+        """Replace the weights by the tensors taken since `start_weight_update`.
 
         version, recompute: see `update_weights`.
         Raises UpdateFailed, after which the old weights serve on, and EngineDead.

@@ -17,7 +17,7 @@ from engine.text.tokenizer import Tokenizer
 
 _SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
 _CHUNK = 256  # prompts whose tokens' log-probabilities are in memory at once
-_MAX_TOKENS = 256  # of an answer, where a task names no limit: the library's own default
+_MAX_TOKENS = 256  # longest answer of a task without a limit: the library's default
 
 Pair = tuple[Any, list[int], list[int]]  # the library's key, context and continuation
 

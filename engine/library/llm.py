@@ -211,7 +211,7 @@ class LLM(RequestManager):
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())
         finally:
-            # also after an interrupted wait, so that no request goes on running
+            # after an interrupted wait, too, so that no request goes on running
             for handle in handles:
                 handle.release()
         return outputs
@@ -265,7 +265,7 @@ class LLM(RequestManager):
         self._loop.call(self._client.transfer_weights("start"))
 
     def finish_weight_update(self, *, version: str = "", recompute: bool = False) -> None:
-        """Replace the weights by what has come since `start_weight_update`.
+        """Replace the weights by the tensors taken since `start_weight_update`.
 
         version, recompute: see `update_weights`.
         Raises UpdateFailed, after which the old weights serve on, and EngineDead.

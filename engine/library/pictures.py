@@ -15,7 +15,7 @@ from engine.images.picture_file import PictureFile, upright_rgb
 
 Message = Mapping[str, Any]
 
-_ROLES = ("user", "tool")  # whose messages may have pictures
+_ROLES = ("user", "tool")  # roles whose messages may have pictures
 _TYPES = ("text", "refusal", "image", "image_url")
 _FORMS = "an image of Pillow, a file's bytes, its path, or a data: URL"
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://|file:", re.IGNORECASE)

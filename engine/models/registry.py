@@ -35,7 +35,7 @@ class Model(Protocol):
     # the pipeline stage; layers, num_parameters and bytes below are those of the stage
     stage: Stage
     layer_numbers: range
-    kv: KVGroups  # what these layers keep in the KV cache
+    kv: KVGroups  # groups of these layers in the KV cache
     # layers whose inputs a drafter reads, and these inputs after a run (see `Decoder`)
     taps: tuple[int, ...]
     tapped: list[Tensor]
@@ -51,7 +51,7 @@ class Model(Protocol):
     # [vocab_size + virtual_tokens, hidden_size]: the table of embeddings. The rows after the
     # vocabulary belong to adapters.
     lookup: Tensor
-    tower: Tower | None  # of the first stage of a model that takes pictures
+    tower: Tower | None  # the picture encoder, on the first stage of models that take pictures
 
     @property
     def rotary_table(self) -> Tensor:

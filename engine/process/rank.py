@@ -149,7 +149,7 @@ class RankLoop:
     def store_blocks(self, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks to host memory; see `HostCopies.store`."""
         assert self._runner.host is not None
-        self._runner.host.store(pairs, states)  # of a slot where it fails, no load succeeds
+        self._runner.host.store(pairs, states)  # if a store fails, later loads of its slots fail
 
     def load_blocks(self, ticket: int, pairs: "Pairs", states: "Pairs") -> None:
         """Begin to copy KV blocks from host memory, and reply whether that succeeded."""

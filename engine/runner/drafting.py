@@ -27,7 +27,7 @@ from engine.sampling.sampler import Sampler
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, RotaryPlaces
 
-_FIELDS = 5  # of a proposal, before its drafts
+_FIELDS = 5  # rows of a proposals' table before the drafts
 
 
 class Drafting:

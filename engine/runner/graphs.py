@@ -127,7 +127,7 @@ class StepGraphs:
         self._verifications: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}  # with drafts
         self._state_runs: dict[
             tuple[Size, bool], GraphRuns
-        ] = {}  # of these, where layers keep states
+        ] = {}  # runs of these graphs, in models with recurrent states
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second

@@ -38,7 +38,7 @@ class DeviceStep:
     """A step that is laid out on the device; samples are in the order of the sampling entries."""
 
     token_ids: Tensor  # [num_tokens] int32
-    metas: list[AttentionMeta]  # of each group of layers; they differ in blocks and slots
+    metas: list[AttentionMeta]  # one meta for each group of layers; they differ in blocks and slots
     last: Tensor | None  # [num_samples] int64, indices of sampled tokens; None = every token
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token

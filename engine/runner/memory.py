@@ -307,11 +307,11 @@ class MemoryPlan:
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
-    state_bytes: int = 0  # of a request, on all ranks that share the memory
+    state_bytes: int = 0  # a request's states, on all ranks that share the memory
     snapshots: int = 0
     kv_ranks: int = 1  # ranks that each have this many blocks, for different requests
     cuda: bool = False
-    host_kv: int = 0  # of host memory, for blocks that leave the device
+    host_kv: int = 0  # bytes of host memory for blocks that leave the device
 
     @property
     def host_blocks(self) -> int:
@@ -356,8 +356,7 @@ class MemoryPlan:
 
     @property
     def positions(self) -> int:
-        """The number of blocks' worth of tokens that typical requests can keep (see
-        `positions`)."""
+        """The number of tokens that the planned blocks hold for typical requests."""
         kinds = (Full(),) if self.groups is None else self.groups.kinds
         return self.kv_ranks * positions(kinds, self.num_blocks, self.block_size)
 

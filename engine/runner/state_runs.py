@@ -25,7 +25,7 @@ GRAPHED = 64  # decodes of the largest captured step: more would keep gigabytes 
 
 
 class _Numbers:
-    """Numbers of a layout at fixed places: int32 arrays on the host, and tensors on the device."""
+    """The int32 numbers of a step's layout in fixed memory: arrays on the host, device tensors."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -39,7 +39,7 @@ class _Numbers:
 
 
 class _Layout:
-    """A layout at fixed places, of at most `entries` entries. A step uses the first ones."""
+    """A step's layout in fixed memory, of at most `entries` entries; a step uses the first ones."""
 
     def __init__(self, entries: int, like: AttentionMeta, pad_row: int, device: torch.device):
         self._numbers = _Numbers((entries, entries + 1, entries, 2), device)
@@ -78,7 +78,7 @@ class GraphRuns:
         most = decodes // 2  # a run has a draft at least
         self._numbers = _Numbers((decodes, decodes, most, decodes), device)
         others_rows, tokens, rows, back = self._numbers.tensors
-        # its rows are numbers of copies
+        # rows are indices of copied states
         self._layout = _Layout(most, like, 0, device)
         self.settled = _Layout(2 * most, like, pad_row, device)
         self.runs = StateRuns(
@@ -239,7 +239,7 @@ class StateVerification:
         *,
         short: bool = True,
     ) -> AttentionMeta:
-        """Return metadata of entries in which only what recurrent layers read is filled.
+        """Return metadata of entries with the fields that recurrent layers read, and no others.
 
         short: whether no entry is a prompt's.
         """
@@ -249,7 +249,7 @@ class StateVerification:
         packed = self._on_device([*rows, *ends, *kv_len, num_decodes, count])
         numbers = packed.int()
         own_rows, query_start, lens, counts = numbers.split((count, count + 1, count, 2))
-        if self._device.type == "cpu":  # whose kernels take rows of 64 bits
+        if self._device.type == "cpu":  # the CPU's kernels take int64 rows
             own_rows = packed[:count]
         meta = _layout(like, own_rows, query_start, lens, counts)
         meta.by_token, meta.num_decodes = short, num_decodes
@@ -266,7 +266,7 @@ class StateVerification:
 def _layout(
     like: AttentionMeta, rows: Tensor, query_start: Tensor, kv_len: Tensor, counts: Tensor
 ) -> AttentionMeta:
-    """Return a layout of short entries without decodes, without what keys need."""
+    """Return metadata of short entries for recurrent layers: no decodes, no cache of keys."""
     return AttentionMeta(
         positions=like.positions[:0],
         slots=like.slots[:0],

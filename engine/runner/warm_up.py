@@ -146,7 +146,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
-    """Verify a draft of as many rows as a step may have, beside a chunk; states keep nothing."""
+    """Run a step that verifies one draft token a row, beside a chunk, and discard its states."""
     forward, pad = runner.forward, runner.rows.pad_row
     count = min(pad, num_tokens) // 2
     if forward.state_runs is None or not count:

@@ -111,7 +111,7 @@ class Masked:
 
     @classmethod
     def everything(cls, count: int, vocab_size: int, device: torch.device) -> "Masked":
-        """Return masks that allow all tokens, for samples 0 .. count - 1."""
+        """Return masks that allow all tokens, for `count` samples."""
         mask_of = torch.arange(count, dtype=torch.int32, device=device)
         shape = (count, -(-vocab_size // 32))
         return cls(mask_of, torch.full(shape, -1, dtype=torch.int32, device=device))

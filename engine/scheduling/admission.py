@@ -61,7 +61,7 @@ class KVMemory:
     num_blocks: int
     block_size: int
     free: int
-    # of all running requests; slow, so called only if needed
+    # footprints of all running requests; slow, so called only if needed
     footprints: Callable[[], list[Footprint]]
     kinds: Sequence[KVKind] = (Full(),)
     promised: int = 0  # blocks that known tokens of running requests still need

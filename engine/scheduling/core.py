@@ -71,7 +71,7 @@ logger = logging.getLogger("manta.engine")
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
-# Between looks at loads from the host, if nothing else is to be done. A load takes milliseconds.
+# Seconds between polls for finished loads from the host if there is nothing else to do.
 _LOAD_SECONDS = 0.0002
 _MOST_MASK_THREADS = 8  # 16 threads made steps of 64 rows no shorter
 _NO_GRAMMARS = InvalidRequest(
@@ -170,7 +170,7 @@ class EngineCore:
         self._pause = Pause()
         self._updates = WeightUpdates(weights)
         self._transfers = WeightTransfers(receiver)
-        self._model_key = config.model_key  # of the weights at the start
+        self._model_key = config.model_key  # the key of the weights at the start
         self.on_device = False  # whether a step waits for the device; read by another thread
         self._runner = runner
         self._depth = config.depth
@@ -472,7 +472,7 @@ class EngineCore:
     def _drop_pending(self) -> None:
         """Wait for the launched steps and discard their results."""
         for pending in self._pending:
-            with contextlib.suppress(Exception):  # its inputs may be wrong already
+            with contextlib.suppress(Exception):  # a launched step's inputs may be wrong already
                 pending.wait()
         self._pending.clear()
 

@@ -38,7 +38,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.snapshots import Snapshots
 
 _REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
-_LAUNCH_SECONDS = 0.0003  # from the decision to the first byte, and back into the queue
+_LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and back into the queue
 
 Name = tuple[int, bytes]  # group of layers, hash
 Pairs = Sequence[tuple[int, int]]
@@ -134,15 +134,15 @@ class Loadable:
 @dataclass(slots=True)
 class _Load:
     pool: BlockManager
-    table: list[int]  # blocks that it holds, in the order of a table
+    table: list[int]  # device blocks that the load holds, in the order of a table
     entries: list[tuple[Name, int, int]]  # (name, slot, block)
     num_tokens: int
-    # Of a snapshot that it brings:
+    # If the load brings a snapshot:
     state: bytes = b""
     state_slot: int = -1  # on the host
     snapshot: int = -1  # the slot that is reserved for it
     snapshots: Snapshots | None = None
-    stale: bool = False  # whether its keys must not be used
+    stale: bool = False  # whether the loaded keys must not be used
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class HostTier:
         self._tickets = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
         self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
-        self._token_seconds = 0.0  # of a prompt token in the largest steps; 0 = unknown
+        self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
         self._largest = 0
         self.reset_counts()
 

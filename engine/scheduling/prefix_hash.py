@@ -45,7 +45,7 @@ def extend_hashes(
     num_blocks: int,
     images: Sequence[Image] = (),
 ) -> None:
-    """Append the hashes of blocks len(hashes) .. num_blocks - 1, whose tokens must be known.
+    """Append hashes of a request's blocks until there are num_blocks; their tokens must be known.
 
     Existing hashes are kept, so that each block is hashed once. Token ids are below 2**31.
 

@@ -265,7 +265,7 @@ class Request:
 
 
 def _own(image: Image, num_virtual: int, cache_salt: str) -> Image:
-    """Return an image as the request has it.
+    """Return an image moved behind virtual tokens, with a digest of the request's salt.
 
     num_virtual: tokens that were put before the prompt.
     cache_salt: only requests of one salt share embeddings.

@@ -113,7 +113,7 @@ class Scheduler:
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
         self.pace = StepTarget(target) if target else PromptPace()
-        # of models with states, for the next batch: what its `settled` says
+        # of models with recurrent states: the value of `settled` for the next batch
         self._settled: list[tuple[int, int]] = []
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._fits = ADMISSION[config.admission]
@@ -735,7 +735,7 @@ class Scheduler:
                 constraint.sampled_in = launched.step
                 entries.append(entry)
         launched.constrained = batch.masked = entries
-        if launched.num_drafts:  # whose entries lie between the other decodes and the chunks
+        if launched.num_drafts:  # drafts' entries lie between the other decodes and the chunks
             first, count = launched.decodes - launched.num_drafts, launched.num_drafts
             batch.masked = [entry if entry < first else entry + count for entry in entries]
             for verification in launched.verifications:
@@ -751,7 +751,7 @@ class Scheduler:
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
-        self.verifying = False  # as such a step is the only one
+        self.verifying = False  # a step with drafts is the only one in flight
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
         if self.images is not None:

@@ -103,10 +103,10 @@ class Marks:
 
 
 class Snapshots:
-    """The snapshots in their slots: rows, and from slot `first` on separate memory.
+    """The snapshots of recurrent states, each in a slot: an unused row, or separate memory.
 
-    The least recently used snapshot is evicted first. `forget` is called for each block that leaves
-    the prefix cache.
+    Slots from `first` on are separate memory. The least recently used snapshot is evicted first.
+    `forget` is called for each block that leaves the prefix cache.
 
     resident: whether all groups of layers have the block of a hash.
     free_rows: rows that neither a request nor a snapshot has; taking a row removes it from this

@@ -311,7 +311,7 @@ class Speculation:
         return request.constraint.forced()[: min(room, MAX_TOKENS)]
 
     def _begun(self, request: Request) -> RequestDrafts:
-        """Return the request's drafts, which begin with the first call."""
+        """Return the request's drafts; the first call makes them."""
         if request.drafts is None:
             virtual = request.num_virtual
             source = self._drafter.begin(

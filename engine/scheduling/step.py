@@ -49,7 +49,7 @@ class LaunchedStep:
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0  # decode entries, entries of drafts included
-    verifications: Sequence[Verification] = ()  # in the order of their drafts' entries
+    verifications: Sequence[Verification] = ()  # in the order of the drafts' entries
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
     proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's

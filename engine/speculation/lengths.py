@@ -167,7 +167,7 @@ class _StepCosts:
         self.fixed, self.price = min(fixed, _MOST_FIXED), slope
 
     def begin_block(self) -> None:
-        """Begin the next block, with drafts or without, after the last one has ended."""
+        """Begin the next block of steps: decide its length, and whether its steps have drafts."""
         gains = self.measured == 0 or self.gain >= _LEAST_GAIN
         pays = self.measured == 0 or (gains and self.value >= _KEEPS - self.noise)
         self.resting = self.on and not pays
@@ -268,7 +268,7 @@ class DraftLengths:
             self.wake()
 
     def wake(self) -> None:
-        """End the rest, because drafts are likely to be accepted again."""
+        """End the steps without drafts, because drafts are likely to be accepted again."""
         if self._current.resting:
             self._begin_block(self._current)
 

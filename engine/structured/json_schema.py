@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 
 MAX_NODES = 20_000  # number of schemas inside a schema
 MAX_DEPTH = 64
-_MOST_BRANCHES = 64  # of a oneOf whose branches are compared in pairs
+_MOST_BRANCHES = 64  # most branches of a oneOf, which are compared in pairs
 
 # Enforced formats, and further formats of JSON Schema. By the specification any other is an
 # annotation.

@@ -287,7 +287,7 @@ class ChatTemplate:
     def _refusal(
         self, error: Exception, template: jinja2.Template, context: dict[str, Any]
     ) -> InvalidRequest:
-        """Return the error for the caller: the message at fault, and its fault."""
+        """Return the caller's error, which names the message at fault and what is wrong with it."""
         chat: list[dict[str, Any]] = context["messages"]
         index = _first_at_fault(error, template, context)
         where = "messages" if index is None else f"messages[{index}]"

@@ -45,7 +45,7 @@ class Manifest:
     device: str
     dtype: str
     quantization: str
-    digests: dict[str, str]  # of each tensor: BLAKE2b of its bytes, 16 bytes in hex
+    digests: dict[str, str]  # digest of each tensor: BLAKE2b, 16 bytes in hex
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import UpdateFailed
 
 _ID_BYTES = 128
-ID_KEY = "broadcast_from/0/0"  # of the store, under which rank 0 puts the group's id
+ID_KEY = "broadcast_from/0/0"  # key of the store under which rank 0 puts the group's id
 _FLOAT, _UINT8, _SUM = 7, 1, 0
 _TYPES = {
     torch.int8: 0,

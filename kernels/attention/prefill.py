@@ -56,7 +56,7 @@ def _walk(
     MASKED: tl.constexpr,
     SCORES: tl.constexpr,  # `Scores`
 ):
-    """Attend to keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
+    """Attend to keys [begin, end) of one entry; begin is a multiple of KEYS."""
     # Of a tile's first keys no query may see any, and their block may be another request's.
     KEYS: tl.constexpr = TILE.keys
     PART: tl.constexpr = MASKED and (SCORES.window > 0 or SCORES.chunk > 0)
@@ -285,7 +285,7 @@ def prefill_launch(dims: int, element_size: int, deterministic: bool) -> Prefill
 def attention_prefill(
     inputs: AttentionInputs, meta: AttentionMeta, out: Tensor, deterministic: bool = False
 ) -> None:
-    """Compute attention of the entries counts[0] .. counts[1] - 1 of meta.
+    """Compute attention of meta's entries after the decodes, [counts[0], counts[1]).
 
     out: like q; tokens after the last entry get zeros.
     deterministic: compute the entries 0 .. counts[1] - 1. A query's result is then the same bit by

@@ -96,7 +96,7 @@ def _walk(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Attend a program's queries to the keys begin .. end - 1 of one entry.
+    """Attend a program's queries to the keys [begin, end) of one entry.
 
     begin: a multiple of KEYS.
     """

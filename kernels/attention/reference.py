@@ -114,7 +114,10 @@ class Gather:
     """
 
     def __init__(self, rows: Tensor, cache: Cache, shape: tuple[int, ...]) -> None:
-        """rows [n] int64. shape: of the keys as SDPA takes them, -1 for their number."""
+        """Allocate the buffer for rows [n] int64.
+
+        shape: of the keys as SDPA takes them, -1 for their number.
+        """
         size = (2, rows.shape[0], cache.shape[2] * cache.shape[3])
         buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         self.rows = rows
@@ -143,7 +146,7 @@ class DecodeBatch:
     """A batch of entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
-    gather: Gather  # of n * num_kv_heads * blocks rows
+    gather: Gather  # reads n * num_kv_heads * blocks rows
     # Rows of gather.flat past their entry's last key: a block's earlier owner may have left a NaN
     # there, and weight 0 times NaN is NaN.
     unused: Tensor  # int64
@@ -158,7 +161,7 @@ class PrefillChunk:
     begin: int
     end: int
     num_keys: int  # from the first block that one of its queries sees
-    gather: Gather  # of num_kv_heads * blocks rows
+    gather: Gather  # reads num_kv_heads * blocks rows
     mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
 
 

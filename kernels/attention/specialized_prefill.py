@@ -75,7 +75,7 @@ TILES = {128: PrefillTile(PREFILL_KEYS[128], 2, 2), 256: PrefillTile(PREFILL_KEY
 
 @gluon.jit
 def _entry_of(query_start, first_entry, num_entries, index, QUERIES: gl.constexpr):
-    """`kernels.launch.entries.entry_of`, in Gluon."""
+    """Compute `kernels.launch.entries.entry_of` in Gluon."""
     origin = gl.load(query_start + first_entry)
     low = first_entry
     high = num_entries

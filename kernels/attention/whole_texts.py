@@ -48,7 +48,7 @@ def _walk(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Attend to keys begin .. end - 1 of one text; k and v point to its first token's head."""
+    """Attend to keys [begin, end) of one text; k and v point to its first token's head."""
     KEYS: tl.constexpr = TILE.keys
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, TILE.dims)

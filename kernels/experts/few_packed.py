@@ -338,12 +338,12 @@ def _few_packed_down_kernel(
 
 
 def _words_of(weight: PackedWeight) -> int:
-    """Return the number of 32-bit words that a thread loads at a time, of 4-bit codes."""
+    """Return how many 32-bit words of 4-bit codes a thread loads at a time."""
     return min(4, weight.form.span // 8)
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Return the number of 4-bit codes in `units` such loads."""
+    """Return the number of 4-bit codes in `units` loads of a thread."""
     return units * _words_of(weight) * 8
 
 

@@ -42,7 +42,7 @@ class CublasLtError(RuntimeError):
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The library's struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algo", ctypes.c_uint64 * 8),

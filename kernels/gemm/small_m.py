@@ -99,7 +99,7 @@ def few_rows(
     bias: Tensor | None = None,
     residual: Tensor | None = None,  # like the result, and overwritten by it
 ) -> Tensor:
-    """Return x @ weight.T + bias + residual: [1 .. 4, out]."""
+    """Return x @ weight.T + bias + residual: [rows, out], for one to four rows."""
     tokens = x.shape[0]
     size, width = weight.shape
     out = x.new_empty((tokens, size)) if residual is None else residual

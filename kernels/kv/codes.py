@@ -304,7 +304,7 @@ def rounded(x):
 
 @triton.jit
 def numbers_of(low, high, KIND: tl.constexpr):
-    """Compute scale and least element of heads whose elements are low .. high."""
+    """Compute scale and least element of heads whose elements lie between low and high."""
     if KIND == 3:
         least = rounded(low)
         scale = up(tl.maximum(high - least, 0.0) / 15.0)

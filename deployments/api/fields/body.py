@@ -80,7 +80,7 @@ class Shape:
 
 
 class Known(Shape, Generic[V]):
-    """An object that is one of several Structs by its type, or of a type that is left out.
+    """An object whose field `type` selects its Struct; objects of unknown types are ignored.
 
     KINDS: type -> the Struct
     DEFAULT: the type of objects that have none; "": they are left out
@@ -164,7 +164,7 @@ class Typed(Generic[V]):
 
 
 def expects(expected: str, code: str = "invalid_type", **extra: Any) -> Meta:
-    """Return the Meta of a value of which all errors, also of one that is missing, are alike."""
+    """Return the Meta of a value whose errors all have one text and one code."""
     return Meta(extra={"expected": expected, "code": code, **extra})
 
 
@@ -176,7 +176,7 @@ def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -
 
 
 def told_of(name: str, expected: str, code: str = "invalid_value") -> Meta:
-    """Return the Meta of objects whose errors name their field `name`.
+    """Return the Meta of objects whose errors are reported at the object's field `name`.
 
     expected: what the field must be
     """

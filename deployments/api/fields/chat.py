@@ -9,7 +9,7 @@ from deployments.api.fields.body import Typed, expects
 from deployments.api.fields.schema import NEVER
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 
-_NO_TEXT = expects("a string")  # also where it is missing
+_NO_TEXT = expects("a string")  # the error of a missing text, too
 _NO_CALL = expects("a function call", up=1)
 _NO_ID = expects("the id of a tool call in an earlier message", "invalid_tool_call_id")
 Text = Annotated[str, _NO_TEXT]

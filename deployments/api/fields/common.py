@@ -9,8 +9,8 @@ from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.fields.schema import TOKEN
 
 UINT31 = 2**31 - 1
-Side = Literal["left", "right"]  # of a text that is cut
-TokenIds = Annotated[  # each of which is checked against the vocabulary where it is read
+Side = Literal["left", "right"]  # the side of a text that is cut
+TokenIds = Annotated[  # ids are checked against the vocabulary where they are read
     list[Any],
     Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
 ]

@@ -161,7 +161,7 @@ _NO_ZERO = {"not": {"const": 0}}
 
 
 class InfillFile(Struct, kw_only=True, gc=False):
-    """A file that the gap's file goes with."""
+    """Another file of the project, shown to the model before the file with the gap."""
 
     text: str
     filename: str | None = None

@@ -223,7 +223,7 @@ class PoolingBody(Queued, kw_only=True):
     """A base class of the bodies of pooling models."""
 
     def pooling_options(self) -> PoolingOptions:
-        """Return what the body wants of its texts and of their numbers."""
+        """Return the body's options for its texts and for their vectors or scores."""
         return PoolingOptions()
 
 

@@ -32,7 +32,7 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
 _WORD_CHARS = 64  # a bad word is encoded three times, each with the overhead of a call
-_MOST_TOKEN_CHARS = 16  # of a prediction, on average; the rest of a longer one is of no use
+_MOST_TOKEN_CHARS = 16  # characters per token of a prediction, beyond which it is cut
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
 
@@ -75,7 +75,7 @@ class GenerationCall:
     def requests(self) -> list[GenerationRequest]:
         """Return the requests for the backend, one for each prompt."""
         params = self.common.params
-        if self.score_only:  # an engine always makes a token; it is dropped here
+        if self.score_only:  # an engine makes at least one token, which is dropped here
             params = msgspec.structs.replace(params, max_tokens=1)
         requests = []
         for i, ids in enumerate(self.prompts):

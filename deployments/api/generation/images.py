@@ -29,7 +29,7 @@ from engine.images.picture_file import PictureFile
 from engine.images.processor import ImageProcessor
 from engine.text.tokenizer import Tokenizer
 
-_ROLES = ("user", "tool")  # whose messages may have images
+_ROLES = ("user", "tool")  # roles whose messages may have images
 
 
 @dataclass(slots=True)

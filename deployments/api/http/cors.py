@@ -12,7 +12,7 @@ from deployments.api.http.exchange import HttpExchange
 ANY = "*"
 _MAX_AGE = 3600  # seconds for which a browser need not ask again
 _METHODS = "GET, HEAD, POST, DELETE"
-_READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"  # of an answer, by a page
+_READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"  # read by pages
 _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 

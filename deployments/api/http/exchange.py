@@ -26,9 +26,9 @@ Send = Callable[[Message], Awaitable[None]]
 JSON = b"application/json"
 MAX_REQUEST_ID = 128  # characters
 MAX_HEADERS = 128
-MAX_HEADER_BYTES = 32 * 1024  # names and values together
+MAX_HEADER_BYTES = 32 * 1024  # bytes of all headers' names and values
 MAX_URL_BYTES = 8 * 1024  # path and query
-LINGER_BYTES = 32 * 1024 * 1024  # read and dropped of a refused body, and for how long
+LINGER_BYTES = 32 * 1024 * 1024  # bytes and seconds of a refused body that are read
 LINGER_SECONDS = 1.0
 
 # How a body may be compressed, and what zlib calls it.
@@ -61,7 +61,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
         self.method: str = scope["method"]
         self.receive = receive
-        self.caller: Caller = ANYONE  # until its key has been checked
+        self.caller: Caller = ANYONE  # ANYONE until the key has been checked
         self.began = time.monotonic()
         self.started = False
         self.content_length: int | None = None  # bytes of the body as the client tells them
@@ -69,10 +69,10 @@ class HttpExchange:
         self.parsed: JsonObject | None = None  # the body, once it was read
         self.ignored: list[str] = []
         self.digest = b""  # of the body, once it was read
-        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, with any status
+        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever its status
         self.encoding = b""  # of the body, once it was read
         self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
-        self.error_body: Callable[[ApiError], bytes] = ApiError.body  # of an answer that is not 2xx
+        self.error_body: Callable[[ApiError], bytes] = ApiError.body  # writes an error's body
         self._send = send
         self._tell_id = tell_id
         self.headers: dict[bytes, list[bytes]] = {}

@@ -23,13 +23,13 @@ import msgspec
 
 from deployments.api.http.errors import ApiError, invalid, shown
 
-JsonObject = dict[str, Any]  # as it was read, or as it is written
+JsonObject = dict[str, Any]  # a JSON object that was read or will be written
 MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
 MAX_NODES = 700_000  # values: token ids, nearly all of them; bounds memory at ~25 MB
 MAX_STRINGS = 100_000  # keys are strings too
 MAX_CONTAINERS = 50_000  # lists and objects
 _SLICE = 64 * 1024  # bytes that are counted before other threads have their turn
-_MAX_DIGITS = 400  # of an integer; past it the careful reader gives infinity, which no field takes
+_MAX_DIGITS = 400  # longest integer; longer ones are read as infinity, which no field takes
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -82,7 +82,10 @@ def parse_inner(text: str) -> Any:
 
 
 def _count(body: bytes) -> None:
-    """Refuse more values than a decoder may hold the lock for. Raises ApiError json_too_large."""
+    """Refuse a body with so many values that decoding it would block other threads for long.
+
+    Raises ApiError json_too_large.
+    """
     commas = quotes = containers = 0
     for at in range(0, len(body), _SLICE):
         end = at + _SLICE

@@ -39,7 +39,7 @@ from engine.errors import short_traceback
 log = logging.getLogger("manta.api")
 
 _ID = b"x-request-id"
-_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # of a head that is not whole yet; `Api` judges whole ones
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # limit of an incomplete head; `Api` checks complete ones
 _UNKNOWN_METHOD = re.compile(rb"(?!(?:GET|HEAD|POST) )[A-Z]+ [^ ]+ HTTP/1\.[01]\r?\n")
 _INVALID_HTTP = {
     400: ("invalid_http", "this is not valid HTTP/1.1"),
@@ -243,7 +243,7 @@ class ConnectionTimeouts:
         self._await_head()
 
     def on_message_begin(self) -> None:
-        self._await_head()  # of the next request on this connection
+        self._await_head()  # the head of the next request on this connection
         super().on_message_begin()  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:

@@ -34,7 +34,10 @@ HEADERS: Headers = (
 
 
 def page(routes: Iterable[Route], *, strict: bool, root: str = "") -> bytes:
-    """HTML. root: what stands before every path. strict: unknown fields are refused."""
+    """Return the page as HTML.
+
+    root: prefix of every path. strict: whether unknown fields are refused.
+    """
     text = "".join(_route(route) for route in routes)
     address = escape(f"{root}/openapi.json", quote=True)
     unknown = "refused" if strict else "ignored, and named in <code>x-ignored-fields</code>"

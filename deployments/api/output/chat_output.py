@@ -105,7 +105,7 @@ class ParsedChoice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of arguments or a text)
-        self._reader: TextReader | None = None  # of a custom tool's call
+        self._reader: TextReader | None = None  # reader of a custom tool's open call
         self._told = 0  # calls that `delta` has begun
 
     def feed(self, delta: Delta) -> Decoded:

@@ -69,7 +69,7 @@ class DialectReader:
         self._dialect = dialect
         self._end = end
         self._words = {its: word for word, its in dialect.words}
-        self._quote = ""  # of the string that it is in
+        self._quote = ""  # the quote of the open string; "" outside strings
         self._open = ""  # brackets
 
     def take_text(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:

@@ -268,7 +268,10 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Return text as of `_without`, with shown tokens except those in the marks."""
+        """Return the grammar of text without the marks, in which other control tokens may stand.
+
+        marks, starts, ends, tail: as of `_without`
+        """
         head = self._up_to_shown(marks, starts)
         if not head:
             return self._terminal(marks, starts, ends, tail)

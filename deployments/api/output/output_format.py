@@ -34,8 +34,10 @@ NUMBER = "\0"
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The calls of one message are opening (begin NAME middle ARGUMENTS end), again after each
-    separator, closing
+    """The syntax in which a family of models writes the calls of one message.
+
+    A message has opening, then begin NAME middle ARGUMENTS end for each call, with separator
+    between two calls, then closing.
 
     trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
         where a call is only told from text by being the whole message.

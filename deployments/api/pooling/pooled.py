@@ -371,7 +371,7 @@ class _Run:
         return self._found
 
     def _fill(self) -> None:
-        """Start texts. Where the service has no room for one, the running texts are waited for."""
+        """Start waiting texts up to the window, which shrinks where the service has no room."""
         while self._waiting and len(self._live) < self._window:
             index, request = self._waiting[0]
             try:

@@ -26,8 +26,8 @@ from deployments.api.http.exchange import HttpExchange
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"
 
-LIFE_SECONDS = 86400  # of ids, from the stream's begin; clocks of two routers may differ
-OPENED, ENDED, FINISHED = 1, 2, 3  # a choice's phase: nothing is 0
+LIFE_SECONDS = 86400  # seconds from the stream's start; routers' clocks may differ
+OPENED, ENDED, FINISHED = 1, 2, 3  # phases of a choice; 0 before its first event
 
 _VERSION = 1
 _HEAD = struct.Struct(">BI12s4s")  # a multiple of 3 bytes: a constant beginning in base64

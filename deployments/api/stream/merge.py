@@ -188,7 +188,7 @@ class ChoiceOutput:
         self.predicted = PredictionMatch(expected) if expected else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
-        # of each of token_ids, also of thoughts and calls, which `logprobs` leaves out
+        # log-probability of each of token_ids, thoughts and calls included, unlike in `logprobs`
         self.token_logprobs: list[float | None] = []
         self.logprobs: list[TokenLogprobs] = []
         self.offsets: list[int] = []

@@ -45,10 +45,10 @@ _GLM = "ChatGLMTokenizer"
 _GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GLM_START = ("[gMASK]", "sop")
-_INTERNLM_ENDS = ("<eoh>", "<eoa>")  # of a question and of an answer
+_INTERNLM_ENDS = ("<eoh>", "<eoa>")  # tokens that end a question and an answer
 CLASSES = _PLAIN | {_GLM}
 
-# A whole word that a user typed like the name of a byte's piece would become the byte.
+# A user's text that spells a byte piece, such as <0x0A>, must not become the byte.
 _BYTE_AS_TEXT = r"\A<(?=0x[0-9A-F]{2}>\z)"
 
 

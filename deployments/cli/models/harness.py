@@ -184,7 +184,7 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
             for output in outputs if isinstance(outputs, list) else [outputs]:
                 for choice in output["choices"]:
                     for name in ("token_logprobs", "top_logprobs"):
-                        choice["logprobs"][name].append(None)  # what the library leaves out
+                        choice["logprobs"][name].append(None)  # the library drops the last
             return LocalCompletionsAPI.parse_logprobs(outputs, *args, **options)
 
     server = ChatServer(url, api_key())

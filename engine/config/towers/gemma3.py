@@ -7,7 +7,7 @@ from engine.config_reader import Reader
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 _NAMES = (
-    # which has no name of a layer's in checkpoints
+    # a bare parameter in checkpoints, not a layer with `.weight`
     (
         "multi_modal_projector.mm_input_projection_weight",
         "projector.mm_input_projection.weight",

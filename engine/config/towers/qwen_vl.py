@@ -18,7 +18,7 @@ _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVision(VisionConfig):
-    """The tower of Qwen2-VL, and what later ones have of it.
+    """The tower of Qwen2-VL, whose fields later towers of Qwen share.
 
     frames: frames of a patch; a still picture is repeated.
     merge: patches on the side of one embedding.

@@ -168,7 +168,7 @@ class DiskCache:
             entry.folder.rename(place)
             os.utime(place)
             entry.become(place)
-            self._make_room(self._most())  # its size may not have been known in advance
+            self._make_room(self._most())  # the download's size may not have been known in advance
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -251,6 +251,6 @@ def _look(folder: Path) -> tuple[int, int]:
         used = folder.stat().st_mtime_ns
         for file in folder.iterdir():
             sizes[file.name] = file.stat().st_size
-    except FileNotFoundError:  # whoever has locked it is removing it
+    except FileNotFoundError:  # the process that has locked the folder is removing it
         return 0, 0
     return used, max(sizes.pop(_RESERVED, 0), sum(sizes.values()))

@@ -17,7 +17,7 @@ class Popularity:
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
-        self._gain = 1.0  # what a request at `_last` added to its name's count
+        self._gain = 1.0  # amount that a request at `_last` added to its name's count
         self._last = 0.0
 
     def count(self, name: str, now: float) -> None:

@@ -26,7 +26,7 @@ class ModelDrafter(Loadable, Protocol):
 
     taps: tuple[int, ...]  # layers whose inputs it reads, see `Decoder.taps`; () = final states
     reads_states: bool  # whether it reads states of the model
-    kv: KVGroups  # what its layers keep; one group that keeps all tokens
+    kv: KVGroups  # the cache of the drafter's layers: one group that keeps all tokens
 
     @property
     def loading_bytes(self) -> int:

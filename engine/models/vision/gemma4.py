@@ -17,10 +17,7 @@ from kernels.metadata import AttentionMeta
 
 
 class _Projection:
-    """A linear layer of matrices one below the other, or of each with bounds of its own.
-
-    What is below a bound becomes the bound, in the input and in the output; so for what is above.
-    """
+    """A linear layer of stacked matrices, each of which may clamp its input and its output."""
 
     def __init__(self, tower: "Gemma4Tower", names: Sequence[str], out: int, features: int) -> None:
         inner = [f"{name}.linear" for name in names]

@@ -36,7 +36,7 @@ class Idefics3Tower(TileTower):
 
 
 def nearest_lines(count: int, side: int) -> Tensor:
-    """Return the table's line [count] of each line of patches, as the model was trained.
+    """Return the nearest line of the position table for each of `count` lines of patches, [count].
 
     Both are float32, in which a line may fall into the one before even where count is side.
     """

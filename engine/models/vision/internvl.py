@@ -11,7 +11,7 @@ from engine.models.vision.block import Block, PlainMLP
 from engine.models.vision.tiles import TileTower
 from kernels.metadata import AttentionMeta
 
-_EPS = 1e-6  # of norms of queries and keys
+_EPS = 1e-6  # epsilon of the norms of queries and keys
 _PROJECTOR_EPS = 1e-5
 
 

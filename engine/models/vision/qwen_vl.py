@@ -256,9 +256,9 @@ class Qwen3Tower(QwenTower):
 
 
 def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the table's lines before and after each of `count` lines, and how far it is between.
+    """Return the two lines of the table around each line of patches, and the weight of the second.
 
-    index: [n] lines that are asked for. The distances are [n, 1].
+    index: [n] numbers, out of `count`, of lines of patches. The weights are [n, 1].
     """
     lines = torch.linspace(0, side - 1, count, device=index.device)[index]
     before = lines.long()

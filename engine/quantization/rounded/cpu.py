@@ -37,7 +37,7 @@ class RoundedCpu(DenseCpu):
     def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
         super().__init__(kernels)
         self._quant = quant
-        self._dense_shapes: set[tuple[int, int]] = set()  # of matrices that stayed dense
+        self._dense_shapes: set[tuple[int, int]] = set()  # shapes of matrices that stayed dense
 
     def format(self, width: int) -> Format:
         """Return the format of rows of this width, a multiple of 32."""

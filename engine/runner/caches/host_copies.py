@@ -91,7 +91,7 @@ def _states_of(storage: Tensor) -> Callable[[], Tensor]:
 
 
 def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
-    """Return one set of blocks (or their slots) and snapshots (or theirs), which are negative."""
+    """Return one set of both: blocks by their numbers, snapshots by -1 minus theirs."""
     return frozenset(blocks).union(-1 - slot for slot in states)
 
 

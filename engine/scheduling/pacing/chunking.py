@@ -63,7 +63,7 @@ class PromptPace:
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0  # of a prompt token; 0: unknown
+        self._seconds = 0.0  # seconds of a prompt token; 0: unknown
         self._decodes = (0.0, 0.0)  # seconds of the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:

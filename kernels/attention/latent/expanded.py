@@ -97,7 +97,7 @@ def _walk(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, SIZES: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend a program's queries to the keys begin .. end - 1 (int64) of an entry.
+    """Attend a program's queries to the keys [begin, end) (int64) of an entry.
 
     made, shared: pointers to the entry's key 0, which may be outside of the memory.
     """
@@ -283,7 +283,7 @@ def expanded_launch(sizes: "ExpandedSizes", element_size: int, room: int) -> Exp
 
 
 def latent_expanded(inputs: LatentInputs, meta: AttentionMeta, out: Tensor) -> None:
-    """Compute attention of the entries num_decodes .. of meta, whose lengths the host knows.
+    """Compute attention of meta's entries after the decodes, whose lengths the host knows.
 
     out: [num_tokens, num_heads, value]; tokens after the last entry get zeros.
     """

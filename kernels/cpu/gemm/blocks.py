@@ -468,7 +468,7 @@ class PackedBlocks(Panels):
         whole.view(count, chunks, blocks, words, 2, size).copy_(source.permute(0, 3, 4, 5, 1, 2))
 
     def view_outputs(self, first: int, end: int) -> "PackedBlocks":
-        """Return a view of the outputs first .. end - 1, multiples of 64, without the bias.
+        """Return a view of the outputs [first, end), multiples of 64, without the bias.
 
         The view shares the codes.
         """

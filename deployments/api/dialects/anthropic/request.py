@@ -290,7 +290,7 @@ def _other(sent: Any, here: str) -> ImagePart:
 
 
 def _with_text(content: Content, text: str) -> Content:
-    """Return a content that ends with a text, in one part with a text before it."""
+    """Return the content with a text added: to its last part if that is a text, else as a part."""
     last = content[-1] if content else None
     if isinstance(last, TextPart):
         return (*content[:-1], TextPart(last.text + text))

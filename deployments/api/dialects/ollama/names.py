@@ -5,7 +5,7 @@ from typing import Any
 from deployments.api.fields.ollama import Show
 from deployments.backend import Backend
 
-_LATEST = ":latest"  # what Ollama's clients append to a name that has no tag
+_LATEST = ":latest"  # the tag that Ollama's clients append to a name without one
 
 
 def served_name(name: Any, backend: Backend) -> Any:

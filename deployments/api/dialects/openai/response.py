@@ -44,8 +44,8 @@ from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
-_ENTRY_CHARS = 16  # of a token with its log-probability, at least
-MAX_EVENTS = 4  # of one choice in one send; when more deltas have piled up they become one event
+_ENTRY_CHARS = 16  # least characters of a token with its log-probability
+MAX_EVENTS = 4  # most events of a choice in one send; more deltas are merged into one event
 
 _json = msgspec.json.encode
 

@@ -51,7 +51,7 @@ from deployments.api.output.request import (
     requested_tools,
 )
 
-SentItem = JsonObject  # of a conversation, as the client wrote it
+SentItem = JsonObject  # an item of a conversation, as the client wrote it
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
