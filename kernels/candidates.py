@@ -1,6 +1,6 @@
 """Candidate: one of several kernels for an operation, as a line of a tuple in order of preference.
 
-Back ends run the first candidate that fits. `manta plan`, `manta doctor` and docs/kernels.md read
+Back ends run the first candidate that fits. `manta plan`, `manta doctor` and kernels/README.md read
 which one serves which form on which device. So these tuples need neither Triton nor a device:
 functions are imported when they are first called.
 

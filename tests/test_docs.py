@@ -96,7 +96,7 @@ def test_models_page_is_current() -> None:
 def test_kernels_page_is_current() -> None:
     """A kernel in a table that the page leaves out, or a page that names one for other weights."""
     module = generate()
-    assert (DOCS / "kernels.md").read_text("utf-8") == module.render_kernels(), (
+    assert (ROOT / "kernels" / "README.md").read_text("utf-8") == module.render_kernels(), (
         "run: python docs/generate.py"
     )
 
@@ -300,8 +300,8 @@ def test_pages_name_tests_and_commands_that_exist() -> None:
 def test_links_lead_somewhere() -> None:
     """Pages move; links stay."""
     broken = []
-    faults = ROOT / "tests" / "faults" / "README.md"
-    for page in (ROOT / "README.md", faults, *DOCS.glob("*.md")):
+    others = (ROOT / folder / "README.md" for folder in ("", "tests/faults", "kernels"))
+    for page in (*others, *DOCS.glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
