@@ -1,5 +1,5 @@
 """Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures and docs/kernels.md from the tables of kernels: `python docs/generate.py`. With
+architectures and kernels/README.md from the tables of kernels: `python docs/generate.py`. With
 `--modules [FOLDER]` it prints each module with its first sentence, with `--fields` the fields of
 all request bodies."""
 
@@ -47,16 +47,16 @@ from kernels.packed import E2M1, Format
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
-KERNELS = Path(__file__).with_name("kernels.md")
+KERNELS = ROOT / "kernels" / "README.md"
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
 One YAML file describes one served model, or [several](several-models.md). `manta serve manta.yaml`
-runs the file, and `manta plan manta.yaml` says what it takes. Both check it first. A misspelt key,
-a wrong value or a missing model folder ends the command with exit code 2, before Ray or a model is
-touched. The error names the file, the line and the nearest right name.
+runs it, and `manta plan manta.yaml` says what it takes. A misspelt key, a wrong value or a missing
+model folder ends either command with exit code 2, before Ray or a model is touched. The error names
+the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package
@@ -69,8 +69,7 @@ http:
 
 All keys are optional; `{}` serves the default model. Environment variables override single values:
 `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, section, key). `MANTA_CACHE` is
-the folder of converted models, by default `~/.cache/manta`. Manta warns about other variables that
-start with `MANTA_`. A number out of range is refused with its bounds.
+the folder of converted models, by default `~/.cache/manta`.
 
 `python docs/generate.py` writes this page from `deployments/config/` (`models.py`, `endpoint.py`,
 `adapters.py`) and `engine/config/engine_config.py`.
@@ -174,11 +173,16 @@ def _engine_table() -> str:
 
 
 def _formats_table() -> str:
-    lines = ["| `quantization` | devices | `convert` | what it is |", "| --- | --- | --- | --- |"]
+    """Return the table of formats, in which those that differ by their groups share a row."""
+    names: dict[str, list[str]] = {}
     for quant in QUANT_FORMATS.values():
         devices = " and ".join(DEVICES[device] for device in quant.devices)
-        written = quant.checkpoint or "-"
-        lines.append(f"| `{quant.name}` | {devices} | {written} | {quant.describe} |")
+        size = quant.name.rpartition("-")[2]
+        meaning = quant.describe.replace(f"for {size} inputs", "for so many inputs")
+        rest = f"{devices} | {quant.checkpoint or '-'} | {meaning}"
+        names.setdefault(rest, []).append(f"`{quant.name}`")
+    lines = ["| `quantization` | devices | `convert` | what it is |", "| --- | --- | --- | --- |"]
+    lines += [f"| {', '.join(name)} | {rest} |" for rest, name in names.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -260,8 +264,8 @@ def render_models() -> str:
 KERNELS_HEAD = """# Kernels on CUDA
 
 Several kernels do one operation. A step runs the first of a table that fits, in
-[deterministic mode](deterministic.md) the first of those that end in `_fixed`. The back end,
-`manta plan` and `manta doctor` read the same tuples (`kernels/candidates.py`), and
+[deterministic mode](../docs/deterministic.md) the first of those that end in `_fixed`. The back
+end, `manta plan` and `manta doctor` read the same tuples (`kernels/candidates.py`), and
 `python docs/generate.py` writes this page from them.
 
 "GPU" has the compute capabilities, out of those of a T4, A100, L40, H100 and B200, on which a

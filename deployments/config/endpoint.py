@@ -28,8 +28,7 @@ class RouterConfig(Section):
         2,
         ge=1,
         le=256,
-        description="Router processes. Fixed: a change reloads the HTTP proxy, which cuts long "
-        "streams. 2: one can fail.",
+        description="Router processes, a fixed number. 2: one can fail.",
     )
     num_cpus: float = Field(
         0.0,
@@ -39,20 +38,18 @@ class RouterConfig(Section):
         "engines get all cores.",
     )
     wait_seconds: float = Field(
-        30.0,
+        30.0,  # a replaced replica of a small model is ready again by then
         ge=0,
         le=3600,
-        description="How long a request waits at most, for a replica to be ready (then 503 "
-        "no_replica) or to have room (503 overloaded). 30 s: a replaced replica of a small model "
-        "is ready again by then.",
+        description="The longest that a request waits for a replica to be ready (then 503 "
+        "no_replica) or to have room (503 overloaded).",
     )
     losses: int = Field(
         1,
         ge=0,
         le=100,
         description="Replicas killed from outside that a request may lose without one new token, "
-        "before it fails as their possible cause. Where engines die by themselves, it fails at "
-        "the second death.",
+        "before it fails as their possible cause. Where engines die by themselves: two.",
     )
     heartbeat_seconds: float = Field(
         0.5,
@@ -61,11 +58,10 @@ class RouterConfig(Section):
         description="Seconds between signs of life on a channel.",
     )
     silence_seconds: float = Field(
-        2.5,
+        2.5,  # five heartbeats: a busy interpreter may miss one
         gt=0,
         le=600,
-        description="A channel silent for so many seconds is dead and its requests move. Five "
-        "heartbeats: a busy interpreter may miss one.",
+        description="A channel silent for so many seconds is dead and its requests move.",
     )
 
     @model_validator(mode="after")
@@ -101,29 +97,25 @@ class HttpConfig(Section):
         "127.0.0.1",
         min_length=1,
         max_length=255,
-        description="Address to listen on. Loopback: nothing is open to the network until you "
-        "change it.",
+        description="Address to listen on. Loopback: nothing is open to the network.",
     )
-    port: int = Field(
-        8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
-    )
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")  # Serve's default
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         "auto",
         description="The proxy before the routers. haproxy costs about 12 us of CPU a streamed "
         "chunk, Serve's own about 300. auto: haproxy where its binary is installed.",
     )
     max_stream_seconds: int = Field(
-        3600,
+        3600,  # longer than any answer
         ge=1,
         le=7 * 86400,
         description="The longest stream that survives a change at the proxy or the update of its "
-        "router. 1 h: longer than any answer.",
+        "router.",
     )
     api_keys_file: str | None = Field(
         None,
         description="File with one API key a line, or `sha256:` and its digest, readable by its "
-        "owner only, and what each key may do: docs/http.md. Changes take seconds. Default none: "
-        "no key is asked for, which suits loopback.",
+        "owner only: docs/http.md. Default none: no key is asked for.",
     )
     admin_keys_file: str | None = Field(
         None,
@@ -133,8 +125,8 @@ class HttpConfig(Section):
     )
     share_prefixes: bool = Field(
         False,
-        description="Requests of different API keys share the prefix cache. Off: else the time "
-        "to the first token tells one key what another has asked. On: for keys of one owner.",
+        description="Requests of different API keys share the prefix cache. Off: else times tell "
+        "one key what another has asked.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,
@@ -146,44 +138,39 @@ class HttpConfig(Section):
         5.0,
         ge=0,
         le=600,
-        description="A stream without a token after so many seconds gets the head of its answer, "
-        "and then a comment line as often, because proxies cut silent connections. A later "
-        "failure has no status of its own: docs/http.md. 0: never.",
+        description="A stream without a token after so many seconds gets its head, and then a "
+        "comment line as often, for proxies. A later failure has no status of its own: "
+        "docs/http.md. 0: never.",
     )
     store_bytes: int = Field(
         0,
         ge=0,
         le=1 << 40,
-        description="Memory for answers of /v1/responses that are kept for later turns, each for "
-        "its own API key and up to 30 days; the least recently used go first. Only with "
-        "`router.replicas: 1`. 0: none are kept.",
+        description="Memory for answers of /v1/responses that are kept for later turns, up to 30 "
+        "days; the least recently used go first. Only with `router.replicas: 1`. 0: none.",
     )
     page: bool = Field(
         True,
-        description="Serve a page at /page to talk to models and to see what runs: docs/page.md. "
-        "Off: 404.",
+        description="Serve the page at /page: docs/page.md.",
     )
     tls: TlsConfig = Field(default_factory=TlsConfig)
     connections: int = Field(
-        16384,
+        16384,  # twice what two routers have in flight
         ge=16,
         le=1_000_000,
         description="Connections of clients at once (haproxy), beyond them 503 overloaded. Two "
-        "fifths of the limit of open files if that is less. 16384: twice what two routers have "
-        "in flight.",
+        "fifths of the limit of open files if that is less.",
     )
     connections_per_address: int = Field(
         8192,
         ge=0,
         le=1_000_000,
-        description="Connections from one address, at most half of `connections`; beyond them "
-        "429 too_many_connections. 0: no bound, for a proxy in front that all clients come "
-        "through.",
+        description="Connections from one address, at most half of `connections`; beyond them 429 "
+        "too_many_connections. 0: no bound, for a service behind a proxy.",
     )
     strict: bool = Field(
         False,
-        description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
-        "Off: clients send fields of other servers.",
+        description="Refuse unknown request fields instead of naming them in x-ignored-fields.",
     )
 
     @property
@@ -281,8 +268,8 @@ class GrpcConfig(Section):
         None,
         ge=1,
         le=65535,
-        description="Port on each node that has a router; its routers share it. Another "
-        "application on the same machine needs another. Default none: it is not served.",
+        description="Port on each node that has a router; its routers share it. Default none: it "
+        "is not served.",
     )
 
 
@@ -291,8 +278,8 @@ class LogConfig(Section):
 
     level: Literal["info", "debug"] = Field(
         "info",
-        description="debug: lines for each request in router, replica and engine, with its id. "
-        "info: lines for requests that failed or moved.",
+        description="info: lines for requests that failed or moved. debug: for each request, in "
+        "router, replica and engine.",
     )
     format: Literal["text", "json"] = Field(
         "text", description="json: an object a line, with the request's id and our fields."
@@ -306,9 +293,9 @@ class UsageConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Appended to: a JSON object a line for each prompt that has ended, with key, "
-        "model and tokens; on each machine that has a router. Budgets begin with its sums. "
-        "Default none: budgets begin with the application.",
+        description="On each machine that has a router: a JSON object a line for each prompt that "
+        "has ended. Budgets begin with its sums. Default none: budgets begin with the "
+        "application.",
     )
     bytes: int = Field(
         64 * 2**20,
@@ -318,10 +305,10 @@ class UsageConfig(Section):
         "about 200,000 prompts.",
     )
     files: int = Field(
-        8,
+        8,  # half a gigabyte
         ge=0,
         le=1000,
-        description="Renamed files that are kept; the oldest go. 8: half a gigabyte.",
+        description="Renamed files that are kept; the oldest go.",
     )
 
 
@@ -332,25 +319,23 @@ class BatchConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Folder of files and batches, which all routers see: in a cluster a shared "
-        "one whose file system has locks. Default none: the routes are off.",
+        description="Folder of files and batches, which all routers see, on a file system with "
+        "locks. Default none: the routes are off.",
     )
     in_flight: int = Field(
-        32,
+        32,  # fills what others leave of a few replicas
         ge=1,
         le=4096,
-        description="Requests of batches at once, behind all others. 32: fills what others leave "
-        "of a few replicas.",
+        description="Requests of batches at once, behind all others.",
     )
     file_bytes: int = Field(
         200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
     )
     key_bytes: int = Field(
-        10 * 2**30,
+        10 * 2**30,  # 50 of the largest uploads
         ge=1024,
         le=1 << 50,
-        description="Bytes of a key's files, results included, beyond which an upload is refused. "
-        "10 GiB: 50 of the largest uploads.",
+        description="Bytes of a key's files, results included, beyond which an upload is refused.",
     )
     key_batches: int = Field(
         100, ge=1, le=100_000, description="Batches of a key that have not ended."
@@ -408,11 +393,10 @@ class LimitsConfig(Section):
     """Bounds on what the service takes in."""
 
     in_flight: int = Field(
-        4096,
+        4096,  # two routers then take half of http.connections
         ge=1,
         le=1_000_000,
-        description="Requests in flight at one router; beyond them 503 overloaded. 4096: two "
-        "routers then take half of http.connections.",
+        description="Requests in flight at one router; beyond them 503 overloaded.",
     )
     waiting: int = Field(
         1024,

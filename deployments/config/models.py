@@ -160,16 +160,16 @@ class PoolConfig(Section):
     start_first: bool = Field(
         False,
         description="Whether an update starts a new replica before an old one stops, which needs "
-        "room for one more. Off: requests to a single replica wait until the new one is ready.",
+        "room for one more.",
     )
     num_cpus: float | None = Field(
         None,
         ge=0,
         le=1024,
         description="CPU cores that Ray reserves for a replica, on each of its nodes; its step "
-        "uses as many threads. Default: 1 for each rank in a gpu pool; in a cpu pool the cores "
-        "of the machine that builds the configuration, or of the largest node, shared out among "
-        "the replicas. Set it for a cluster.",
+        "uses as many threads. Default: 1 for each rank in a gpu pool; in a cpu pool the cores of "
+        "this machine, or of the largest node, shared out among the replicas. Set it for a "
+        "cluster.",
     )
     num_gpus: float | None = Field(
         None,
@@ -328,8 +328,7 @@ class MantaConfig(Section):
         default_factory=list,
         max_length=64,
         description="Other names that requests may use for the model, such as `gpt-4o`, or "
-        "patterns of names, such as `claude-*`. Answers, keys and metrics have the model's own "
-        "name.",
+        "patterns such as `claude-*`. Answers, keys and metrics have its own name.",
     )
     app_name: str = Field(
         "manta",

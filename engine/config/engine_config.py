@@ -48,24 +48,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
         the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, quantised ones included
-        (GPTQ, AWQ, FP8 and others: docs/quantization.md), and dequantises a .gguf file, such as the
-        default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is
-        "gguf" for such a file where all replicas run on the CPU, dtype is "auto", deterministic is
-        off and tensor_parallel is 1, and "none" otherwise.
-        The other values quantise 16-bit weights while they are loaded: the table below.
+        (docs/quantization.md), and dequantises a .gguf file, such as the default model, to 16 bits.
+        "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such a file
+        where all replicas run on the CPU, dtype is "auto", deterministic is off and tensor_parallel
+        is 1, else "none". The other values quantise 16-bit weights at load: the table below.
     kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
-        capability 8.9) and "int4" quantise them, with a scale for each token and head: about 1.9
-        times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy, int8 the
-        least. On the CPU, attention over them is several times slower: docs/quantization.md.
+        capability 8.9) and "int4" quantise them: about 1.9 times, or 3.6 times, the tokens in the
+        same memory. int4 loses the most accuracy, int8 the least. On the CPU attention is then
+        several times slower: docs/quantization.md.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
         positions.
     rope_scaling: stretches rotary positions beyond those of the model, as config.json's
-        rope_parameters do: {rope_type: yarn, factor: 4.0}; "yarn", "linear" and "llama3". What it
-        leaves out is the model's own.
-    max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA, 512 on the CPU (about half
-        a second of prefill on two cores) and 2048 there of encoders.
+        rope_parameters do: {rope_type: yarn, factor: 4.0}; "yarn", "linear" and "llama3".
+    max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA, 512 on the CPU, and 2048
+        there of encoders.
     max_num_seqs: requests running at once, i.e. slots of the device; 0 = 1024 on CUDA, 64 on the
         CPU; 128 and 32 for hybrid models.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
@@ -79,30 +77,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         snapshot of its states.
     host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on
         a hit; below 1 it is a share of the free memory, and 0 = none. docs/kv-tiers.md.
-    host_kv_store: blocks that are copied to host memory: "reused" ones, by their second use, or
+    host_kv_store: blocks that are copied to host memory: "reused" ones at their second use, or
         "all".
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of what KV gets otherwise.
-    images: "auto" takes images where the model sees them; "off" serves its text model alone and
-        leaves out its tower.
-    image_cache_tokens: embeddings of images on the device at once, and so the most of one image; a
-        picture that comes again is not encoded again. 0 = 16384 on CUDA, 4096 on the CPU.
+    images: "auto" takes images where the model sees them; "off" serves its text model alone.
+    image_cache_tokens: embeddings of images kept on the device, and so the most of one image. 0 =
+        16384 on CUDA, 4096 on the CPU.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
-    target_tpot_ms: the TPOT target: milliseconds between a request's tokens; 0 = no bound. So many
-        requests run, and so many prompt tokens are computed beside them, as the last steps' times
-        allow; the others wait. One step in a hundred may take longer.
+    target_tpot_ms: the TPOT target: milliseconds between a request's tokens, missed in one step of
+        a hundred. Bounds running requests and prompt tokens beside them by measured steps; 0 = no
+        bound.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
     admission: which waiting requests may start: "optimistic" when their prompts fit, preempting if
-        that goes wrong; "sum", "reserved" and "peak" never preempt. When: docs/strategies.md.
+        memory runs out; the others never preempt. When: docs/strategies.md.
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
-        time, in the order of arrival. When: docs/strategies.md.
+        time. When: docs/strategies.md.
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
-    max_lora_rank: the largest rank of one adapter; max_loras slots of this rank are allocated at
-        start.
+    max_lora_rank: the largest rank of one adapter, which each slot has room for.
     max_virtual_tokens: the most virtual tokens of one adapter (prompt tuning, p-tuning, prefix
-        tuning); the slots have room for as many. 0 = such adapters are refused and cost nothing.
+        tuning); 0 = such adapters are refused and cost nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
     lora_disk_bytes: bytes of the disk, for adapters that came from object stores; 0 = the smaller
@@ -110,48 +106,39 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_folder: the folder of these adapters, an absolute path, shared by all engines of a
         user; "" = the machine's temporary folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
-        runs, in whatever chunks its prompt is computed, and after a preemption; slower:
-        docs/deterministic.md.
-    logprobs_mode: log-probabilities of requests that name no mode: raw, or processed, which are of
-        the distribution that tokens are drawn from: docs/rl.md#log-probabilities.
+        runs, and after a preemption; slower: docs/deterministic.md.
+    logprobs_mode: log-probabilities of requests that name no mode: docs/rl.md#log-probabilities.
     num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
         among the ranks, 2 on CUDA.
-    numa: "bind" gives each rank a node of the machine, or its share of one: threads on the node's
-        cores, memory from there. Needs device: cpu. "none" leaves both to the system.
-        docs/parallel.md.
-    tensor_parallel: ranks that the heads, the columns of matrices and the vocabulary are divided
-        among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
-        the MLPs, and the attention heads if it is above the key heads. docs/parallel.md.
+    numa: "bind" gives each rank a node of the machine, or a share of one: its cores and its memory.
+        Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
+    tensor_parallel: ranks that divide heads, columns of matrices and the vocabulary: so many GPUs
+        of one machine, or processes on its CPU. It has to divide the width of the MLPs, and the
+        attention heads if it is above the key heads. docs/parallel.md.
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
-        a part of each. None = where parts would be thin or cannot be divided: docs/parallel.md.
-    attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has the
-        weights of attention whole, and keeps keys and values for its own requests alone. Room for
-        more tokens where key heads are fewer than ranks, and for latents. num_blocks is then of
-        each rank. docs/parallel.md.
-    pipeline_parallel: stages that the layers are divided among, each with its layers' weights and
-        KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
-        of other requests. With tensor_parallel there are tensor_parallel times pipeline_parallel
-        ranks. docs/parallel.md.
-    pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel are on: equally many
-        on each, and the ranks of a stage together. 1 = all are on one machine. docs/parallel.md.
-    sleep_in_host_memory: the engine can sleep: its weights are then in host memory, and nothing of
-        weights and caches on the device. It wakes in about the time that the weights take to be
-        copied. docs/several-models.md, docs/rl.md.
-    seed: decides the seeds of requests that give none, by their prompts: the same request has the
-        same text again, from any router and replica. None = each draws one at random. Also of
-        random weights, where None is 0.
-    gpu_capability: run what a GPU of this older compute capability would (7.5, 8.0, 8.6, 8.9, 9.0):
-        kernels are compiled without later features (8.0: no TMA, wgmma and fp8) and within its
-        shared memory. For tests and comparisons. None = the GPU's own.
+        a part of each. None = where parts would be thin or cannot be divided. docs/parallel.md.
+    attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has attention
+        whole, and keys and values of its own requests alone. num_blocks is then of each rank.
+        docs/parallel.md.
+    pipeline_parallel: stages that divide the layers, with their weights and KV: so many GPUs of one
+        machine, or processes on its CPU, times tensor_parallel. docs/parallel.md.
+    pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel are on, equally many
+        on each. docs/parallel.md.
+    sleep_in_host_memory: the engine can sleep, with its weights in host memory and nothing of
+        weights and caches on the device. docs/several-models.md, docs/rl.md.
+    seed: decides the seeds of requests that give none, by their prompts: the same request then has
+        the same text from any router and replica. None = each draws one. Also of random weights,
+        where None is 0.
+    gpu_capability: run what a GPU of this older compute capability would (7.5, 8.0, 8.6, 8.9, 9.0),
+        without later features and within its shared memory. For tests and comparisons. None = the
+        GPU's own.
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
         and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
-        defaults (temperature 1).
+        defaults.
     speculation: drafts of next tokens, which a step verifies together: fewer steps, the same text.
-        "auto" drafts what followed the same tokens before, in prompt, answer and earlier answers,
-        where measured steps gain by it; "off" never drafts. A mapping sets it by hand, in our names
-        or vLLM's: {method: lookup, tokens: 7, shared_tokens: 0}, {method: mtp} for drafts by the
-        checkpoint's own layer, {method: eagle3, model: FOLDER}, or draft_model likewise.
-        docs/speculation.md.
+        "auto" drafts what followed the same tokens before, where measured steps gain by it; "off"
+        never drafts. A mapping names a method: {method: lookup, tokens: 7}, {method: mtp}, {method:
+        eagle3, model: FOLDER}, or draft_model likewise. docs/speculation.md.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
