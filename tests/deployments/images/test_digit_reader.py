@@ -1,0 +1,89 @@
+"""A trained model served on a real Ray: pictures go in over HTTP, and its answers are right."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from deployments.app import assemble
+from deployments.config.load import parse_config
+from tests.deployments.images.test_wire import part, text, user
+from tests.deployments.on_ray.serve_cluster import Cluster
+from tests.digit_reader import QUESTION, SIDE, TRAINED, digit_reader, digits
+from tests.engine.images.files import saved
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ENGINE = {"device": "cpu", "dtype": "float32", "num_blocks": 256, "max_num_seqs": 16}
+
+
+class Reader:
+    """The endpoint. files, words: held-out pictures, PNG and JPEG in turns, and their answers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        pictures, words = digits()
+        self.words = words[TRAINED:]
+        self.files = [
+            saved(picture, "JPEG", quality=90) if number % 2 else saved(picture, "PNG")
+            for number, picture in enumerate(pictures[TRAINED:])
+        ]
+
+    def ask(self, *files: bytes) -> str:
+        """Return the answer to a chat with the files in this order."""
+        messages = [user(*map(part, files), text(QUESTION))]
+        answer = self.cluster.post(
+            "/digits/v1/chat/completions", model="digits", messages=messages, temperature=0
+        )
+        assert "choices" in answer, answer
+        return str(answer["choices"][0]["message"]["content"])
+
+    def right(
+        self, asked: Sequence[Sequence[bytes]], answers: Sequence[str], streams: int
+    ) -> float:
+        """Return the share of chats that are answered so. streams: of them at a time."""
+        with ThreadPoolExecutor(streams) as pool:
+            given = list(pool.map(lambda files: self.ask(*files), asked))
+        return sum(map(str.__eq__, given, answers)) / len(asked)
+
+
+@pytest.fixture(scope="module")
+def reader(shared_cluster: Cluster) -> Iterator[Reader]:
+    from ray import serve
+
+    fields: dict[str, Any] = {
+        "model": str(digit_reader()),
+        "served_name": "digits",
+        "engine": ENGINE,
+        "pools": {"cpu": {"replicas": 1, "num_cpus": 2}},
+        "router": {"replicas": 1},
+        "limits": {"drain_seconds": 2.0},
+    }
+    serve.run(assemble(parse_config(fields, {})), name="digits", route_prefix="/digits")
+    yield Reader(shared_cluster)
+    serve.delete("digits")
+
+
+def test_a_picture(reader: Reader) -> None:
+    """Bug: pixels turned, in another order of patches or colours, or another request's."""
+    asked = [(file,) for file in reader.files]
+    assert reader.right(asked[:100], reader.words[:100], 1) >= 0.95
+    assert reader.right(asked, reader.words, 16) >= 0.95
+    blank = saved(Image.new("RGB", (SIDE, SIDE), "white"), "PNG")
+    assert reader.right([(blank,)] * 100, reader.words[:100], 16) < 0.3
+    assert reader.right(asked[1:101], reader.words[:100], 16) < 0.3  # the next one's
+
+
+def test_two_pictures(reader: Reader) -> None:
+    """Bug: the second picture where the first should be, or both at the same positions."""
+    files, words = reader.files, reader.words
+    pairs = [
+        (first, first + 1) for first in range(len(files) - 1) if words[first] != words[first + 1]
+    ]
+    asked = [(files[first], files[second]) for first, second in pairs]
+    answers = [f"{words[first]} {words[second]}" for first, second in pairs]
+    assert reader.right(asked[:100], answers[:100], 1) >= 0.95
+    assert reader.right(asked, answers, 16) >= 0.95
+    assert reader.right([pair[::-1] for pair in asked[:100]], answers[:100], 16) < 0.05
