@@ -279,6 +279,7 @@ def _image_plan(resolved: Resolved) -> ImagePlan | None:
         resolved.max_num_batched_tokens,
         resolved.max_num_seqs,
         vision.largest if vision.bidirectional else 0,
+        resolved.model.hidden_size * (1 + vision.deepstack),
     )
 
 

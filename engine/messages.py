@@ -262,13 +262,16 @@ class EngineStats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_by_position: list[int] = []
     # Of models that take images, since start: images that steps encoded, their embeddings, the time
-    # that this took, and images whose embeddings were kept from earlier.
+    # that this took, images whose embeddings were kept from earlier, and images whose embeddings
+    # came from an encoder pool, or should have and did not; the replica sets the last.
     images_encoded: int = 0
     image_tokens_encoded: int = 0
     image_encode_seconds: float = 0.0
     image_cache_hits: int = 0
     image_cache_tokens: int = 0  # embeddings that are kept
     image_cache_size: int = 0  # the most of them
+    images_received: int = 0
+    images_not_received: int = 0
     weights_dropped: bool = False  # weights were dropped by a sleep; requests wait for new ones
     # Of the host tier: blocks that it has, and the most of them; the others since the start.
     host_kv_blocks: int = 0

@@ -18,6 +18,9 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     shape: (tiles, height, width) of pixels.
     pixels: 8-bit RGB, [tiles, height, width, 3], after the model's resize, before any
         normalisation.
+    rows: the image's embeddings where an encoder pool has computed them, [size, width] without
+        gaps; width is hidden_size * (1 + levels), as of `ImageRows`. b"": the engine computes them.
+    rows_dtype: the type of their numbers: float32, bfloat16 or float16.
     """
 
     digest: bytes
@@ -27,3 +30,5 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     grid: tuple[int, int]
     shape: tuple[int, int, int]
     pixels: bytes
+    rows: bytes = b""
+    rows_dtype: str = "float32"

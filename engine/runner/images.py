@@ -202,6 +202,8 @@ class StepImages:
             if digest in self._slots:
                 self._free = np.concatenate((self._free, self._slots.pop(digest)))
         images = {image.digest: image for image in batch.images if image.digest not in self._slots}
+        for image in [image for image in images.values() if image.rows]:
+            self._keep([images.pop(image.digest)], self._received(image))
         if not images:
             return None
         if self._device.type == "cpu":
@@ -218,18 +220,26 @@ class StepImages:
     def _encode(self, encoder: Encoder, images: Mapping[bytes, Image]) -> None:
         groups = [[image] for image in images.values()] if self._apart else [[*images.values()]]
         for group in groups:
-            rows = encoder.encode([self._pixels(image) for image in group])
-            size = sum(image.size for image in group)
-            if size > len(self._free) or size != len(rows):
-                raise ValueError(
-                    f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
-                    "rows of the tower"
-                )
-            for image in group:
-                self._slots[image.digest] = self._free[: image.size]
-                self._free = self._free[image.size :]
-            slots = np.concatenate([self._slots[image.digest] for image in group])
-            self._cache.index_copy_(0, self._on_device(slots), rows.to(self._cache.dtype))
+            self._keep(group, encoder.encode([self._pixels(image) for image in group]))
+
+    def _keep(self, images: Sequence[Image], rows: Tensor) -> None:
+        """Write the embeddings of images, one after the other, into free places of the cache."""
+        size = sum(image.size for image in images)
+        if size > len(self._free) or size != len(rows):
+            raise ValueError(
+                f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
+                "rows of the tower"
+            )
+        for image in images:
+            self._slots[image.digest] = self._free[: image.size]
+            self._free = self._free[image.size :]
+        slots = np.concatenate([self._slots[image.digest] for image in images])
+        self._cache.index_copy_(0, self._on_device(slots), rows.to(self._cache.dtype))
+
+    def _received(self, image: Image) -> Tensor:
+        """Return the embeddings that came with an image on the device, [size, width]."""
+        numbers = self._on_device(np.frombuffer(image.rows, np.uint8))
+        return numbers.view(getattr(torch, image.rows_dtype)).view(image.size, -1)
 
     def _pixels(self, image: Image) -> Tensor:
         """Return the image's pixels on the device, uint8 [tiles, height, width, 3]."""

@@ -15,7 +15,9 @@ embeddings are dropped before it has computed all of their tokens gets them enco
 requests are scheduled in the order of service, the first one always proceeds.
 
 Pixels are kept once for each digest, until the last request with the image ends: a request that is
-preempted computes its prompt again.
+preempted computes its prompt again. Embeddings that came with a request, from an encoder pool, are
+kept for one step: it takes them in the place of pixels. Later steps encode the pixels, and so does
+the first one where the kept embeddings would exceed what the runner holds.
 """
 
 from collections import Counter, OrderedDict
@@ -37,15 +39,18 @@ class ImageCache:
     encoded, encoded_tokens, encode_seconds, hits: since the start, images encoded, their
         embeddings, the time that this took, and images that were computed from embeddings that the
         runner had.
+    received: since the start, images whose embeddings came with a request.
     """
 
     def __init__(self, plan: ImagePlan) -> None:
         self._plan = plan
         self.num_tokens = 0
-        self.encoded = self.encoded_tokens = self.hits = 0
+        self.encoded = self.encoded_tokens = self.hits = self.received = 0
         self.encode_seconds = 0.0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # digest -> size, oldest first
         self._pixels: dict[bytes, bytes] = {}
+        self._came: dict[bytes, Image] = {}  # digest -> an image with embeddings, until a step
+        self._came_tokens = 0  # embeddings of these
         self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
         self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
         # Of the step that is being scheduled:
@@ -58,12 +63,28 @@ class ImageCache:
     # ---- requests ------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Take over the pixels of a new request; its images are without pixels afterwards."""
+        """Take over the pixels and embeddings of a new request, whose images then have neither."""
         for image in request.images:
             self._pixels.setdefault(image.digest, image.pixels)
+            self._take_rows(image)
             self._holders[image.digest] += 1
             self._needed[image.digest] += 1
-        request.images = [replace(image, pixels=b"") for image in request.images]
+        request.images = [replace(image, pixels=b"", rows=b"") for image in request.images]
+
+    def _take_rows(self, image: Image) -> None:
+        """Keep embeddings that came with an image, if they are new and there is room for them."""
+        if not image.rows or image.digest in self._sizes or image.digest in self._came:
+            return
+        if self._came_tokens + image.size <= self._plan.cache_tokens:
+            self._came[image.digest] = replace(image, pixels=b"")
+            self._came_tokens += image.size
+
+    def _give_rows(self, digest: bytes) -> Image | None:
+        """Return an image with the embeddings that came for it, which are not kept any longer."""
+        image = self._came.pop(digest, None)
+        if image is not None:
+            self._came_tokens -= image.size
+        return image
 
     def computed(self, request: Request) -> None:
         """Note that the request's num_computed has grown."""
@@ -86,6 +107,7 @@ class ImageCache:
         for image in request.images:
             if self._release(self._holders, image.digest):
                 del self._pixels[image.digest]
+                self._give_rows(image.digest)
         request.next_image = len(request.images)
 
     @staticmethod
@@ -115,7 +137,7 @@ class ImageCache:
             planned.add(image.digest)
             used += image.size
             fits = used <= self._plan.cache_tokens
-            if image.digest not in self._sizes:
+            if image.digest not in self._sizes and image.digest not in self._came:
                 fits &= not encoded or encoded + image.size <= step_tokens
                 encoded += image.size
             if not fits:
@@ -159,8 +181,11 @@ class ImageCache:
             self._make_room(image.size)
             self._sizes[image.digest] = image.size
             self.num_tokens += image.size
-            self._step_tokens += image.size
-            self._images.append(replace(image, pixels=self._pixels[image.digest]))
+            came = self._give_rows(image.digest)
+            if came is None:
+                self._step_tokens += image.size
+                came = replace(image, pixels=self._pixels[image.digest])
+            self._images.append(came)
 
     def _between(self, request: Request, start: int, stop: int) -> Iterator[Image]:
         """Yield the images that have tokens in [start, stop), whose earlier tokens are computed."""
@@ -191,7 +216,9 @@ class ImageCache:
         """Give the step its images to encode and to drop; the next step begins."""
         batch.images, self._images = self._images, []
         batch.dropped_images, self._dropped = self._dropped, []
-        self.encoded += len(batch.images)
+        received = sum(bool(image.rows) for image in batch.images)
+        self.received += received
+        self.encoded += len(batch.images) - received
         self.encoded_tokens += self._step_tokens
         self._used.clear()
         self._used_tokens = self._step_tokens = 0
@@ -205,7 +232,9 @@ class ImageCache:
                 self._drop(image.digest)
 
     def clear(self) -> None:
-        """Drop all embeddings. Legal between steps."""
+        """Drop all embeddings, also those that came with requests. Legal between steps."""
+        for digest in list(self._came):
+            self._give_rows(digest)
         for digest in list(self._sizes):
             self._drop(digest)
 
@@ -216,6 +245,7 @@ class ImageCache:
             "image_tokens_encoded": self.encoded_tokens,
             "image_encode_seconds": self.encode_seconds,
             "image_cache_hits": self.hits,
+            "images_received": self.received,
             "image_cache_tokens": self.num_tokens,
             "image_cache_size": self._plan.cache_tokens,
         }
@@ -231,6 +261,8 @@ class ImageCache:
         needed = Counter(image.digest for r in requests for image in r.images[r.next_image :])
         assert held == self._holders and needed == self._needed, "an image is lost"
         assert self._pixels.keys() == held.keys(), "pixels are lost or kept for nobody"
+        assert self._came.keys() <= held.keys(), "embeddings are kept for nobody"
+        assert self._came_tokens == sum(image.size for image in self._came.values())
 
 
 def _end(image: Image) -> int:

@@ -9,6 +9,7 @@ from engine.images.image import Image
 from engine.messages import EngineRequest
 
 _DIGEST_BYTES = 16
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +22,24 @@ class ImagePlan:
         many or as many as its token budget, whichever is more.
     bidirectional: whether tokens of an image see each other, so that no step computes a part of
         an image.
+    row_size: elements of an embedding, levels that are added after the first layers included.
     """
 
     token_id: int
     cache_tokens: int
     largest: int
     bidirectional: bool = False
+    row_size: int = 0
 
     @classmethod
     def of(
-        cls, token_id: int, cache_tokens: int, step_tokens: int, rows: int, whole: int = 0
+        cls,
+        token_id: int,
+        cache_tokens: int,
+        step_tokens: int,
+        rows: int,
+        whole: int = 0,
+        row_size: int = 0,
     ) -> Self:
         """Return the plan of a model.
 
@@ -38,6 +47,7 @@ class ImagePlan:
         step_tokens: the most tokens of a step.
         rows: the most requests that run at once, each of which may decode beside an image.
         whole: tokens of the largest image, if tokens of an image see each other; 0 = they do not.
+        row_size: elements of an embedding.
         Raises ConfigError if an image has no room in a step or in the cache.
         """
         if whole and step_tokens < whole + rows:
@@ -53,7 +63,7 @@ class ImagePlan:
                 f"raise it to {max(whole, 1)}",
                 param="image_cache_tokens",
             )
-        return cls(token_id, cache_tokens, whole or cache_tokens, bool(whole))
+        return cls(token_id, cache_tokens, whole or cache_tokens, bool(whole), row_size)
 
 
 def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
@@ -81,12 +91,12 @@ def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
                 param=param,
                 code="image_too_large",
             )
-        if problem := _problem(image, message, plan.token_id, end):
+        if problem := _problem(image, message, plan, end):
             raise InvalidRequest(problem, param=param, code="invalid_image")
         end = image.start + image.length
 
 
-def _problem(image: Image, message: EngineRequest, token_id: int, end: int) -> str:
+def _problem(image: Image, message: EngineRequest, plan: ImagePlan, end: int) -> str:
     """Return what is wrong with an image; "" = nothing.
 
     end: where the image before it ends.
@@ -95,12 +105,19 @@ def _problem(image: Image, message: EngineRequest, token_id: int, end: int) -> s
         return f"the digest must have {_DIGEST_BYTES} bytes"
     if min(image.shape) < 1 or math.prod(image.shape) * 3 != len(image.pixels):
         return f"{len(image.pixels)} bytes of pixels do not fit the shape {image.shape}"
+    row_bytes = plan.row_size * _ITEM_BYTES.get(image.rows_dtype, 0)
+    if image.rows and len(image.rows) != image.size * row_bytes:
+        return (
+            f"{len(image.rows)} bytes of {image.rows_dtype} are not {image.size} embeddings of "
+            f"{plan.row_size} elements"
+        )
     if image.start < end or image.length < 1:
         return "images must be in the order of the prompt, without overlap"
     # A token after the image is needed, because the last token of a prompt may run as a decode.
     if image.start + image.length >= message.num_prompt_tokens:
         return "an image must end before the last token of the prompt"
     span = message.token_ids[image.start : image.start + image.length]
+    token_id = plan.token_id
     if span[0] != token_id or span[-1] != token_id or span.count(token_id) != image.size:
         return (
             f"its {image.length} tokens must begin and end with image tokens, and have {image.size}"

@@ -1,12 +1,14 @@
 """Steps with images: rows of a tower in the places of image tokens, and rotary places of three
 axes, against transformers with the same rows."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -331,6 +333,34 @@ def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
     """Bugs: rows in the places of the other image, scaled as embeddings are, or added after the
     wrong layer; an axis that turns another's frequencies; tokens of an image that see no later."""
     close(prefill(seeing, 0, TOKENS, IMAGES), seeing.wanted(TOKENS, IMAGES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_that_came_are_as_those_of_the_tower(seeing: Seeing, dtype: torch.dtype) -> None:
+    """Bugs: levels of another row, a picture that is encoded although its embeddings came, two
+    bytes that are read as four."""
+    fields = {"new_rows": [with_images(0, TOKENS, IMAGES)]}
+    drop, calls = [image.digest for image in IMAGES], seeing.tower.calls
+    logits = []
+    for came in (False, True):
+        images = []
+        for image in IMAGES:
+            rows = seeing.tower.of(image.pixels[0], image.size).to(dtype)
+            name, array = str(dtype).removeprefix("torch."), rows.view(torch.uint8).numpy()
+            fields_of = {"rows": array.tobytes(), "rows_dtype": name, "pixels": b""}
+            images.append(msgspec.structs.replace(image, **(fields_of if came else {})))
+        batch = seeing.batch(
+            [(0, 0, len(TOKENS))], images=images, dropped_images=drop, **copy.deepcopy(fields)
+        )
+        calls.clear()
+        logits.append(seeing.logits(batch))
+        assert calls == ([] if came else [2])
+    assert seeing.forward.images is not None
+    seeing.forward.images.clear()
+    if dtype == torch.float32:
+        assert torch.equal(*logits)
+    else:
+        torch.testing.assert_close(*logits, atol=0.2, rtol=0.1)
 
 
 def test_layers_that_a_drafter_reads(seeing: Seeing) -> None:

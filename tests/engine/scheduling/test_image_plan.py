@@ -11,7 +11,7 @@ from engine.scheduling.image_plan import ImagePlan
 from tests.fakes import make_core, make_request, run
 
 TOKEN = 3
-PLAN = ImagePlan(TOKEN, cache_tokens=32, largest=8)
+PLAN = ImagePlan(TOKEN, cache_tokens=32, largest=8, row_size=3)
 PROMPT = [5, TOKEN, TOKEN, 6, TOKEN, TOKEN, 7, 8]
 IMAGE = Image(bytes(16), 1, 5, 4, (2, 2), (1, 2, 2), bytes(12))
 
@@ -36,6 +36,8 @@ def refusal(**changes: Any) -> str:
         ({"start": 0}, "invalid_image: its 5 tokens must begin and end with image tokens, and"),
         ({"length": 4}, "invalid_image: its 4 tokens must begin and end with image tokens, and"),
         ({"size": 5}, "invalid_image: its 5 tokens must begin and end with image tokens, and"),
+        ({"rows": bytes(44)}, "invalid_image: 44 bytes of float32 are not 4 embeddings of 3 "),
+        ({"rows": bytes(48), "rows_dtype": "int64"}, "invalid_image: 48 bytes of int64 are not 4"),
     ],
 )
 def test_wrong_images_end_their_request_alone(changes: dict[str, Any], error: str) -> None:

@@ -29,10 +29,11 @@ from tests.fakes import (
     make_core,
     make_prompt,
     make_request,
+    received,
     run,
 )
 
-PLAN = ImagePlan(IMAGE_TOKEN, cache_tokens=24, largest=8)
+PLAN = ImagePlan(IMAGE_TOKEN, cache_tokens=24, largest=8, row_size=1)
 WHOLE = replace(PLAN, bidirectional=True)
 TEXT = [20, 21, 22, 23, 24]
 
@@ -309,6 +310,42 @@ def test_images_are_counted() -> None:
     assert read["image_encode_seconds_total"] == 100 and read["image_cache_hits_total"] == 3
     assert read["image_cache_usage_perc"] == 8 / 24
     assert core.scheduler.pace.limit(64, 1, 100) == 64
+
+
+def test_embeddings_that_came_take_no_encode_and_no_budget() -> None:
+    """Bugs: a step that encodes nothing ends before the second image; embeddings fill the host's
+    memory without bound; an image whose embeddings were dropped has no pixels left."""
+    runner = Recording(
+        max_num_batched_tokens=12,
+        num_blocks=32,
+        async_scheduling=False,
+        images=replace(PLAN, cache_tokens=16),
+    )
+    core = core_with(runner)
+    prompt = make_prompt([9], 6, 5, [9] * 10)
+    check(core, make_request(1, prompt["prompt"], images=received(prompt["images"]), max_tokens=1))
+    assert runner.steps[0][0] == [7, 6] and not runner.num_encoded
+    stats = core.stats()
+    assert (stats.images_received, stats.images_encoded, stats.image_tokens_encoded) == (2, 0, 0)
+    prompts = [make_prompt(TEXT, picture, TEXT) for picture in range(8)]
+    requests = [
+        make_request(id, prompt["prompt"], images=received(prompt["images"]), max_tokens=40)
+        for id, prompt in enumerate(prompts, start=2)
+    ]
+    check(core, *requests)
+    stats = core.stats()
+    assert stats.preemptions and stats.images_received > 2 and stats.images_encoded > 1
+
+
+def test_embeddings_that_came_end_with_the_weights() -> None:
+    """Bug: embeddings of older weights wait with their request, and answer after an update."""
+    core = core_with(Recording())
+    prompt = make_prompt(TEXT, 7, TEXT)
+    core.add_request(make_request(1, prompt["prompt"], images=received(prompt["images"])))
+    core.scheduler.drop_images()
+    while core.has_work():
+        core.step()
+    assert core.stats().images_encoded == 1 and not core.stats().images_received
 
 
 @pytest.mark.parametrize("by_model", [False, True])
