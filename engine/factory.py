@@ -209,6 +209,7 @@ def build(
         prefix_caching=core.config.prefix_caching,
         stats=core.stats(),
         images=resolved.model.vision is not None,
+        dtype=str(resolved.dtype).removeprefix("torch."),
     )
 
 

@@ -332,6 +332,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     # state before the first step, which shows the engine's capacity
     stats: EngineStats | None = None
     images: bool = True  # whether requests may have images, for the library
+    dtype: str = ""  # of the weights that are not quantised, as in "bfloat16"
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -51,6 +51,21 @@ class ModelChanges(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """The engine settings that trainers ask for.
+
+    model: the name that requests use. dtype: as in "bfloat16"; "": unknown.
+    logprobs_mode: of requests that name none. replicas: their number.
+    """
+
+    model: str
+    max_model_len: int
+    dtype: str
+    logprobs_mode: str
+    replicas: int
+
+
 class Training(Protocol):
     """The orders that a trainer may give. model: "" where one is served.
 
@@ -91,6 +106,10 @@ class Training(Protocol):
 
     async def state(self, model: str) -> dict[str, Any]:
         """Return version, paused, sleeping, dropped weights, and the same of each replica."""
+        ...
+
+    async def engine(self, model: str) -> "EngineFacts":
+        """Return what all replicas' engines have in common."""
         ...
 
 

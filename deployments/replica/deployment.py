@@ -109,6 +109,8 @@ class EngineReplica:
             "adapter_slots": config.max_loras,
             "prefix_caching": config.prefix_caching and ready.prefix_caching,
             "start_seconds": time.monotonic() - began,
+            "dtype": ready.dtype,
+            "logprobs_mode": config.logprobs_mode,
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class Router:
             strict=settings.strict,
             share_prefixes=settings.share_prefixes,
             max_body_bytes=settings.body_bytes,
+            max_prompts=settings.choices,
             max_choices=settings.choices,
             max_in_flight=settings.in_flight,
             share_by=settings.share_by,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deployments.api.options import EngineFacts
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.models_backend import ModelsBackend
 from engine.errors import InvalidRequest
@@ -64,6 +65,14 @@ class RouterTraining:
             "weights_dropped": weights.dropped,
             "replicas": replicas,
         }
+
+    async def engine(self, model: str) -> EngineFacts:
+        dispatcher = self._of(model)
+        card, clients = dispatcher.cards.base, dispatcher.weights.connected()
+        endpoint = clients[0].endpoint
+        return EngineFacts(
+            card.id, card.max_model_len, endpoint.dtype, endpoint.logprobs_mode, len(clients)
+        )
 
     def _of(self, model: str) -> Dispatcher:
         """Return a model's dispatcher. Raises InvalidRequest."""

@@ -205,7 +205,7 @@ class FleetWeights:
             trainer that shares its weights on the replicas' machine.
         """
         offset, size = info.get("rank_offset"), info.get("world_size")
-        replicas = sorted(client.replica for client in self._connected())
+        replicas = sorted(client.replica for client in self.connected())
         if isinstance(offset, int) and isinstance(size, int) and size != offset + len(replicas):
             raise InvalidRequest(
                 f"world_size is {size}, and there are {len(replicas)} replicas from rank_offset "
@@ -348,7 +348,7 @@ class FleetWeights:
         """Drop the cached prefixes of all replicas. Raises MantaError."""
         await self._order_all(lambda ticket: Control("reset_prefix_cache", ticket))
 
-    def _connected(self) -> list[ReplicaClient]:
+    def connected(self) -> list[ReplicaClient]:
         """Return the replicas that can be ordered. Raises Overloaded if there is none."""
         clients = [client for client in self._replicas.values() if client.connection is not None]
         if not clients:
@@ -373,7 +373,7 @@ class FleetWeights:
 
         clients: None = all. Raises Overloaded if there is no replica, or none answers.
         """
-        clients = self._connected() if clients is None else clients
+        clients = self.connected() if clients is None else clients
         answers = await asyncio.gather(
             *(self._order(client, partial(make, client)) for client in clients)
         )

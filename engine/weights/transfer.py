@@ -31,19 +31,26 @@ def num_bytes(header: Header) -> int:
 
 
 class InitInfo(msgspec.Struct):
-    """The way into a trainer's group. world_size: of trainer and engines together."""
+    """The way into a trainer's group.
+
+    world_size: of trainer and engines together.
+    packed, packed_buffer_size_bytes: of every update whose UpdateInfo does not name them, as
+        trainers of vLLM 0.28 or later have it.
+    """
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
+    packed: bool = False
+    packed_buffer_size_bytes: int = 1 << 30
 
 
 class UpdateInfo(msgspec.Struct):
     """The tensors of a message, in the order in which they come.
 
     packed: whether they come as bytes, one after the other, in broadcasts that end with the tensor
-        that takes them past packed_buffer_size_bytes.
+        that takes them past packed_buffer_size_bytes; None: as InitInfo has it.
     ipc_handles: where each tensor lies in shared memory, under the key "cpu".
     ipc_handles_pickled: CUDA IPC handles of each, as a pickle in base64.
     tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
@@ -52,8 +59,8 @@ class UpdateInfo(msgspec.Struct):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    packed: bool = False
-    packed_buffer_size_bytes: int = 1 << 30
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int = 2
     ipc_handles: list[dict[str, SharedBytes]] | None = None
     ipc_handles_pickled: str | None = None
@@ -92,6 +99,7 @@ class WeightTransfer:
         self._num_bytes = num_bytes
         self._seconds = seconds
         self._group: TrainerGroup | None = None
+        self._packing = (False, 0)  # of updates that do not name theirs: packed, bytes of a buffer
         self._stage: WeightStage | None = None
         self._explicit = False  # whether the stage was begun by an order of its own
         self._folders: list[WeightStage] = []  # complete ones
@@ -112,6 +120,7 @@ class WeightTransfer:
             self._device,
             self._seconds,
         )
+        self._packing = wanted.packed, wanted.packed_buffer_size_bytes
 
     def start(self, info: dict[str, Any]) -> None:
         """Begin an update that comes in several messages. Raises UpdateFailed."""
@@ -234,11 +243,13 @@ class WeightTransfer:
                 code=NOT_JOINED,
             )
         try:
-            limit = message.packed_buffer_size_bytes if message.packed else -1
+            packed, size = self._packing
+            packed = packed if message.packed is None else message.packed
+            limit = (message.packed_buffer_size_bytes or size) if packed else -1
             for chunk in chunks(headers, limit):
                 sizes = [num_bytes(header) for header in chunk]
                 buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-                if not message.packed:
+                if not packed:
                     (_, dtype, shape) = chunk[0]
                     self._group.broadcast(buffer.view(dtype).view(shape))
                 else:

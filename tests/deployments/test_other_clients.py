@@ -45,4 +45,4 @@ def test_libraries() -> None:
     """Bug: an item, a chunk or a schema that one of them does not take, or sends otherwise."""
     own = ("dialects/test_ollama.py", "pooling/test_peers_routes.py")
     cases = [f"{name}::test_its_own_client" for name in own]
-    run("clients", "3", ["test_client_libraries.py", *cases])
+    run("clients", "3", ["test_client_libraries.py", "test_trl.py", *cases])

@@ -188,6 +188,26 @@ async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json(await _training(context).state(_model(exchange)))
 
 
+async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with the settings that trainers look for, as vLLM names them.
+
+    Adapters are no way to send weights, so there is no lora_config.
+    """
+    engine = await _training(context).engine(_model(exchange))
+    config: JsonObject = {
+        "model_config": {
+            "model": engine.model,
+            "dtype": f"torch.{engine.dtype}",
+            "max_model_len": engine.max_model_len,
+            "logprobs_mode": engine.logprobs_mode,
+        },
+        "parallel_config": {"data_parallel_size": engine.replicas},
+        "lora_config": None,
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+    await exchange.answer_json({"vllm_config": config})
+
+
 async def world_size(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of replicas, each of which is one receiver of weights."""
     replicas = (await _training(context).state(_model(exchange)))["replicas"]
@@ -197,7 +217,7 @@ async def world_size(context: ApiContext, exchange: HttpExchange) -> None:
 async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> None:
     """Drop the cached prefixes of all replicas."""
     await _training(context).reset_prefix_cache(_model(exchange))
-    await exchange.answer_json({"status": "ok"})
+    await exchange.answer_json({"status": "ok", "success": True})
 
 
 async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
@@ -450,7 +470,7 @@ def _order(
 
 
 _CHANGES = (*READS, *NAMES, 422, 503)
-_FLUSH = _order("All cached prefixes dropped")
+_FLUSH = _order("All cached prefixes dropped", (*_OK, "success"))
 _RESUME = _order("The end of a pause")
 _GENERATE = Operation(
     "Token ids and log-probabilities of a rollout",
@@ -510,6 +530,11 @@ ROUTES = (
     ),
     Route("/reset_prefix_cache", reset_prefix_cache, post=_FLUSH),
     Route("/weight_info", weight_info, get=_order("The version of the weights", _INFO)),
+    Route(
+        "/server_info",
+        server_info,
+        get=_order("The engines' settings, in vLLM's words", ("vllm_config",), config_format=TEXT),
+    ),
     Route(
         "/get_world_size",
         world_size,

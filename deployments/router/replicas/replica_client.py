@@ -28,6 +28,8 @@ class ReplicaEndpoint:
     adapter_slots: adapters that fit on the device; 0: not reported.
     weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
     start_seconds: duration of the replica's start; 0: not reported.
+    dtype: of the engine's weights, as in "bfloat16"; "": not reported.
+    logprobs_mode: of requests that name none.
     """
 
     host: str
@@ -42,6 +44,8 @@ class ReplicaEndpoint:
     weights: str = ""
     tokenizer: str = ""
     start_seconds: float = 0.0
+    dtype: str = ""
+    logprobs_mode: str = "raw_logprobs"
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> "ReplicaEndpoint":
@@ -58,6 +62,8 @@ class ReplicaEndpoint:
             weights=str(metadata.get("weights", "")),
             tokenizer=str(metadata.get("tokenizer", "")),
             start_seconds=float(metadata.get("start_seconds", 0.0)),
+            dtype=str(metadata.get("dtype", "")),
+            logprobs_mode=str(metadata.get("logprobs_mode", "raw_logprobs")),
         )
 
 

@@ -228,6 +228,9 @@ def test_over_http(tmp_path: Path) -> None:
         assert (await running).json()["choices"][0]["finish_reason"] == "length"
         assert (await post(client, "/resume")).status == 200
         assert (await client.request("GET", "/get_world_size")).json() == {"world_size": 2}
+        settings = (await client.request("GET", "/server_info")).json()["vllm_config"]
+        assert settings["model_config"]["max_model_len"] == 4096
+        assert settings["parallel_config"] == {"data_parallel_size": 2}
         info = (await client.request("GET", "/weight_info")).json()
         assert info["weight_version"] == "1" and len(info["replicas"]) == 2
         for path, text in (

@@ -95,6 +95,19 @@ def test_broadcasts_go_on_beside_requests(llm: LLM, trainer: Trainer, packed: bo
     sender.close()
 
 
+def test_packing_that_the_beginning_names(llm: LLM, trainer: Trainer) -> None:
+    """A trainer of a newer vLLM packs tensors, and tells so when it opens the group alone."""
+    named = {"packed": True, "packed_buffer_size_bytes": 20_000}
+    sender = WeightSender("127.0.0.1", free_port(), 1, "cpu", buffer_bytes=20_000)
+    llm.init_weight_transfer(sender.init_info | named)
+    thread = sent(sender, tensors := trainer.train())
+    info = sender.update_info(tensors)
+    llm.update_weights({key: value for key, value in info.items() if key not in named})
+    thread.join()
+    assert answer(llm).token_ids == trainer.says(PROMPT, 8)
+    sender.close()
+
+
 def test_shared_memory(llm: LLM, trainer: Trainer) -> None:
     """Tensors that lie behind one another in a segment are read from the wrong place."""
     llm.init_weight_transfer({})
