@@ -45,6 +45,7 @@ MADE_BY = {
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
     "parallel": "`python -m bench.parallel`: ranks of a core each against one rank of all",
     "parity": "`python -m tests.parity.table`: each architecture's logits against transformers'",
+    "rl": "`python -m bench.rl`: weights updated under streams, rollouts against a scorer",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
     "speculation": "`python -m bench.speculation`: drafts by look-up against none, in turns",
     "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
