@@ -62,7 +62,7 @@ def test_lines_around_an_image_merge_with_those_of_the_text(
     encoded = prompts.encode([{"role": "user", "content": said}])
     assert encoded.ids == backend.encode(theirs(f"user\n{BEGIN}\nsee{BEGIN}.\n")).ids
     starts = [at for at, token in enumerate(encoded.ids) if token == backend.token_to_id(BEGIN)]
-    assert [image.start for image in encoded.images] == [at + 1 for at in starts]
+    assert [image.start for image in encoded.images()] == [at + 1 for at in starts]
     typed = [part, {"type": "text", "text": BEGIN}]
     encoded = prompts.encode([{"role": "user", "content": typed}])
     assert encoded.ids.count(backend.token_to_id(BEGIN)) == 1
