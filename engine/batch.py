@@ -122,7 +122,9 @@ class Batch:
     masked: Sequence[int] = ()
     # to encode in this step, before an entry reads their embeddings
     images: list[Image] = field(default_factory=list)
-    # digests of images whose embeddings are freed before `images` are encoded
+    # to encode beside this step, for entries of later ones
+    ahead_images: list[Image] = field(default_factory=list)
+    # digests of images whose embeddings are freed before any image is encoded
     dropped_images: list[bytes] = field(default_factory=list)
 
     @property
@@ -155,7 +157,8 @@ class StepResult:
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     drafts: the new drafts of each of the batch's proposals, in their order.
-    encode_seconds: time that the step took to encode its images.
+    encode_seconds: time that encodes of images took which have ended since the last result.
+    encode_wait: the part of it in which steps waited for these encodes.
     """
 
     step: int
@@ -166,3 +169,4 @@ class StepResult:
     errors: Mapping[int, str] = field(default_factory=dict)
     drafts: Sequence[list[int]] = ()
     encode_seconds: float = 0.0
+    encode_wait: float = 0.0

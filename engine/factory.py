@@ -64,7 +64,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.ranked_runner import RankedMemory, RankedRefill, RankedRunner
 from engine.runner.refill import Refill
 from engine.runner.request_rows import RequestRows
-from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
+from engine.runner.warm_up import capture_graphs, launch_everything, warm_up, warm_up_tower
 from engine.sampling.sampler import Masked, Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
@@ -177,6 +177,7 @@ def build(
         generates=resolved.model.generates,
         whole_texts=resolved.model.whole_texts,
         images=_image_plan(resolved),
+        encodes_ahead=resolved.encodes_ahead,
     )
     ranked = None if ranks is None else RankedRunner(part.runner, part.place, ranks)
     core = EngineCore(
@@ -730,7 +731,15 @@ def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner])
         drafts = resolved.speculation is not None
         warm_up(runner, resolved.max_num_batched_tokens, drafts=drafts)
         torch.cuda.synchronize()
-    activations = torch.cuda.max_memory_allocated(device) - before
+        activations = torch.cuda.max_memory_allocated(device) - before
+        if runner.forward.images is not None:
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            warm_up_tower(runner, resolved.max_num_batched_tokens)
+            torch.cuda.synchronize()
+            encode = torch.cuda.max_memory_allocated(device) - before
+            beside = resolved.encodes_ahead
+            activations = activations + encode if beside else max(activations, encode)
     del runner
     gc.collect()
     torch.cuda.empty_cache()

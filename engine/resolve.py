@@ -94,6 +94,12 @@ class Resolved:
         return self.config.image_cache_tokens or _IMAGE_TOKENS[self.device.type]
 
     @property
+    def encodes_ahead(self) -> bool:
+        """Whether steps with decodes encode images beside them, for later steps."""
+        beside = self.device.type == "cuda" and self.async_scheduling
+        return beside and self.model.vision is not None
+
+    @property
     def spread_experts(self) -> bool:
         return spreads_experts(self.model, self.ranks, self.config.expert_parallel)
 

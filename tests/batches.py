@@ -3,8 +3,10 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.batch import Batch, NewRow
+from engine.config.vision import VisionConfig
 from engine.sampling_params import SamplingParams
 
 MAX_LEN, BLOCK_SIZE = 50, 4
@@ -16,6 +18,23 @@ def new_row(
     """A request whose tokens are all prompt."""
     params = params or SamplingParams(temperature=0.0)
     return NewRow(row, token_ids, len(token_ids), params, seed, 0, ())
+
+
+def tower_config(image_token_id: int, out_size: int, **fields: Any) -> VisionConfig:
+    """A tower's configuration with the fields that a step reads, of no family."""
+    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "patch_size")
+    return VisionConfig(
+        family="",
+        image_token_id=image_token_id,
+        names=(),
+        **dict.fromkeys(sizes, 1),
+        out_size=out_size,
+        activation="gelu",
+        norm_eps=1e-6,
+        mean=(0.5, 0.5, 0.5),
+        deviation=(0.5, 0.5, 0.5),
+        **fields,
+    )
 
 
 @dataclass

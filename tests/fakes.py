@@ -171,6 +171,7 @@ class _Step:
     proposals: list[Proposal]
     images: list[Image]
     dropped_images: list[bytes]
+    ahead_images: list[Image]
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
@@ -266,6 +267,7 @@ class FakeRunner:
             list(batch.proposals),
             list(batch.images),
             list(batch.dropped_images),
+            list(batch.ahead_images),
         )
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
@@ -362,22 +364,26 @@ class FakeRunner:
         encoded = self.launch_encoded
         for digest in batch.dropped_images:
             encoded.pop(digest, None)
-        for image in batch.images:
+        both = [*batch.images, *batch.ahead_images]
+        assert not batch.ahead_images or batch.num_decodes, "nothing runs beside an encode"
+        ahead = {image.digest for image in batch.ahead_images}
+        for image in both:
             assert image.digest not in encoded, "an image is encoded that the runner has"
             whole = math.prod(image.shape) * 3 == len(image.pixels)
             assert whole or image.rows, "pixels are lost"
             encoded[image.digest] = image.size
         assert sum(encoded.values()) <= plan.cache_tokens, "more embeddings than the cache holds"
-        together = sum(image.size for image in batch.images if not image.rows)
+        together = sum(image.size for image in both if not image.rows)
         most = max(self.config.max_num_batched_tokens, plan.largest)
         assert together <= most, "over the budget of embeddings"
-        self.num_encoded += sum(not image.rows for image in batch.images)
+        self.num_encoded += sum(not image.rows for image in both)
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
             stop = start + length
             for at, (image, _) in self.places[row].items():
                 if not start <= at < stop:
                     continue
-                assert image.digest in encoded, "a chunk needs an image that is not encoded"
+                here = image.digest in encoded and image.digest not in ahead
+                assert here, "a chunk needs an image that is not encoded"
                 if plan.bidirectional:
                     assert stop >= image.start + image.length, "an image is cut"
         used = {
@@ -453,6 +459,8 @@ class FakeRunner:
                     block = self.table[row, at // size * self.groups + group]
                     assert block >= 0, "computed a token that has no block"
                     self.kv[block, at % size] = key
+        for image in step.ahead_images:
+            self.encoded[image.digest] = self.pictures[image.digest] = crc32(image.pixels)
         result = StepResult(step.step, [])
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -6,8 +6,10 @@ delta (`RequestRows.deltas`), which graphs read.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from engine.models.image_rows import Encoder, ImageRows
 from engine.models.registry import Model
 from engine.resolve import Resolved
 from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.encode_stream import EncodeStream, Encoding
 from engine.runner.inputs import DeviceStep
 from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
@@ -97,6 +100,7 @@ class StepImages:
         *,
         apart: bool = False,
         mutual: Collection[int] | None = None,
+        stream: EncodeStream | None = None,
     ) -> None:
         """Set up an empty cache of embeddings.
 
@@ -107,6 +111,7 @@ class StepImages:
         apart: whether each image is encoded by itself, so that others do not change its embeddings.
         mutual: the groups of layers in which tokens of an image attend to each other, in a model
             that has such layers; None = all.
+        stream: the stream of encodes, on CUDA; None = steps and encodes run in launch order.
         """
         self._vision = vision
         self._rows = rows
@@ -117,9 +122,15 @@ class StepImages:
         everywhere = range(rows.num_groups)
         self._mutual = () if not vision.bidirectional else everywhere if mutual is None else mutual
         self._device = rows.tokens.device
+        self._stream = stream
         self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
+        # digest -> the encode of the image, until a step waits for it
+        self._encodings: dict[bytes, Encoding] = {}
+        self._seconds = 0.0  # of encodes without a stream, since the last `timer`
         self._free = np.arange(len(cache))
         count = rows.pad_row + 1
+        # rows whose images' tokens were not all computed since their request took the row
+        self._open: set[int] = set()
         self._ends = np.zeros(count, dtype=np.int64)  # the end of each row's last image
         self._deltas = np.zeros(count, dtype=np.int32)
         self._spans: list[list[_Span]] = [[] for _ in range(count)]
@@ -147,7 +158,11 @@ class StepImages:
         if vision.windows_alone:
             groups = enumerate(model.kv.groups)
             mutual = [number for number, group in groups if group.attention.window]
-        return cls(vision, rows, model.tower, cache, table, apart=apart, mutual=mutual)
+        cuda = model.device.type == "cuda" and model.tower is not None
+        stream = EncodeStream(model.device) if cuda else None
+        return cls(
+            vision, rows, model.tower, cache, table, apart=apart, mutual=mutual, stream=stream
+        )
 
     @property
     def held(self) -> Collection[bytes]:
@@ -178,6 +193,7 @@ class StepImages:
             spans.append(_Span(image.digest, image.start, image.start + image.length, tokens))
         self._spans[row] = spans
         self._ends[row] = max((image.start + image.length for image in new.images), default=0)
+        (self._open.add if spans else self._open.discard)(row)
         if self._rows.deltas is None:
             return
         self._places[row], delta = rotary_places(new.images)
@@ -188,58 +204,83 @@ class StepImages:
     def clear(self) -> None:
         """Drop all images."""
         self._slots.clear()
+        self._encodings.clear()
+        if self._stream is not None:
+            self._stream.forget()
         self._free = np.arange(len(self._cache))
 
-    def encode(self, batch: Batch) -> Callable[[], float] | None:
-        """Drop the embeddings that a batch no longer needs, and encode its new images.
+    def encode(self, images: Sequence[Image], dropped: Sequence[bytes] = ()) -> None:
+        """Free the embeddings of dropped images, and launch the encodes of new ones.
 
-        Returns a function for the seconds that encoding took, once the device is done; None if no
-        image is encoded on this rank.
+        dropped: digests.
         """
         if self._encoder is None:
-            return None
-        for digest in batch.dropped_images:
+            return
+        for digest in dropped:
             if digest in self._slots:
                 self._free = np.concatenate((self._free, self._slots.pop(digest)))
-        images = {image.digest: image for image in batch.images if image.digest not in self._slots}
-        for image in [image for image in images.values() if image.rows]:
-            self._keep([images.pop(image.digest)], self._received(image))
-        if not images:
-            return None
-        if self._device.type == "cpu":
-            began = time.perf_counter()
-            self._encode(self._encoder, images)
-            seconds = time.perf_counter() - began
-            return lambda: seconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self._encode(self._encoder, images)
-        end.record()
-        return lambda: start.elapsed_time(end) / 1000
+                self._encodings.pop(digest, None)
+        missing = {image.digest: image for image in images if image.digest not in self._slots}
+        if not missing:
+            return
+        began = time.perf_counter()
+        for image in [image for image in missing.values() if image.rows]:
+            self._keep([missing.pop(image.digest)], partial(self._received, image))
+        groups = [[image] for image in missing.values()] if self._apart else [[*missing.values()]]
+        for group in groups if missing else ():
+            self._keep(group, partial(self._encoded, self._encoder, group))
+        if self._stream is None:
+            self._seconds += time.perf_counter() - began
 
-    def _encode(self, encoder: Encoder, images: Mapping[bytes, Image]) -> None:
-        groups = [[image] for image in images.values()] if self._apart else [[*images.values()]]
-        for group in groups:
-            self._keep(group, encoder.encode([self._pixels(image) for image in group]))
+    def timer(self) -> Callable[[], tuple[float, float]] | None:
+        """Return a function for the seconds of encodes and of waits for them, once a step is done.
 
-    def _keep(self, images: Sequence[Image], rows: Tensor) -> None:
-        """Write the embeddings of images, one after the other, into free places of the cache."""
-        size = sum(image.size for image in images)
-        if size > len(self._free) or size != len(rows):
-            raise ValueError(
-                f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
-                "rows of the tower"
-            )
-        for image in images:
-            self._slots[image.digest] = self._free[: image.size]
-            self._free = self._free[image.size :]
-        slots = np.concatenate([self._slots[image.digest] for image in images])
-        self._cache.index_copy_(0, self._on_device(slots), rows.to(self._cache.dtype))
+        None if no encode was launched whose seconds are not known.
+        """
+        if self._stream is not None:
+            return self._stream.take_seconds if self._stream.launched else None
+        seconds, self._seconds = self._seconds, 0.0
+        return (lambda: (seconds, seconds)) if seconds else None
+
+    @contextmanager
+    def _encoding(self) -> Iterator[Encoding | None]:
+        if self._stream is None:
+            yield None
+            return
+        with self._stream.encoding() as encoding:
+            yield encoding
+
+    def _encoded(self, encoder: Encoder, images: Sequence[Image]) -> Tensor:
+        """Return the embeddings of images by the tower, [sum of sizes, width]."""
+        return encoder.encode([self._pixels(image) for image in images])
 
     def _received(self, image: Image) -> Tensor:
         """Return the embeddings that came with an image on the device, [size, width]."""
         numbers = self._on_device(np.frombuffer(image.rows, np.uint8))
         return numbers.view(getattr(torch, image.rows_dtype)).view(image.size, -1)
+
+    def _keep(self, images: Sequence[Image], make: Callable[[], Tensor]) -> None:
+        """Write the embeddings of images, one after the other, into free places of the cache.
+
+        make: launches what makes the embeddings.
+        """
+        with self._encoding() as encoding:
+            rows = make()
+            size = sum(image.size for image in images)
+            if size > len(self._free) or size != len(rows):
+                raise ValueError(
+                    f"{size} embeddings of images, {len(self._free)} free places and {len(rows)} "
+                    "rows of the tower"
+                )
+            taken, self._free = np.split(self._free, [size])
+            slots = self._on_device(taken)
+            if self._stream is not None:
+                self._stream.await_gathers()
+            self._cache.index_copy_(0, slots, rows.to(self._cache.dtype))
+        for image in images:
+            self._slots[image.digest], taken = np.split(taken, [image.size])
+            if encoding is not None:
+                self._encodings[image.digest] = encoding
 
     def _pixels(self, image: Image) -> Tensor:
         """Return the image's pixels on the device, uint8 [tiles, height, width, 3]."""
@@ -256,7 +297,10 @@ class StepImages:
 
     def within(self, batch: Batch) -> bool:
         """Whether the step has tokens before the end of their request's last image."""
-        return bool((np.asarray(batch.starts) < self._ends[batch.rows]).any())
+        if not self._open:
+            return False
+        entries = zip(batch.rows, batch.starts, strict=True)
+        return any(row in self._open and start < self._ends[row] for row, start in entries)
 
     def place(self, batch: Batch, step: DeviceStep) -> None:
         """Set the image embeddings and rotary positions of a step's tokens, if `within`."""
@@ -271,21 +315,34 @@ class StepImages:
                 if begin < stop:
                     tokens.append(span.tokens[begin:stop] + (first - start))
                     slots.append(self._slots[span.digest][begin:stop])
+                    self._await(span.digest)
+            if end >= self._ends[row]:
+                self._open.discard(row)
         if tokens:
             rows = self._cache.index_select(0, self._on_device(np.concatenate(slots)))
+            if self._stream is not None:
+                self._stream.gathered()
             step.images = ImageRows(self._on_device(np.concatenate(tokens)), rows)
         if self._cos_sin is not None:
             self._rotate(batch, step, firsts)
         if self._mutual:
             self._see_each_other(batch, step, firsts)
 
+    def _await(self, digest: bytes) -> None:
+        """Order the step behind the encode of an image, if no step has waited for it."""
+        encoding = self._encodings.pop(digest, None)
+        if encoding is not None and encoding.awaited is None and self._stream is not None:
+            self._stream.await_encoding(encoding)
+
     def warm_up(self, tokens: int) -> None:
         """Encode as many embeddings as a step may, and drop them.
 
         tokens: the most tokens of a step.
         """
-        if self._encoder is not None:
-            shape = self._encoder.shape_of(self._vision.step_size(tokens, len(self._cache)))
+        if self._encoder is None:
+            return
+        shape = self._encoder.shape_of(self._vision.step_size(tokens, len(self._cache)))
+        with nullcontext() if self._stream is None else self._stream.apart():
             pixels = torch.zeros(*shape, 3, dtype=torch.uint8, device=self._device)
             self._encoder.encode([pixels])
 

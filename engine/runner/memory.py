@@ -187,10 +187,12 @@ def plan_memory(
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
         activations += chunk_bytes(resolved)
-        if model.tower is not None:  # a tower runs before the layers
+        if model.tower is not None:
             tokens, cached = resolved.max_num_batched_tokens, resolved.image_cache_tokens
             most = model.tower.config.step_size(tokens, cached)
-            activations = max(activations, model.tower.step_bytes(most))
+            encode = model.tower.step_bytes(most)
+            beside = resolved.encodes_ahead  # else a tower runs before the layers
+            activations = activations + encode if beside else max(activations, encode)
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
     groups, parts = model.kv, parts_here(resolved, model)
     rows = RequestRows.allocate(

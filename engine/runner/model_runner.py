@@ -106,9 +106,11 @@ class ModelRunner:
             self.host.before(batch)
         if batch.new_rows:
             self._set_rows(batch.new_rows)
-        encode_seconds = None
-        if self.forward.images is not None:
-            encode_seconds = self.forward.images.encode(batch)
+        images, encode_seconds = self.forward.images, None
+        if images is not None:
+            if batch.images or batch.dropped_images:
+                images.encode(batch.images, batch.dropped_images)
+            encode_seconds = images.timer()
         if batch.prefixes:
             self._copy_prefixes(batch.prefixes)
         if self.forward.state_runs is not None:
@@ -124,14 +126,18 @@ class ModelRunner:
             return result
 
         hidden = self.launcher.launch(batch)
+        result: DeviceResult | StagedResult
         if hidden is None:
-            return self.sampling.launch_nothing(batch.step)
-        if isinstance(hidden, ComingHidden):
+            result = self.sampling.launch_nothing(batch.step)
+        elif isinstance(hidden, ComingHidden):
             receive = hidden.receive
-            return StagedResult(lambda: sample(receive()))
-        result = sample(hidden)
-        if self.drafting is not None:
-            self._draft(self.drafting, batch, hidden, result)
+            result = StagedResult(lambda: sample(receive()))
+        else:
+            result = sampled = sample(hidden)
+            if self.drafting is not None:
+                self._draft(self.drafting, batch, hidden, sampled)
+        if images is not None and batch.ahead_images:  # behind the step, which need not wait
+            images.encode(batch.ahead_images)
         return result
 
     def _draft(

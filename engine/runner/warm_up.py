@@ -37,6 +37,8 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
 
     This compiles kernels and shows the peak of memory.
 
+    A tower is left to `warm_up_tower`.
+
     drafts: whether steps may have drafts.
     """
     pad, forward, sampling = runner.rows.pad_row, runner.forward, runner.sampling
@@ -73,6 +75,16 @@ def warm_up(runner: ModelRunner, num_tokens: int, *, drafts: bool = False) -> No
         sampling.sampler.prompt_logprobs(logits, last, MOST.logprobs)
 
 
+@torch.inference_mode()
+def warm_up_tower(runner: ModelRunner, num_tokens: int) -> None:
+    """Encode as many embeddings of images as a step may, where the model takes images.
+
+    num_tokens: the tokens of the largest step.
+    """
+    if runner.forward.images is not None:
+        runner.forward.images.warm_up(num_tokens)
+
+
 def launch_everything(
     runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
 ) -> None:
@@ -86,6 +98,7 @@ def launch_everything(
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
     try:
         warm_up(runner, max_tokens, drafts=drafts)
+        warm_up_tower(runner, max_tokens)
         if sizes:
             layers = runner.forward, runner.sampling
             drafter = runner.drafting is not None
@@ -167,7 +180,7 @@ def _warm_up_verification(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _warm_up_images(runner: ModelRunner, most: int) -> None:
-    """Run a chunk with images, of which graphs have none, and the tower.
+    """Run a chunk with images, of which graphs have none.
 
     most: the most tokens of a step.
     """
@@ -177,7 +190,6 @@ def _warm_up_images(runner: ModelRunner, most: int) -> None:
     step = forward.inputs.assemble(Batch(-1, [pad], [0], [length], [True]))
     forward.images.pretend(step)
     forward.run_step(step)
-    forward.images.warm_up(most)
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:

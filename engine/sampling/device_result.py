@@ -31,8 +31,8 @@ class DeviceResult:
     draft_counts: Sequence[int] = ()
     # While masks are missing: launches the sampling.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
-    # Returns the seconds that the device took to encode the step's images; the step must be done.
-    encode_seconds: Callable[[], float] | None = None
+    # Returns the seconds of encodes that are done and of waits for them; the step must be done.
+    encode_seconds: Callable[[], tuple[float, float]] | None = None
     check: Callable[[], None] | None = None  # checks the step's all-reduces; raises RankFailed
 
     def sample(self, masks: NDArray[np.int32]) -> None:
@@ -58,7 +58,7 @@ class DeviceResult:
         tokens: list[int] = self.tokens.tolist()
         result = StepResult(step=self.step, tokens=tokens)
         if self.encode_seconds is not None:
-            result.encode_seconds = self.encode_seconds()
+            result.encode_seconds, result.encode_wait = self.encode_seconds()
         if tokens and min(tokens) < 0:
             result.errors = {
                 self._entry(i): "numerical_error: the model's logits are not finite"

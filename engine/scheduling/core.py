@@ -334,7 +334,7 @@ class EngineCore:
             if self.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
             if result is not None:  # a chunk's size does not change what its images take
-                seconds = max(0.0, seconds - result.encode_seconds)
+                seconds = max(0.0, seconds - result.encode_wait)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
             if scheduler.tier is not None:
                 scheduler.tier.observe_step(done.prompt_tokens, seconds)
@@ -427,7 +427,7 @@ class EngineCore:
         scheduler.counters.out_of_memory += 1
         fewer = self.config.num_blocks * 7 // 8
         can_shrink = fewer >= scheduler.memory.pools[0].blocks_for(self.config.max_model_len)
-        num_tokens = newest.decodes + newest.prompt_tokens
+        num_tokens = newest.decodes + newest.prompt_tokens + newest.ahead_tokens
         # an image that must not be cut, or a whole text, may exceed the limit
         smaller = min(num_tokens, scheduler.token_limit) // 2
         if not smaller and (newest.num_images or not can_shrink):
@@ -461,7 +461,8 @@ class EngineCore:
         if not self._runner.recover():
             raise failure
         launched = self.scheduler.in_flight[suspect]
-        suspects = [r for r in launched.requests if r.phase is not RequestPhase.ENDED]
+        suspects = [*dict.fromkeys([*launched.requests, *launched.ahead])]
+        suspects = [r for r in suspects if r.phase is not RequestPhase.ENDED]
         self.scheduler.requeue(trusted=False)
         if self._bisection is None:
             self._bisection = FailureBisection(suspects, failure)

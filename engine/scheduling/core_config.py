@@ -30,6 +30,7 @@ class CoreConfig:
     generates: whether the model generates text; False = all other requests are refused.
     whole_texts: whether a text must be computed in a single step.
     images: how the model takes images; None = requests with images are refused.
+    encodes_ahead: whether a step with decodes encodes images beside it, for later steps.
     """
 
     max_num_seqs: int
@@ -53,6 +54,7 @@ class CoreConfig:
     generates: bool = True
     whole_texts: bool = False
     images: ImagePlan | None = None
+    encodes_ahead: bool = False
 
     @property
     def depth(self) -> int:

@@ -8,6 +8,12 @@ before an image that this step cannot encode:
  step n           ------------------------|            encodes A; B exceeds what a step may encode
  step n + 1                               |-----------  encodes B
 
+Where a device encodes beside steps, a step with decodes hands its encodes out ahead. Its chunk ends
+before the images, and the next step has their tokens, so that no stream waits for a tower:
+
+ step n           decodes | text                       encodes A beside, for step n + 1
+ step n + 1       decodes | image A | text             encodes B beside
+
 A step always encodes the first image that it needs, whatever the image's size, and further images
 up to its token budget. To make room, embeddings are dropped that this step does not use: first
 those that no request still needs, then others, each time the least recently used. A request whose
@@ -53,11 +59,15 @@ class ImageCache:
         self._came_tokens = 0  # embeddings of these
         self._holders: Counter[bytes] = Counter()  # digest -> requests that have the image
         self._needed: Counter[bytes] = Counter()  # digest -> requests that will use its embeddings
+        # digest -> the request for which it was encoded ahead, until the request uses it
+        self._claims: dict[bytes, int] = {}
         # Of the step that is being scheduled:
         self._used: set[bytes] = set()  # digests whose embeddings it uses
         self._used_tokens = 0
         self._step_tokens = 0  # embeddings that it encodes
-        self._images: list[Image] = []  # images that it encodes
+        self._images: list[Image] = []  # images that it encodes for its own tokens
+        # digest -> image that it encodes for later steps, and the request that needs it
+        self._ahead: dict[bytes, tuple[Image, Request]] = {}
         self._dropped: list[bytes] = []
 
     # ---- requests ------------------------------------------------------------------------------
@@ -174,24 +184,52 @@ class ImageCache:
             if is_new and image.digest not in self._sizes:
                 missing.append(image)
                 continue
-            self.hits += start <= image.start
+            claimed = self._claims.get(image.digest) == request.id
+            if claimed:
+                del self._claims[image.digest]
+            self.hits += start <= image.start and not claimed
             if image.digest in self._sizes:
                 self._sizes.move_to_end(image.digest)
         for image in missing:
-            self._make_room(image.size)
-            self._sizes[image.digest] = image.size
-            self.num_tokens += image.size
-            came = self._give_rows(image.digest)
-            if came is None:
-                self._step_tokens += image.size
-                came = replace(image, pixels=self._pixels[image.digest])
-            self._images.append(came)
+            self._images.append(self._encoded(image))
+
+    def hand_out(self, request: Request, length: int, most: int, step_tokens: int) -> int:
+        """Let this step encode, for later ones, images of the request's next tokens.
+
+        Returns how many of the next `length` tokens need no embeddings of such encodes.
+
+        most: the tokens that this step and the next may compute of the request.
+        step_tokens: as of `reach`.
+        """
+        start = request.num_computed
+        for image in self._between(request, start, start + self.reach(request, most, step_tokens)):
+            if image.digest not in self._used:
+                self._used.add(image.digest)
+                self._used_tokens += image.size
+            if image.digest not in self._sizes:
+                self._ahead[image.digest] = self._encoded(image), request
+                self._claims[image.digest] = request.id
+        for image in self._between(request, start, start + length):
+            if image.digest in self._ahead or image.digest not in self._sizes:
+                return max(0, image.start - start)
+        return length
+
+    def _encoded(self, image: Image) -> Image:
+        """Count the image as taken by this step; return it with its embeddings or its pixels."""
+        self._make_room(image.size)
+        self._sizes[image.digest] = image.size
+        self.num_tokens += image.size
+        came = self._give_rows(image.digest)
+        if came is not None:
+            return came
+        self._step_tokens += image.size
+        return replace(image, pixels=self._pixels[image.digest])
 
     def _between(self, request: Request, start: int, stop: int) -> Iterator[Image]:
         """Yield the images that have tokens in [start, stop), whose earlier tokens are computed."""
         for index in range(request.next_image, len(request.images)):
             image = request.images[index]
-            if image.start >= stop:
+            if max(image.start, start) >= stop:
                 return
             if _end(image) > start:
                 yield image
@@ -209,17 +247,38 @@ class ImageCache:
         raise AssertionError("the images of a step exceed the cache")
 
     def _drop(self, digest: bytes) -> None:
-        self.num_tokens -= self._sizes.pop(digest)
+        self._forget(digest)
         self._dropped.append(digest)
 
-    def build(self, batch: Batch) -> None:
-        """Give the step its images to encode and to drop; the next step begins."""
+    def _forget(self, digest: bytes) -> None:
+        self.num_tokens -= self._sizes.pop(digest)
+        self._claims.pop(digest, None)
+
+    def build(self, batch: Batch) -> list[Request]:
+        """Give the step its images to encode and to drop; the next step begins.
+
+        Returns the requests for which it encodes ahead.
+        """
         batch.images, self._images = self._images, []
+        batch.ahead_images = [image for image, _ in self._ahead.values()]
+        requests = [request for _, request in self._ahead.values()]
         batch.dropped_images, self._dropped = self._dropped, []
-        received = sum(bool(image.rows) for image in batch.images)
+        both = [*batch.images, *batch.ahead_images]
+        received = sum(bool(image.rows) for image in both)
         self.received += received
-        self.encoded += len(batch.images) - received
+        self.encoded += len(both) - received
         self.encoded_tokens += self._step_tokens
+        self._begin()
+        return requests
+
+    def cancel(self) -> None:
+        """Forget the step, because nothing can run in it; the next step begins."""
+        for digest in self._ahead:
+            self._forget(digest)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ahead.clear()
         self._used.clear()
         self._used_tokens = self._step_tokens = 0
 
@@ -256,6 +315,7 @@ class ImageCache:
         requests: all requests that have not ended.
         """
         assert not (self._used or self._images or self._step_tokens or self._used_tokens)
+        assert not self._ahead and self._claims.keys() <= self._sizes.keys()
         assert self.num_tokens == sum(self._sizes.values()) <= self._plan.cache_tokens
         held = Counter(image.digest for r in requests for image in r.images)
         needed = Counter(image.digest for r in requests for image in r.images[r.next_image :])

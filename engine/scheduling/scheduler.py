@@ -284,6 +284,8 @@ class Scheduler:
             self._add_drafts(speculation, builder)
             self._add_proposals(speculation, builder)
         if not (self.decoding.requests or builder.sampling or builder.prefill_only):
+            if self.images is not None:
+                self.images.cancel()
             return None
         return self._build(builder)
 
@@ -451,6 +453,9 @@ class Scheduler:
         be cut and whose rest exceeds it.
         """
         length = images.whole(request, min(request.remaining, budget))
+        if self.config.encodes_ahead and self.decoding and self.queue.only is None:
+            most = images.whole(request, min(request.remaining, 2 * budget))
+            length = images.hand_out(request, length, most, self.token_limit)
         length = images.reach(request, length, self.token_limit)
         room = self.config.max_num_batched_tokens - len(self.decoding) - builder.chunk_tokens
         if not 0 < length <= max(budget, room):
@@ -691,8 +696,10 @@ class Scheduler:
             builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
         if self.images is not None:
-            self.images.build(builder.batch)
-            launched.num_images = len(builder.batch.images)
+            launched.ahead = self.images.build(builder.batch)
+            ahead = builder.batch.ahead_images
+            launched.num_images = len(builder.batch.images) + len(ahead)
+            launched.ahead_tokens = sum(image.size for image in ahead)
         step = self.step = launched.step
         for entry in launched.finishing:
             group.leave(launched.requests[entry])

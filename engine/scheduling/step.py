@@ -55,6 +55,8 @@ class LaunchedStep:
     proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's
     prompt_tokens: int = 0  # tokens of its chunks
     num_images: int = 0  # images that it encodes
+    ahead_tokens: int = 0  # embeddings that it encodes for later steps
+    ahead: Sequence[Request] = ()  # the requests that need these
     some_ended: bool = False  # whether a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     # drafts' constraints, whose masks come after those of `constrained`

@@ -5,6 +5,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from tests.batches import new_row
+from tests.batches import new_row, tower_config
 
 # The model of transformers has to take rows instead of pictures; 5.17's does not.
 forward = transformers.Qwen3VLForConditionalGeneration.forward
@@ -87,6 +88,7 @@ def image(name: str, start: int) -> Image:
 
 
 IMAGES = [image("a", 2), image("b", 11)]
+vision = partial(tower_config, PAD, HIDDEN)
 
 
 class Seeing:
@@ -146,7 +148,7 @@ class Seeing:
         assert images is not None
         for new in batch.new_rows:
             self.forward.set_row(new)
-        images.encode(batch)
+        images.encode(batch.images, batch.dropped_images)
         step = self.forward.assemble(batch)
         return self.model.logits(self.forward.run_step(step)).cpu()
 
@@ -170,23 +172,6 @@ class Seeing:
         return self.theirs(
             input_ids=torch.tensor([ids]), mm_encoder_outputs={"image": encoded}, **given
         ).logits[0]
-
-
-def vision(**fields: Any) -> VisionConfig:
-    """A configuration with the fields that a step reads; the rows come from `Rows`."""
-    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "patch_size")
-    return VisionConfig(
-        family="",
-        image_token_id=PAD,
-        names=(),
-        **dict.fromkeys(sizes, 1),
-        out_size=HIDDEN,
-        activation="gelu",
-        norm_eps=1e-6,
-        mean=(0.5, 0.5, 0.5),
-        deviation=(0.5, 0.5, 0.5),
-        **fields,
-    )
 
 
 def qwen3_vl(folder: Path, **options: Any) -> Seeing:

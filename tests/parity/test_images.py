@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
+from engine.batch import Batch
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
@@ -29,6 +30,7 @@ from tests.engine.images.folders import (
     their_inputs,
 )
 from tests.engine.images.test_processors import write_folder
+from tests.engine.models.test_launch_path import waits_are_errors
 from tests.engine.process.conftest import two_cores
 from tests.engine.process.ranked import start
 from tests.parity.engine_driver import Output, engine, run
@@ -132,6 +134,87 @@ def test_greedy_text_equals_transformers(seeing: Seeing) -> None:
 def test_on_a_gpu(seeing: Seeing, cut: dict[str, Any]) -> None:
     """Bugs: a kernel of the tower mixes pictures up; a graph reads a step's rotary table."""
     seeing.run(engine(seeing.folder, device="cuda", max_num_batched_tokens=64, **cut), 16)
+
+
+def encoding_ahead(core: EngineCore, *, ahead: bool) -> tuple[EngineCore, list[Batch]]:
+    """The engine with encodes beside steps or without, and the batches that it will launch."""
+    runner: Any = core._runner
+    launch, batches = runner.launch, []
+
+    def recorded(batch: Batch) -> Any:
+        batches.append(batch)
+        return launch(batch)
+
+    runner.launch = recorded
+    return EngineCore(replace(core.config, encodes_ahead=ahead), runner), batches
+
+
+def compare_encodes(folder: Path, name: str, **fields: Any) -> None:
+    """Encodes beside steps change no token, and are the ones that steps would do themselves."""
+    seeing = made(name, folder)
+    texts, encodes = [], []
+    for ahead in (False, True):
+        core = engine(folder, max_num_batched_tokens=64, prefix_caching=False, **fields)
+        core, batches = encoding_ahead(core, ahead=ahead)
+        texts.append([output.token_ids for output in seeing.run(core, 16)])
+        encodes.append([len(batch.ahead_images) for batch in batches])
+        digests = [im.digest for batch in batches for im in (*batch.images, *batch.ahead_images)]
+        assert len(digests) == len({*digests}) == 3
+    assert texts[0] == texts[1]
+    assert not any(encodes[0]) and any(encodes[1])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", pytest.param("SmolVLM", marks=pytest.mark.slow)])
+def test_encodes_beside_steps(name: str, tmp_path: Path) -> None:
+    """Bug: tokens of an image are computed before its encode, which a later step brings."""
+    compare_encodes(tmp_path, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL", "Mistral 3", "SmolVLM"])
+def test_encodes_beside_steps_on_a_gpu(name: str, deterministic: bool, tmp_path: Path) -> None:
+    """Bug: a step reads embeddings while another stream writes them."""
+    compare_encodes(tmp_path, name, device="cuda", deterministic=deterministic)
+
+
+@pytest.mark.gpu
+def test_launches_of_encodes_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: pixels come from pageable memory, or the host waits for the stream of encodes."""
+    seeing = made("Qwen3-VL", tmp_path)
+    core = engine(tmp_path, device="cuda", max_num_batched_tokens=64, prefix_caching=False)
+    assert core.config.encodes_ahead
+    runner: Any = core._runner
+    launch, ahead = runner.launch, []
+
+    def guarded(batch: Batch) -> Any:
+        ahead.extend(batch.ahead_images)
+        with waits_are_errors():
+            return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", guarded)
+    seeing.run(core, 16)
+    assert ahead and core.stats().image_encode_seconds > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen2.5-VL", "Gemma 3"])
+def test_decodes_behind_images_are_graphs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a request with images launches its decodes kernel by kernel, or a graph turns its
+    tokens by their index."""
+    seeing = made(name, tmp_path)
+    core = engine(tmp_path, device="cuda", max_num_batched_tokens=64, graph_sizes=(1, 2, 4, 8))
+    runner: Any = core._runner
+    eager = runner.eager.launch
+
+    def prompts_alone(batch: Batch) -> Any:
+        assert batch.num_decodes < len(batch.rows), "decodes are launched kernel by kernel"
+        return eager(batch)
+
+    monkeypatch.setattr(runner.eager, "launch", prompts_alone)
+    seeing.run(core, 16)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Recording(FakeRunner):
         self.steps: list[tuple[list[int], int, list[int]]] = []
 
     def launch(self, batch: Batch) -> _Step:
-        images = [image.size for image in batch.images]
+        images = [image.size for image in (*batch.images, *batch.ahead_images)]
         self.steps.append((images, len(batch.dropped_images), list(batch.lengths)))
         return super().launch(batch)
 
@@ -63,7 +63,7 @@ def check(core: EngineCore, *requests: EngineRequest) -> None:
     """All say what they say alone."""
     wanted = {r.id: expected(r, core.config) for r in requests}
     said = {id: (o.tokens, o.finish) for id, o in run(core, requests).items()}
-    assert said == wanted
+    assert {id: said[id] for id in wanted} == wanted
 
 
 def test_blocks_for_an_image_beside_the_window_before_it() -> None:
@@ -220,18 +220,110 @@ class BadTower(Recording):
         self.bad, self.error = bad, error
 
     def launch(self, batch: Batch) -> _Step:
-        if self.bad([image.size for image in batch.images]):
+        if self.bad([image.size for image in (*batch.images, *batch.ahead_images)]):
             raise self.error
         return super().launch(batch)
 
 
-def test_an_image_that_fails_in_the_tower_costs_its_request_alone() -> None:
-    """Bug: one picture ends the engine, or everybody who runs beside it."""
-    runner = BadTower(lambda sizes: 5 in sizes, RuntimeError("tower"), images=PLAN)
+class Timeline(FakeRunner):
+    """Keeps the order of what the host does: encodes beside steps, waits, and tokens of images."""
+
+    def __init__(self, **changes: Any) -> None:
+        config = make_config(images=PLAN, encodes_ahead=True, async_scheduling=True, **changes)
+        super().__init__(config)
+        self.order: list[tuple[str, int]] = []
+
+    def launch(self, batch: Batch) -> _Step:
+        launched = super().launch(batch)
+        self.order += [("encode", batch.step)] * len(batch.ahead_images)
+        if any(
+            start <= at < start + length
+            for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True)
+            for at in self.places[row]
+        ):
+            self.order.append(("read", batch.step))
+        return launched
+
+    def execute(self, step: _Step) -> StepResult:
+        self.order.append(("wait", step.step))
+        return super().execute(step)
+
+
+@pytest.mark.parametrize("text", [1, 40])
+def test_encodes_are_launched_beside_the_steps_before_their_tokens(text: int) -> None:
+    """Bugs: a tower runs between two steps of a stream; an image behind much text costs a step of
+    its own."""
+    runner = Timeline(max_num_batched_tokens=64)
     core = core_with(runner)
+    stream = make_request(1, 5, max_tokens=40, ignore_eos=True)
+    picture = make_request(2, **make_prompt([9] * text, 7, TEXT), max_tokens=2)
+    wanted = {r.id: expected(r, core.config)[0] for r in (stream, picture)}
+    core.add_request(stream)
+    deltas = [core.step() for _ in range(6)]
+    core.add_request(picture)
+    while core.has_work():
+        deltas.append(core.step())
+    said: dict[int, list[int]] = {1: [], 2: []}
+    for delta in (delta for some in deltas for delta in some):
+        said[delta.id] += delta.token_ids
+    assert {id: said[id] for id in wanted} == wanted
+    ((_, step),) = (entry for entry in runner.order if entry[0] == "encode")
+    reads = [at for kind, at in runner.order if kind == "read"]
+    assert reads[0] == step + 1
+    at = runner.order.index(("encode", step))
+    assert runner.order[at + 1] == ("wait", step - 1)
+    assert core.stats().images_encoded == 1 and not core.stats().image_cache_hits
+
+
+def test_without_streams_a_step_encodes_for_itself() -> None:
+    """Bug: the first token of a request alone comes one step later."""
+    runner = Timeline()
+    core = core_with(runner)
+    run(core, [make_request(1, **make_prompt(TEXT, 7, TEXT), max_tokens=2)])
+    assert [kind for kind, _ in runner.order].count("encode") == 0
+    assert runner.order[0] == ("read", 1)
+
+
+def test_an_encode_beside_a_step_is_for_its_request_alone() -> None:
+    """Bug: hits are counted of a request that waited for its own image, or not of another's."""
+    core = core_with(Timeline(prefix_caching=False))
+    core.add_request(make_request(0, 5, max_tokens=60, ignore_eos=True))
+    for _ in range(3):
+        core.step()
+    requests = [make_request(id, **make_prompt(TEXT, 7, TEXT)) for id in (1, 2)]
+    check(core, *requests)
+    assert core.stats().images_encoded == 1 and core.stats().image_cache_hits == 1
+
+
+def test_an_encode_is_not_counted_if_its_step_cannot_run() -> None:
+    """Bug: all streams are preempted for a prompt that gets no block, and later steps believe in
+    embeddings that nobody has encoded."""
+    runner = Recording(
+        num_blocks=32, max_num_batched_tokens=4, max_num_seqs=4, encodes_ahead=True,
+        async_scheduling=True, prefix_caching=False,
+    )  # fmt: skip
+    core = core_with(runner)
+    core.add_request(make_request(1, 16, max_tokens=50, ignore_eos=True, priority=1))
+    for _ in range(6):
+        core.step()
+    check(core, make_request(2, **make_prompt([9] * 85, 7, TEXT), max_tokens=2))
+    assert core.stats().preemptions and runner.encodes == [[8]]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_image_that_fails_in_the_tower_costs_its_request_alone(ahead: bool) -> None:
+    """Bug: one picture ends the engine, or everybody who runs beside it."""
+    runner = BadTower(
+        lambda sizes: 5 in sizes, RuntimeError("tower"), images=PLAN, encodes_ahead=ahead
+    )
+    core = core_with(runner)
+    if ahead:
+        core.add_request(make_request(50, 5, max_tokens=100, ignore_eos=True))
+        core.step()
     requests = [make_request(id, **make_prompt(TEXT, id, TEXT)) for id in range(8)]
     wanted = {r.id: expected(r, core.config) for r in requests}
     outputs = run(core, requests)
+    outputs.pop(50, None)
     for id, output in outputs.items():
         if id == 4:
             assert output.deltas[-1].error.startswith("engine_error: the engine fails on this")
@@ -239,15 +331,22 @@ def test_an_image_that_fails_in_the_tower_costs_its_request_alone() -> None:
             assert (output.tokens, output.finish) == wanted[id]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("plan", [PLAN, WHOLE])
-def test_a_tower_without_memory_encodes_fewer_images_at_a_time(plan: ImagePlan) -> None:
+def test_a_tower_without_memory_encodes_fewer_images_at_a_time(
+    plan: ImagePlan, ahead: bool
+) -> None:
     """Bug: images that fit one by one fail together, or a step that never fits is tried again for
     ever."""
-    runner = BadTower(lambda sizes: sum(sizes) > 8, OutOfMemory("tower"), images=plan)
+    changes = {"images": plan, "encodes_ahead": ahead}
+    runner = BadTower(lambda sizes: sum(sizes) > 8, OutOfMemory("tower"), **changes)
     core = core_with(runner)
+    if ahead:
+        core.add_request(make_request(50, 5, max_tokens=100, ignore_eos=True))
+        core.step()
     check(core, *(make_request(id, **make_prompt(TEXT, 7, id, TEXT)) for id in range(6)))
     assert core.stats().out_of_memory > 0
-    runner = BadTower(lambda sizes: 8 in sizes, OutOfMemory("tower"), images=plan)
+    runner = BadTower(lambda sizes: 8 in sizes, OutOfMemory("tower"), **changes)
     core = core_with(runner)
     outputs = run(core, [make_request(id, **make_prompt(TEXT, id, TEXT)) for id in (6, 7)])
     assert [output.finish == "error" for output in outputs.values()] == [False, True]
@@ -300,7 +399,8 @@ def test_images_are_counted() -> None:
 
     class Timed(Recording):
         def execute(self, step: _Step) -> StepResult:
-            return replace(super().execute(step), encode_seconds=100.0 if step.images else 0.0)
+            seconds = 100.0 if step.images else 0.0
+            return replace(super().execute(step), encode_seconds=seconds, encode_wait=seconds)
 
     core = core_with(Timed(prefix_caching=False, images=PLAN))
     check(core, *(make_request(id, **make_prompt([9], 7, [9], 7, [9])) for id in range(2)))
@@ -390,6 +490,16 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "keys do not name images": lambda patch: patch.setattr(
         block_manager, "extend_hashes", lambda *arguments: extend_hashes(*arguments[:5])
     ),
+    "an encode ahead is used at once": lambda patch: patch.setattr(
+        ImageCache,
+        "hand_out",
+        lambda self, request, length, most, tokens: (
+            hand_out(self, request, length, most, tokens) and length
+        ),
+    ),
+    "an encode of no step is counted": lambda patch: patch.setattr(
+        ImageCache, "cancel", lambda self: None
+    ),
     "embeddings stay after a failure": lambda patch: patch.setattr(
         scheduler.Scheduler, "drop_images", lambda self: None
     ),
@@ -405,12 +515,20 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+hand_out = ImageCache.hand_out
+
+
 def suite() -> None:
+    for plan in (PLAN, replace(WHOLE, cache_tokens=9)):
+        ahead = {"images": plan, "encodes_ahead": True, "max_num_batched_tokens": 20}
+        random_run(3, num_blocks=44, **ahead)
+        random_run(4, num_blocks=30, prefix_caching=False, **ahead)
     for plan in (PLAN, WHOLE, replace(PLAN, cache_tokens=9)):
         random_run(1, images=plan, max_num_batched_tokens=20, num_blocks=44)
         random_run(2, images=plan, max_num_batched_tokens=20, num_blocks=44, prefix_caching=False)
     test_a_chunk_ends_before_an_image_that_its_step_cannot_encode()
     test_keys_name_the_image_and_its_place()
+    test_an_encode_is_not_counted_if_its_step_cannot_run()
     test_embeddings_end_with_the_weights_that_made_them()
 
 

@@ -1,0 +1,90 @@
+"""EncodeStream: the CUDA stream on which a tower encodes images while steps decode."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """A run of the tower on the stream of encodes.
+
+    start, end: recorded before it and after its embeddings are in the cache.
+    awaited: recorded where the stream of steps begins to wait for it.
+    """
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    awaited: torch.cuda.Event | None = None
+
+
+class EncodeStream:
+    """A stream beside the one of steps, and the order of both at the cache of embeddings.
+
+    A step that gathers embeddings waits for the encode that wrote them. An encode that writes waits
+    for the gathers that were launched before, which may read what its places held. The host waits
+    for neither.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._gathered: torch.cuda.Event | None = None  # after the newest gather
+        self.launched: deque[Encoding] = deque()  # those whose seconds were not taken
+
+    @contextmanager
+    def encoding(self) -> Iterator[Encoding]:
+        """Launch what the block launches on this stream; the encode ends with the block."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            encoding = Encoding(start, end)
+            yield encoding
+            end.record()
+        self.launched.append(encoding)
+
+    def await_gathers(self) -> None:
+        """Order what follows in the encode behind all gathers that are launched."""
+        if self._gathered is not None:
+            self._stream.wait_event(self._gathered)
+
+    def await_encoding(self, encoding: Encoding) -> None:
+        """Order the steps that follow behind an encode."""
+        encoding.awaited = torch.cuda.Event(enable_timing=True)
+        encoding.awaited.record()
+        torch.cuda.current_stream(self._device).wait_event(encoding.end)
+
+    def gathered(self) -> None:
+        """Note that a gather was launched on the stream of steps."""
+        self._gathered = torch.cuda.Event()
+        self._gathered.record()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Launch a block on this stream, behind the steps before and ahead of those after."""
+        steps = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(steps)
+        with torch.cuda.stream(self._stream):
+            yield
+        steps.wait_stream(self._stream)
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the encodes that are done and not yet returned.
+
+        The first number is what they took, the second what steps waited for them.
+        """
+        took = waited = 0.0
+        while self.launched and self.launched[0].end.query():
+            encoding = self.launched.popleft()
+            took += encoding.start.elapsed_time(encoding.end) / 1000
+            awaited = encoding.awaited
+            if awaited is not None and awaited.query():  # else the encode was done before
+                waited += max(0.0, awaited.elapsed_time(encoding.end) / 1000)
+        return took, waited
+
+    def forget(self) -> None:
+        """Drop the encodes whose seconds were not taken, after a failure."""
+        self.launched.clear()
