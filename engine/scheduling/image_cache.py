@@ -42,6 +42,8 @@ class ImageCache:
     """The account of the runner's embeddings, and the pixels of all requests.
 
     num_tokens: the embeddings that the runner has after the step that is being scheduled.
+    used: digests of the images whose embeddings that step uses or encodes.
+    dropped: digests of embeddings that it drops. Without any of both it needs no `build`.
     encoded, encoded_tokens, encode_seconds, hits: since the start, images encoded, their
         embeddings, the time that this took, and images that were computed from embeddings that the
         runner had.
@@ -62,13 +64,13 @@ class ImageCache:
         # digest -> the request for which it was encoded ahead, until the request uses it
         self._claims: dict[bytes, int] = {}
         # Of the step that is being scheduled:
-        self._used: set[bytes] = set()  # digests whose embeddings it uses
+        self.used: set[bytes] = set()
         self._used_tokens = 0
         self._step_tokens = 0  # embeddings that it encodes
         self._images: list[Image] = []  # images that it encodes for its own tokens
         # digest -> image that it encodes for later steps, and the request that needs it
         self._ahead: dict[bytes, tuple[Image, Request]] = {}
-        self._dropped: list[bytes] = []
+        self.dropped: list[bytes] = []
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class ImageCache:
         planned: set[bytes] = set()
         used, encoded = self._used_tokens, self._step_tokens
         for image in self._between(request, start, start + length):
-            if image.digest in self._used or image.digest in planned:
+            if image.digest in self.used or image.digest in planned:
                 continue
             planned.add(image.digest)
             used += image.size
@@ -177,9 +179,9 @@ class ImageCache:
         start = request.num_computed
         missing = []
         for image in self._between(request, start, start + length):
-            is_new = image.digest not in self._used
+            is_new = image.digest not in self.used
             if is_new:
-                self._used.add(image.digest)
+                self.used.add(image.digest)
                 self._used_tokens += image.size
             if is_new and image.digest not in self._sizes:
                 missing.append(image)
@@ -203,8 +205,8 @@ class ImageCache:
         """
         start = request.num_computed
         for image in self._between(request, start, start + self.reach(request, most, step_tokens)):
-            if image.digest not in self._used:
-                self._used.add(image.digest)
+            if image.digest not in self.used:
+                self.used.add(image.digest)
                 self._used_tokens += image.size
             if image.digest not in self._sizes:
                 self._ahead[image.digest] = self._encoded(image), request
@@ -238,7 +240,7 @@ class ImageCache:
         """Drop embeddings that this step does not use until `size` more fit."""
         if self.num_tokens + size <= self._plan.cache_tokens:
             return
-        unused = [digest for digest in self._sizes if digest not in self._used]
+        unused = [digest for digest in self._sizes if digest not in self.used]
         unused.sort(key=self._needed.__contains__)
         for digest in unused:
             self._drop(digest)
@@ -248,7 +250,7 @@ class ImageCache:
 
     def _drop(self, digest: bytes) -> None:
         self._forget(digest)
-        self._dropped.append(digest)
+        self.dropped.append(digest)
 
     def _forget(self, digest: bytes) -> None:
         self.num_tokens -= self._sizes.pop(digest)
@@ -262,7 +264,7 @@ class ImageCache:
         batch.images, self._images = self._images, []
         batch.ahead_images = [image for image, _ in self._ahead.values()]
         requests = [request for _, request in self._ahead.values()]
-        batch.dropped_images, self._dropped = self._dropped, []
+        batch.dropped_images, self.dropped = self.dropped, []
         both = [*batch.images, *batch.ahead_images]
         received = sum(bool(image.rows) for image in both)
         self.received += received
@@ -279,7 +281,7 @@ class ImageCache:
 
     def _begin(self) -> None:
         self._ahead.clear()
-        self._used.clear()
+        self.used.clear()
         self._used_tokens = self._step_tokens = 0
 
     # ---- dropping embeddings -------------------------------------------------------------------
@@ -314,7 +316,7 @@ class ImageCache:
 
         requests: all requests that have not ended.
         """
-        assert not (self._used or self._images or self._step_tokens or self._used_tokens)
+        assert not (self.used or self._images or self._step_tokens or self._used_tokens)
         assert not self._ahead and self._claims.keys() <= self._sizes.keys()
         assert self.num_tokens == sum(self._sizes.values()) <= self._plan.cache_tokens
         held = Counter(image.digest for r in requests for image in r.images)

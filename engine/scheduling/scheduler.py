@@ -640,7 +640,7 @@ class Scheduler:
             memory.cuts += held.snapshots.plan.cuts(num_tokens)
         for pool_memory in memories:  # all pools share a step's token budget
             pool_memory.uncomputed += num_tokens - request.num_computed
-        if self.images is not None:
+        if self.images is not None and request.images:
             self.images.computed(request)
         memory.count_running(held.footprint(request, self._step_index(request)))
         builder.batch.new_rows.append(request.new_row())
@@ -695,8 +695,9 @@ class Scheduler:
             builder.batch.settled, self._settled = self._settled, []
             builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
-        if self.images is not None:
-            launched.ahead = self.images.build(builder.batch)
+        images = self.images
+        if images is not None and (images.used or images.dropped):
+            launched.ahead = images.build(builder.batch)
             ahead = builder.batch.ahead_images
             launched.num_images = len(builder.batch.images) + len(ahead)
             launched.ahead_tokens = sum(image.size for image in ahead)
@@ -710,7 +711,7 @@ class Scheduler:
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
-            if self.images is not None:
+            if self.images is not None and request.images:
                 self.images.computed(request)
             if not (pool := self.memory.pool(request)).whole:
                 pool.drop_behind(request, request.num_computed)
@@ -840,7 +841,7 @@ class Scheduler:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
         if self.speculation is not None:
             self.speculation.end(request)
-        if self.images is not None:
+        if self.images is not None and request.images:
             self.images.end_request(request)
 
     def _release(self, request: Request) -> None:

@@ -1,7 +1,11 @@
 """Images in the scheduler: what a step encodes, what the runner keeps, and who else notices."""
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -472,6 +476,34 @@ def test_texts_run_as_in_an_engine_without_images() -> None:
         run(core_with(runner), [make_request(id, 3 + 5 * id % 23) for id in range(30)])
         steps.append(rows)
     assert len(steps[0]) > 20 and steps[0] == steps[1]
+
+
+def calls_of_steps(plan: ImagePlan | None) -> Counter[str]:
+    """The functions that 16 steps of eight texts call, among them new and ended requests."""
+    core = core_with(FakeRunner(make_config(images=plan, encodes_ahead=plan is not None)))
+    for id in range(8):
+        core.add_request(make_request(id, 5, max_tokens=4 + 2 * id, ignore_eos=True))
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        inside = Path(frame.f_code.co_filename).parts[-3:-1] == ("engine", "scheduling")
+        if event == "call" and inside:
+            calls[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(count)
+    try:
+        for _ in range(16):
+            core.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_texts_call_nothing_for_images() -> None:
+    """Bug: each step of a text on a model that sees does work for images that nobody has sent."""
+    alone, seeing = calls_of_steps(None), calls_of_steps(PLAN)
+    assert alone["core.step"] == 16 and alone["scheduler._end"] > 3
+    assert seeing == alone
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
