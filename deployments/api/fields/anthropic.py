@@ -15,7 +15,7 @@ from deployments.api.fields.body import (
     struct_body,
     told_of,
 )
-from deployments.api.fields.chat import AnthropicImage, Text
+from deployments.api.fields.chat import AnthropicImage, MisplacedBlock, Text
 from deployments.api.fields.generation import (
     COMPLETION,
     ReasoningEffort,
@@ -50,9 +50,10 @@ class MediaBlock(Struct, gc=False):
 
 _TEXT_BLOCKS: Mapping[str, type[Struct]] = {
     "text": TextBlock,
-    "image": AnthropicImage,
+    "image": MisplacedBlock,
     **dict.fromkeys(("document", "audio", "video"), MediaBlock),
 }
+_SEEN_BLOCKS: Mapping[str, type[Struct]] = {**_TEXT_BLOCKS, "image": AnthropicImage}
 
 
 class TextOnlyBlock(Known[TextBlock | AnthropicImage | MediaBlock]):
@@ -62,6 +63,15 @@ class TextOnlyBlock(Known[TextBlock | AnthropicImage | MediaBlock]):
 
 
 Texts = Annotated[str | list[TextOnlyBlock], _NO_BLOCKS]
+
+
+class ResultBlock(TextOnlyBlock):
+    """A block of a tool's result."""
+
+    KINDS = _SEEN_BLOCKS
+
+
+ResultContent = Annotated[str | list[ResultBlock], _NO_BLOCKS]
 
 
 class ThinkingBlock(Struct, gc=False):
@@ -82,14 +92,14 @@ class ToolResult(Struct, gc=False):
     """The result of a call in an earlier message."""
 
     tool_use_id: Any = None
-    content: Texts | None = None
+    content: ResultContent | None = None
     is_error: Any = None
 
 
 class UserBlock(Known[TextBlock | ToolResult | AnthropicImage | MediaBlock]):
     """A block of a user's message."""
 
-    KINDS: ClassVar = {**_TEXT_BLOCKS, "tool_result": ToolResult}
+    KINDS: ClassVar = {**_SEEN_BLOCKS, "tool_result": ToolResult}
 
 
 class AssistantBlock(Known[TextBlock | ThinkingBlock | ToolUse | AnthropicImage | MediaBlock]):

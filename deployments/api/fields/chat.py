@@ -6,8 +6,18 @@ from msgspec import Meta, Struct, defstruct
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGE_PARTS, MAX_MESSAGES, ROLES
 from deployments.api.fields.body import Typed, expects
-from deployments.api.fields.schema import NEVER
+from deployments.api.fields.schema import (
+    NEVER,
+    NULL,
+    TEXT,
+    Schema,
+    either,
+    needed,
+    one_of,
+    record,
+)
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from engine.images.layout import DETAILS
 
 _NO_TEXT = expects("a string")  # the error of a missing text, too
 _NO_CALL = expects("a function call", up=1)
@@ -31,28 +41,50 @@ class RefusalPart(Struct, tag="refusal", tag_field="type", gc=False):
         return self.refusal
 
 
-# A field of which the schemas say nothing, because only some models take it.
+# A field of which the schemas say nothing, because no model takes it at this place.
 _Untold = Annotated[Any, Meta(extra_json_schema=NEVER)]
+
+
+# The fields of images are checked where images are read.
+_URL: Schema = {
+    "type": "string",
+    "description": "data:image/png;base64,..., or an http(s) address of the server's images.hosts",
+}
+_DATA: Schema = {"type": "string", "description": "base64 of the file, or a data: URL"}
+_EITHER_URL = either(_URL, record({"url": _URL}, detail=one_of(*DETAILS)))
+_FILE = record({"file_data": _DATA}, filename=TEXT, file_id=NULL)
+_SOURCE = either(
+    record({"type": one_of("base64"), "data": _DATA}, media_type=TEXT),
+    record({"type": one_of("url"), "url": _URL}),
+)
+_ImageUrl = Annotated[Any, Meta(extra_json_schema=needed(_EITHER_URL))]
+_InputUrl = Annotated[Any, Meta(extra_json_schema=needed(_URL))]
+_Detail = Annotated[Any, Meta(extra_json_schema=one_of(*DETAILS))]
+_File = Annotated[Any, Meta(extra_json_schema=needed(_FILE))]
+_Data = Annotated[Any, Meta(extra_json_schema=_DATA)]
+_FileUrl = Annotated[Any, Meta(extra_json_schema=_URL)]
+_NoId = Annotated[Any, Meta(extra_json_schema=NULL)]
+_Source = Annotated[Any, Meta(extra_json_schema=needed(_SOURCE))]
 
 
 class ImageUrlPart(Struct, tag="image_url", tag_field="type"):
     """An image in a chat. image_url: an object with url and detail, or the url."""
 
-    image_url: _Untold = None
+    image_url: _ImageUrl = None
 
 
 class InputImagePart(Struct, tag="input_image", tag_field="type"):
     """An image in an item of Responses."""
 
-    image_url: _Untold = None
-    detail: Any = None
-    file_id: Any = None
+    image_url: _InputUrl = None
+    detail: _Detail = None
+    file_id: _NoId = None
 
 
 class FilePart(Struct, tag="file", tag_field="type"):
     """A file, in a chat as an object, in an item of Responses as fields."""
 
-    file: _Untold = None
+    file: _File = None
     file_data: Any = None
     file_url: Any = None
     file_id: Any = None
@@ -60,6 +92,12 @@ class FilePart(Struct, tag="file", tag_field="type"):
 
 class AnthropicImage(Struct):
     """The block of an image in a message of Anthropic's. source: an object with a type."""
+
+    source: _Source = None
+
+
+class MisplacedBlock(AnthropicImage):
+    """The block of an image where no model takes one."""
 
     source: _Untold = None
 
@@ -83,14 +121,30 @@ class MediaPart(Struct, tag_field="type"):
     """A part that no model takes. It has one field, of the part's type."""
 
 
+# The same parts in messages of roles that have no images.
+_MISPLACED_PARTS = (
+    defstruct("image_url", [("image_url", _Untold, None)], bases=(ImageUrlPart,), tag="image_url"),
+    defstruct(
+        "input_image", [("image_url", _Untold, None)], bases=(InputImagePart,), tag="input_image"
+    ),
+    defstruct("file", [("file", _Untold, None)], bases=(FilePart,), tag="file"),
+)
+_INPUT_FILE = defstruct(
+    "input_file",
+    [
+        ("file", Any, None),
+        ("file_data", _Data, None),
+        ("file_url", _FileUrl, None),
+        ("file_id", _NoId, None),
+    ],
+    bases=(FilePart,),
+    tag="input_file",
+)
 _IMAGE_PARTS = (ImageUrlPart, InputImagePart, FilePart)
 _IMAGE_KINDS = [part.__struct_config__.tag for part in _IMAGE_PARTS]
 _MEDIA_PARTS: list[Any] = [
-    *_IMAGE_PARTS,
-    *(
-        defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
-        for name in ("input_audio", "audio_url", "video_url")
-    ),
+    defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
+    for name in ("input_audio", "audio_url", "video_url")
 ]
 Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | MediaPart
 
@@ -105,14 +159,16 @@ def _one_of(*parts: type[Struct]) -> Any:
     return Annotated[Union[(*parts,)], expects("an object with a type", unknown=_no_part)]
 
 
-_Part: Any = _one_of(TextPart, RefusalPart, *_MEDIA_PARTS)
+_Part: Any = _one_of(TextPart, RefusalPart, *_IMAGE_PARTS, *_MEDIA_PARTS)
+_PartOfText: Any = _one_of(TextPart, RefusalPart, *_MISPLACED_PARTS, *_MEDIA_PARTS)
 _ITEM_TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
 _ItemPart: Any = _one_of(
     *(defstruct(name, [], bases=(TextPart,), tag=name) for name in _ITEM_TEXTS),
     TextPart,
     RefusalPart,
+    *_IMAGE_PARTS,
     *_MEDIA_PARTS,
-    defstruct("input_file", [], bases=(FilePart,), tag="input_file"),
+    _INPUT_FILE,
 )
 
 
@@ -127,6 +183,7 @@ ItemContent = Annotated[
 ]
 _EITHER = Meta(extra={"expected": "a string or a list of parts"})
 _Content = Annotated[str | Annotated[list[_Part], _parts(1)], _EITHER]
+_ContentOfText = Annotated[str | Annotated[list[_PartOfText], _parts(1)], _EITHER]
 
 
 class CalledFunction(Struct, gc=False):
@@ -173,22 +230,29 @@ CALL: Typed[FunctionCall | CustomCall] = Typed(
 class Message(Struct, tag_field="role", kw_only=True, gc=False):
     """The fields of messages of all roles."""
 
-    content: _Content
+    content: _ContentOfText
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
+class UserMessage(Message, tag="user", kw_only=True):
+    """A message of the user."""
+
+    content: _Content
+
+
 class ToolMessage(Message, tag="tool", kw_only=True):
     """The result of a call in an earlier message."""
 
+    content: _Content
     tool_call_id: Annotated[str, _NO_ID]
 
 
 class AssistantMessage(Message, tag="assistant", kw_only=True):
     """An answer of the model. Without content and calls it is empty, or a refusal."""
 
-    content: Annotated[str | Annotated[list[_Part], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
+    content: Annotated[str | Annotated[list[_PartOfText], _parts(0)], _EITHER] | None = None  # type: ignore[assignment]
     tool_calls: Annotated[
         Any,
         Meta(
@@ -210,10 +274,10 @@ def unknown_role(role: Any, path: str) -> ApiError:
 _PLAIN = [
     defstruct(role, [], bases=(Message,), tag=role, kw_only=True)
     for role in ROLES
-    if role not in ("assistant", "tool")
+    if role not in ("assistant", "user", "tool")
 ]
 _OfRole: Any = Annotated[
-    Union[(*_PLAIN, AssistantMessage, ToolMessage)],
+    Union[(*_PLAIN, UserMessage, AssistantMessage, ToolMessage)],
     Meta(extra={"unknown": lambda item, path: unknown_role(item.get("role"), f"{path}.role")}),
 ]
 MESSAGE: Typed[Message] = Typed(_OfRole)

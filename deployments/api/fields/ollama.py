@@ -15,6 +15,7 @@ from deployments.api.fields.schema import (
     NOTHING,
     TEXT,
     either,
+    list_of,
     one_of,
 )
 from deployments.api.fields.tools import TOOLS
@@ -43,15 +44,16 @@ class OllamaCall(Struct, gc=False):
 _Call = Annotated[OllamaCall, told_of("function", _NO_CALL, "invalid_type")]
 
 
+_NoImages = Annotated[Any, of_schema(NOTHING)]
 # Base64 of each.
-_Images = Annotated[Any, of_schema(NOTHING)]
+_Images = Annotated[Any, of_schema(either(list_of(TEXT), NOTHING))]
 
 
 class OllamaMessage(Struct, tag_field="role", kw_only=True, gc=False):
     """The fields of messages of all roles."""
 
     content: str | None = None
-    images: _Images = None
+    images: _NoImages = None
 
     @property
     def role(self) -> str:
@@ -65,6 +67,8 @@ class SystemMessage(OllamaMessage, tag="system", kw_only=True):
 class UserMessage(OllamaMessage, tag="user", kw_only=True):
     """A message of the user."""
 
+    images: _Images = None
+
 
 class AssistantMessage(OllamaMessage, tag="assistant", kw_only=True):
     """An answer of the model."""
@@ -76,6 +80,7 @@ class AssistantMessage(OllamaMessage, tag="assistant", kw_only=True):
 class ToolMessage(OllamaMessage, tag="tool", kw_only=True):
     """The result of a call, which is found by its id, or by the name of its function."""
 
+    images: _Images = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 

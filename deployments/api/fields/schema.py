@@ -19,6 +19,7 @@ TOKEN: Schema = {"type": "integer", "minimum": 0}
 NOTHING: Schema = {"enum": [False, 0, "", [], {}]}  # values that ask for nothing
 NULL: Schema = {"type": "null"}
 NEVER: Schema = {"not": {}}
+_NEEDED = "x-needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,20 @@ def list_of(item: Schema, low: int = 0, high: int | None = None) -> Schema:
     return array
 
 
+def needed(schema: Schema) -> Schema:
+    """Return the schema of a key that `record` requires, though the Struct has a default for it.
+
+    The code that reads the value has the error of a key that is left out.
+    """
+    return {**schema, _NEEDED: True}
+
+
 def record(required: Mapping[str, Schema], **others: Schema) -> Schema:
     """Return the schema of an object. others: the schemas of keys that may be left out or null."""
+    checked = [name for name, schema in others.items() if _NEEDED in schema]
+    required = {**required, **{name: others.pop(name) for name in checked}}
+    for name in checked:
+        required[name] = {key: part for key, part in required[name].items() if key != _NEEDED}
     properties = {**required, **{name: optional(schema) for name, schema in others.items()}}
     object_schema: Schema = {"type": "object", "properties": properties}
     if required:

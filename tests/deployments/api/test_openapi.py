@@ -119,6 +119,7 @@ SEMANTIC = frozenset(
             "too_many_prompts",
         ),
         *("invalid_tool_call_id", "generation_not_supported", "embeddings_not_supported"),
+        "modality_not_supported",
     }
 )
 # Valid by themselves: best_of has to equal n, a call that is required needs tools, and there is

@@ -12,6 +12,7 @@ from deployments.api.fields.anthropic import (
     MediaBlock,
     Messages,
     OutputConfig,
+    ResultContent,
     SchemaFormat,
     SystemTurn,
     TextBlock,
@@ -262,7 +263,7 @@ class _Reader:
         if result.is_error:
             self._leave_out(f"{here}.is_error")
 
-    def _result_content(self, result: Texts | None, place: str) -> Content:
+    def _result_content(self, result: ResultContent | None, place: str) -> Content:
         """Return the texts and images of a tool's result. Raises ApiError 400."""
         if result is None or isinstance(result, str):
             return (TextPart(result or ""),)
