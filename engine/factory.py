@@ -190,7 +190,7 @@ def build(
         Masked.memory(resolved.device),
         _weights(part, ranks, ranked),
         Speculation.of(resolved.speculation),
-        _receiver(part),
+        _receiver(part, ranks),
         _host_tier(part, core_config, ranked),
     )
     phases.start("rehearsal")
@@ -252,13 +252,24 @@ def _weights(part: _Part, ranks: Ranks | None, ranked: RankedRunner | None) -> W
     return RankedRefill(part.refill, ranks, ranked.copies)
 
 
-def _receiver(part: _Part) -> WeightTransfer | None:
+def _receiver(part: _Part, ranks: Ranks | None) -> WeightTransfer | None:
     """Return the receiver of weights from a trainer; None where not all ranks would find its
     folders."""
     resolved = part.resolved
     if part.pooling is not None or resolved.config.pipeline_nodes > 1:
         return None
-    return WeightTransfer(resolved.device, checkpoint_bytes(resolved.folder))
+    # Memory that is free while an engine sleeps is not for tensors.
+    hold = part.refill.hold if ranks is None and part.memory is None else None
+    num_bytes = max(checkpoint_bytes(resolved.folder), part.runner.model.num_bytes)
+    return WeightTransfer(
+        resolved.device, num_bytes, hold=hold, free_bytes=lambda: _free_bytes(resolved.device)
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_host_memory() // 2  # the files are in host memory, too
 
 
 def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:

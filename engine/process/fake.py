@@ -106,6 +106,9 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FakeWeights:
     """Dummy weights: updates only check that the folder exists, and read no file."""
 
+    def holds(self, folder: str) -> bool:
+        return False
+
     def check(self, folder: str) -> None:
         if not os.path.isdir(folder):
             raise ConfigError(f"{folder}: no such folder on this node", param="weights")

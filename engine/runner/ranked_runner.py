@@ -87,6 +87,9 @@ class RankedRefill:
         self._ranks = ranks
         self._copies = copies
 
+    def holds(self, folder: str) -> bool:
+        return False  # ranks read files
+
     def check(self, folder: str) -> None:
         self._refill.check(folder)
 

@@ -6,7 +6,7 @@ and divided forms need no code here. The addresses in CUDA graphs and recorded p
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
@@ -21,6 +21,7 @@ from engine.quantization.method import LinearMethod
 from engine.weights.converted import Manifest
 from engine.weights.load import Loadable, fill_part, read_named
 from engine.weights.parameter import Parameter
+from engine.weights.staging import wait_until_written
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import EXPONENTS, not_finite
 
@@ -28,6 +29,7 @@ logger = logging.getLogger("manta.engine")
 
 PART_BYTES = 1 << 30  # most bytes of new layers in memory beside the model
 _CHUNK = 16 << 20
+_CHECKED = 1 << 26  # elements that are checked at a time, of tensors in memory
 # Packages whose objects may hold tensors of weights.
 _OWNERS = ("engine.layers.", "engine.models.", "engine.quantization.", "kernels.")
 
@@ -63,6 +65,19 @@ class Refill:
         self._outline = outline
         self._memory = memory
         self._whole: Loadable | None = None
+        self._held: dict[str, Mapping[str, Tensor]] = {}
+
+    def hold(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take a folder's weights from these tensors, as long as there are any.
+
+        tensors: contiguous ones on the model's device, by checkpoint names.
+        """
+        self._held = {key: value for key, value in self._held.items() if value}
+        self._held[folder] = tensors
+
+    def holds(self, folder: str) -> bool:
+        """Whether a folder's weights are in memory."""
+        return bool(self._held.get(folder))
 
     def check(self, folder: str) -> None:
         """Check the tensors of a folder: names, shapes, dtypes and finite values. Change nothing.
@@ -72,7 +87,9 @@ class Refill:
         _refuse_ordered(self._model)
         stored = self._stored(Path(folder))
         for tensor in stored.values():
-            _check_finite(tensor, self._model.dtype)
+            if tensor.held is None:
+                _check_finite(tensor, self._model.dtype)
+        _check_held([tensor for tensor in stored.values() if tensor.held is not None], self._model)
 
     @torch.inference_mode()
     def load(self, folder: str) -> None:
@@ -128,8 +145,11 @@ class Refill:
                 "checkpoint that they were made of",
                 param="weights",
             )
+        held = dict(self._held.get(str(folder), {})) or None
+        if held is None:
+            wait_until_written(folder)
         self._whole = self._whole or self._outline()
-        return read_named(self._whole, folder)
+        return read_named(self._whole, folder, held=held)
 
 
 def _refuse_ordered(model: Refillable) -> None:
@@ -160,6 +180,30 @@ def _check_finite(stored: StoredTensor, dtype: torch.dtype) -> None:
         bits: Any = converted.view(torch.uint8).numpy().view(words)
         if (bits & words(exponent)).max() == exponent:
             raise not_finite(stored, converted.dtype)
+
+
+@torch.inference_mode()
+def _check_held(tensors: list[StoredTensor], model: Refillable) -> None:
+    """Raise ConfigError for a NaN or infinity among the numbers of tensors in memory.
+
+    A sum keeps any NaN or infinity, reads each number once, and waits for the device only at the
+    end. Numbers must be finite in the model's dtype too.
+    """
+    chunks, sums = [], []
+    for tensor in tensors:
+        if tensor.held is None or tensor.dtype not in EXPONENTS:
+            continue
+        dtype = model.dtype if model.dtype in EXPONENTS else tensor.dtype
+        for chunk in tensor.held.reshape(-1).split(_CHECKED):
+            if chunk.numel():
+                chunks.append((tensor, chunk, dtype))
+                sums.append(chunk.to(dtype).sum(dtype=torch.float32))
+    if not sums:
+        return
+    for index in (~torch.stack(sums).isfinite()).nonzero().flatten().tolist():
+        tensor, chunk, dtype = chunks[index]
+        if not bool(chunk.to(dtype).isfinite().all()):
+            raise not_finite(tensor, dtype)
 
 
 def copy_tensors(old: object, new: object) -> list[tuple[int, int]]:

@@ -23,6 +23,10 @@ MODES = ("abort", "wait", "keep")
 class WeightLoader(Protocol):
     """The weights of a model that serves, which a checkpoint in a folder can replace."""
 
+    def holds(self, folder: str) -> bool:
+        """Whether a folder's weights are in memory."""
+        ...
+
     def check(self, folder: str) -> None:
         """Check a folder on any thread; nothing changes. Raises MantaError."""
         ...
@@ -78,7 +82,7 @@ class WeightUpdates:
     def _check(self, message: UpdateWeights) -> None:
         assert self._loader is not None
         try:
-            self._checked = _here(message.folder)
+            self._checked = _here(message.folder, self._loader)
             self._loader.check(self._checked)
             if message.check_only:
                 self._passed = True
@@ -135,9 +139,13 @@ class WeightUpdates:
         return answers
 
 
-def _here(folders: str) -> str:
-    """Return the first of several folders, one a line, that this node has; else the last."""
+def _here(folders: str, loader: WeightLoader) -> str:
+    """Return the one of several folders, one a line, that the loader holds or this node has; else
+    the last."""
     paths = folders.split("\n")
+    for path in paths:
+        if loader.holds(path):
+            return path
     return next((path for path in paths if os.path.isdir(path)), paths[-1])
 
 

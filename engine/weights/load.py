@@ -5,7 +5,7 @@ Its errors name the tensor.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from engine.weights.huge_pages import collapse, give_back, trim
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source, Unit
 from engine.weights.stored import StoredTensor
-from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
+from engine.weights.stream import Job, Loading, Transfer, copy_jobs, not_finite, run_jobs
 
 logger = logging.getLogger("manta.engine")
 
@@ -105,7 +105,10 @@ def _fill(
     """
     units = _units(model, stored if converted else None)
     jobs = _jobs(model, units, stored, folder)
-    run_jobs(jobs, model.device, progress, model.open_bytes)
+    if any(tensor.held is not None for tensor in stored.values()):
+        copy_jobs(jobs, model.device)
+    else:
+        run_jobs(jobs, model.device, progress, model.open_bytes)
     if model.device.type == "cuda":
         # Parameters that were packed during loading are no longer in these lists.
         _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
@@ -113,14 +116,25 @@ def _fill(
             job.then()
 
 
-def read_named(model: Loadable, folder: Path, *, tell: bool = True) -> dict[str, StoredTensor]:
+def read_named(
+    model: Loadable,
+    folder: Path,
+    *,
+    tell: bool = True,
+    held: Mapping[str, Tensor] | None = None,
+) -> dict[str, StoredTensor]:
     """Return a folder's tensors under the names that the model uses.
 
     model: a whole model, on any device.
     tell: whether to log which of the folder's tensors it does not use.
+    held: tensors in memory that are taken in place of the folder's files.
     Raises ConfigError, as load_weights does, for errors that headers alone show.
     """
-    stored = _named(model, read_index(folder), tell=tell)
+    if held is None:
+        index = read_index(folder)
+    else:
+        index = {name: StoredTensor.of(name, tensor, folder) for name, tensor in held.items()}
+    stored = _named(model, index, tell=tell)
     _match([list(model.parameters())], stored, folder)
     return stored
 

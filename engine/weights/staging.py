@@ -1,14 +1,18 @@
 """WeightStage: tensors that arrive one by one, as a folder of safetensors in shared memory.
 
 An update of weights is read from such a folder by every rank of the engine, so that a half-sent
-update is never in the model.
+update is never in the model. An engine of one rank need not wait for the files: it holds the
+tensors on its device, and the files, which replicas read that join later, are written meanwhile.
 """
 
+import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +26,12 @@ from engine.private_folder import temporary_folders, why_unusable
 from engine.shards import weight_files
 from engine.weights.index import CODES
 
+logger = logging.getLogger("manta.engine")
+
 _FILE_BYTES = 256 << 20
 _PREFIX, _LOCK = "manta-weights-", "owner.lock"
+_WRITING = "writing"  # the file of a folder whose tensors are not all written, or why not
+_WRITE_SECONDS = 120.0  # longest wait for the files of another
 _YOUNG_SECONDS = 60.0  # a folder's owner may be about to lock it
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -31,13 +39,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 class WeightStage:
     """A folder that fills with tensors. Whoever makes it discards it.
 
-    folder: where the tensors are, once `close` was called.
+    folder: where the tensors are, once `close` was called; see `wait_until_written`.
+    held: the tensors on the device that holds them, until they are released.
     """
 
-    def __init__(self, num_bytes: int = 0) -> None:
+    def __init__(self, num_bytes: int = 0, hold_on: torch.device | None = None) -> None:
         """Make the folder, in shared memory if it has the room.
 
         num_bytes: bytes that will come, as far as they are known.
+        hold_on: the device that holds the tensors; None = they are in the files alone.
         Raises ConfigError if no folder for temporary files can be written.
         """
         parents = [path for path in temporary_folders() if not why_unusable(path)]
@@ -56,6 +66,13 @@ class WeightStage:
         self._files = 0
         self._waiting: dict[str, Tensor] = {}
         self._bytes = 0
+        self.held: dict[str, Tensor] = {}
+        self._hold_on = hold_on
+        self._writer: threading.Thread | None = None
+        self._over = threading.Event()  # the held tensors are not needed any more
+        self._discarded = False
+        if hold_on is not None:
+            (self.folder / _WRITING).touch()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a copy of a tensor on any device. Raises ConfigError."""
@@ -64,6 +81,24 @@ class WeightStage:
         if tensor.dtype not in CODES:
             raise ConfigError(f"tensor {name}: dtype {tensor.dtype} is not known", param="weights")
         self._names.add(name)
+        if self._hold_on is not None:
+            try:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._hold_on)
+                self.held[name] = copy.copy_(tensor.detach())
+                return
+            except torch.OutOfMemoryError:
+                self._hold_none()
+        self._take(name, tensor)
+
+    def _hold_none(self) -> None:
+        """Stage in files alone from here on."""
+        while self.held:
+            self._take(*self.held.popitem())
+        self._hold_on = None
+        torch.cuda.empty_cache()
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor to the host, for the next file."""
         # a view of a larger storage, or of one that others share, is copied too
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
         copied.copy_(tensor.detach())
@@ -73,11 +108,49 @@ class WeightStage:
             self._write()
 
     def close(self) -> None:
-        """Write what waits. Raises ConfigError."""
-        if self._waiting:
-            self._write()
+        """Write what waits; held tensors are written in the background. Raises ConfigError."""
         if not self._names:
             raise ConfigError("no tensor was sent", param="weights")
+        if self._hold_on is not None:
+            if self._hold_on.type == "cuda":
+                torch.cuda.current_stream(self._hold_on).synchronize()
+            self._writer = threading.Thread(target=self._write_held, name="staging", daemon=True)
+            self._writer.start()
+            return
+        if self._waiting:
+            self._write()
+        (self.folder / _WRITING).unlink(missing_ok=True)
+
+    def _write_held(self) -> None:
+        """Write the held tensors, and free them once they are not needed; a thread's body."""
+        marker, device = self.folder / _WRITING, self._hold_on
+        assert device is not None
+        cuda = device.type == "cuda"
+        try:
+            stream = torch.cuda.stream(torch.cuda.Stream(device)) if cuda else None
+            with stream or contextlib.nullcontext():
+                for name, tensor in list(self.held.items()):
+                    if self._discarded:
+                        break
+                    self._take(name, tensor)
+                    del tensor
+            if self._waiting:
+                self._write()
+            marker.unlink()
+        except Exception as error:
+            if not self._discarded:
+                why = error.message if isinstance(error, ConfigError) else repr(error)
+                logger.warning("weights of a trainer were not written: %s", why)
+                with contextlib.suppress(OSError):
+                    marker.write_text(why)
+        self._over.wait()
+        self.held.clear()
+        if cuda:
+            torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        """Free the held tensors once their files are written."""
+        self._over.set()
 
     def _write(self) -> None:
         self._files += 1
@@ -91,10 +164,34 @@ class WeightStage:
 
     def discard(self) -> None:
         """Delete the folder. Idempotent."""
+        self._discarded = True
+        self._over.set()
+        if self._writer is not None:
+            self._writer.join()
+        self.held.clear()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def wait_until_written(folder: Path, seconds: float = _WRITE_SECONDS) -> None:
+    """Wait until all tensors of a stage's folder are in its files; other folders are complete.
+
+    Raises ConfigError if that fails, or takes longer than `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while (marker := folder / _WRITING).exists():
+        with contextlib.suppress(FileNotFoundError):
+            if why := marker.read_text():
+                raise ConfigError(f"{folder}: not written: {why}", param="weights")
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{folder}: the tensors of a trainer were not written within {seconds:.0f} s; send "
+                "them again",
+                param="weights",
+            )
+        time.sleep(0.05)
 
 
 def _discard_ownerless(parent: Path) -> None:

@@ -1,9 +1,10 @@
-"""StoredTensor: a tensor of a checkpoint on disk."""
+"""StoredTensor: a tensor of a checkpoint on disk, or one that a trainer has sent."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +12,8 @@ class StoredTensor:
     """A tensor on disk: bytes [offset, offset + num_bytes) of the file, row-major.
 
     A single number is a vector of one element.
+
+    held: the whole tensor, contiguous, if it is in memory; offset then counts from its first byte.
     """
 
     name: str
@@ -19,6 +22,19 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    held: Tensor | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, folder: Path) -> "StoredTensor":
+        """Return a tensor in memory. folder: where it is being written, for errors."""
+        shape = tuple(tensor.shape) or (1,)
+        return cls(name, folder, tensor.dtype, shape, 0, tensor.nbytes, tensor)
+
+    @property
+    def held_bytes(self) -> Tensor:
+        """The bytes of the tensor that is in memory, uint8 [bytes of the whole tensor]."""
+        assert self.held is not None
+        return self.held.reshape(-1).view(torch.uint8)
 
     def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
         """Return one of the tensors stacked along this tensor's first axis.

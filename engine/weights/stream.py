@@ -216,6 +216,28 @@ def run_jobs(
             os.close(descriptor)
 
 
+def copy_jobs(jobs: Sequence[Job], device: torch.device) -> None:
+    """Run all jobs whose tensors are in memory, one after the other on the caller's stream.
+
+    Numbers are not checked. Each job ends as in `run_jobs`.
+    """
+    for job in jobs:
+        if job.allocate is not None:
+            _allocate(job)
+        with torch.inference_mode():
+            for part in job.transfers:
+                offset, length = part.byte_range
+                raw = part.stored.held_bytes[offset : offset + length]
+                if _direct(part):
+                    part.target.view(-1).view(torch.uint8).copy_(raw)
+                else:
+                    part.target.copy_(part.to_values(raw))
+        job.transfers = []
+        if device.type != "cuda" or job.allocate is not None:
+            job.then()
+            job.then = _nothing
+
+
 class _Reader(Protocol):
     def allocate(self, job: Job) -> None:
         """Allocate the job's memory, before any thread reads the job's first part."""

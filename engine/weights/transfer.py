@@ -7,7 +7,7 @@ are staged as a folder, from which an update is loaded as from any other.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -90,14 +90,28 @@ class WeightTransfer:
     device: of the engine, where broadcasts arrive.
     num_bytes: size of the checkpoint, as far as it is known.
     seconds: longest wait for the trainer.
+    hold: a function to call with the folder of each complete update and its tensors, on the device;
+        None = the engine reads the folder.
+    free_bytes: returns the memory that held tensors could take.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_bytes: int,
+        seconds: float = SECONDS,
+        hold: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+        free_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         if str(device) == "cuda":  # handles and streams need the device's index
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._num_bytes = num_bytes
         self._seconds = seconds
+        self._hold = hold
+        self._free_bytes = free_bytes
+        # Steps do not wait for the copies of a stream of its own, nor these for steps.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._group: TrainerGroup | None = None
         self._packing = (False, 0)  # of updates that do not name theirs: packed, bytes of a buffer
         self._stage: WeightStage | None = None
@@ -126,7 +140,7 @@ class WeightTransfer:
         """Begin an update that comes in several messages. Raises UpdateFailed."""
         self.drop({})
         with _as_update_error():
-            self._stage = WeightStage(self._num_bytes)
+            self._stage = WeightStage(self._num_bytes, self._hold_on())
         self._explicit = True
 
     def update(self, info: dict[str, Any]) -> str:
@@ -141,7 +155,7 @@ class WeightTransfer:
         assert self._stage is not None
         try:
             message = _read(info, UpdateInfo, "update_info")
-            with _as_update_error():
+            with _as_update_error(), torch.cuda.stream(self._stream):
                 for name, tensor in self._tensors(message):
                     self._stage.add(name, tensor)
         except BaseException:
@@ -154,14 +168,17 @@ class WeightTransfer:
         if self._stage is None:
             raise UpdateFailed("no update of the weights was started", code=NOT_JOINED)
         try:
-            with _as_update_error():
+            with _as_update_error(), torch.cuda.stream(self._stream):
                 self._stage.close()
         except BaseException:
             self._drop_stage()
             raise
-        self._folders.append(self._stage)
+        stage = self._stage
+        self._folders.append(stage)
         self._stage = self._buffer = None
-        return str(self._folders[-1].folder)
+        if self._hold is not None and stage.held:
+            self._hold(str(stage.folder), stage.held)
+        return str(stage.folder)
 
     def drop(self, info: dict[str, Any]) -> None:
         """Drop an update that is not in place, complete or not."""
@@ -174,6 +191,9 @@ class WeightTransfer:
     def in_place(self, folder: str) -> None:
         """Note that the engine has the weights of a folder, and discard the others' folders."""
         self._placed = folder
+        for stage in self._folders:
+            if str(stage.folder) == folder:
+                stage.release()
         if self._stage is None:
             self.drop({})
 
@@ -182,6 +202,13 @@ class WeightTransfer:
         self._leave()
         self._placed = ""
         self.drop({})
+
+    def _hold_on(self) -> torch.device | None:
+        """Return the device, if half of its free memory holds the checkpoint. The other half is for
+        the layers being replaced, and for a trainer on the same device."""
+        if self._hold is None or not self._num_bytes:
+            return None
+        return self._device if self._free_bytes() // 2 >= self._num_bytes else None
 
     def _leave(self) -> None:
         if self._group is not None:

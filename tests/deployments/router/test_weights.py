@@ -88,6 +88,9 @@ def test_a_folder_that_one_replica_refuses_changes_none(tmp_path: Path) -> None:
         engine = fleet.engines["r1"].core
 
         class Refuses:
+            def holds(self, folder: str) -> bool:
+                return False
+
             def check(self, folder: str) -> None:
                 raise UpdateFailed("a tensor is missing")
 

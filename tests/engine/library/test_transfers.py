@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from engine import LLM, WeightSender
-from engine.errors import UpdateFailed
+from engine.errors import ConfigError, UpdateFailed
 from engine.weights import staging
 from engine.weights.handles import read_handles, rebuild_arguments
 from engine.weights.nccl import pickled_id, read_id
@@ -243,6 +244,104 @@ def test_folders_of_killed_engines_go(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {*tmp_path.iterdir()} == {mine.folder, other.folder}
     mine.discard()
     other.discard()
+
+
+class Slow:
+    """A writer of files that waits for an event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self._save = threading.Event(), staging.save_file
+        monkeypatch.setattr(staging, "save_file", self)
+
+    def __call__(self, tensors: dict[str, Tensor], file: Path) -> None:
+        assert self.go.wait(20)
+        self._save(tensors, file)
+
+
+def taken(trainer: Trainer, free_bytes: int) -> tuple[WeightTransfer, Path, dict[str, Any]]:
+    """An update that has come as a whole, with this much memory; its folder and what is held."""
+    held: dict[str, Any] = {}
+    transfer = WeightTransfer(
+        torch.device("cpu"), 1000, hold=held.__setitem__, free_bytes=lambda: free_bytes
+    )
+    raws = [tensor.reshape(-1).view(torch.uint8) for _, tensor in trainer.train()]
+    segment = SharedMemory(create=True, size=sum(raw.numel() for raw in raws))
+    try:
+        segment.buf[: segment.size] = torch.cat(raws).numpy().tobytes()[: segment.size]
+        offsets = [sum(raw.numel() for raw in raws[:at]) for at in range(len(raws))]
+        tensors = list(trainer.model.state_dict().items())
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": ["float32"] * len(tensors),
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "ipc_handles": [{"cpu": {"name": segment.name, "offset": at}} for at in offsets],
+        }
+        return transfer, Path(transfer.update(info)), held
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+def equals(trainer: Trainer, tensors: dict[str, Tensor]) -> bool:
+    wanted = trainer.model.state_dict()
+    return tensors.keys() == wanted.keys() and all(
+        torch.equal(tensors[name], tensor) for name, tensor in wanted.items()
+    )
+
+
+def test_held_tensors_are_written_meanwhile(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update waits for its files, a replica that joins reads half of them, or the tensors stay
+    in memory for ever."""
+    slow = Slow(monkeypatch)
+    transfer, folder, held = taken(trainer, 2000)
+    assert equals(trainer, held[str(folder)]), "at once"
+    with pytest.raises(ConfigError, match="send them again"):
+        staging.wait_until_written(folder, 0.2)
+    transfer.in_place(str(folder))
+    slow.go.set()
+    staging.wait_until_written(folder, 20)
+    assert equals(trainer, load_file(folder / "model-00001.safetensors"))
+    deadline = time.monotonic() + 20
+    while held[str(folder)] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not held[str(folder)]
+    transfer.close()
+    assert not folder.exists()
+
+
+def test_an_update_that_is_dropped_while_it_is_written(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a dropped update stay in shared memory."""
+    slow = Slow(monkeypatch)
+    transfer, folder, held = taken(trainer, 2000)
+    threading.Timer(0.2, slow.go.set).start()
+    transfer.drop({})
+    assert not folder.exists() and not held[str(folder)]
+
+
+def test_files_that_cannot_be_written(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that joins waits for files that nobody writes."""
+
+    def full(tensors: dict[str, Tensor], file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(staging, "save_file", full)
+    transfer, folder, held = taken(trainer, 2000)
+    with pytest.raises(ConfigError, match=r"No space left.*make /dev/shm larger"):
+        while True:
+            staging.wait_until_written(folder, 20)
+    assert held[str(folder)], "this engine can go on"
+    transfer.close()
+
+
+def test_without_memory_files_are_written_first(trainer: Trainer) -> None:
+    """Tensors are held where the trainer or the layers being replaced need the memory."""
+    transfer, folder, held = taken(trainer, 1999)
+    assert not held and equals(trainer, load_file(folder / "model-00001.safetensors"))
+    transfer.close()
 
 
 # -- what comes as a pickle

@@ -80,6 +80,16 @@ def check(folder: Path, new: Path, quantization: str) -> None:
     weights.load(str(new))
     assert torch.equal(logits(model), want)
     assert addresses(model) == places
+    weights.load(str(folder))
+    held = load_file(new / "model.safetensors")
+    sent = new.with_name(f"sent {new.name}")
+    sent.mkdir()
+    weights.hold(str(sent), held)
+    weights.check(str(sent))
+    assert torch.equal(logits(model), before), "a check changed the weights"
+    weights.load(str(sent))
+    assert torch.equal(logits(model), want), "of tensors in memory"
+    assert addresses(model) == places
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,8 +138,12 @@ def test_bad_tensors_change_nothing(kind: str, tmp_path: Path) -> None:
     model = model_of(folder, folder)
     before = logits(model)
     new = changed(folder, tmp_path / "new", change)
+    weights = refill_of(model, folder)
     with pytest.raises(ConfigError, match=message):
-        refill_of(model, folder).check(str(new))
+        weights.check(str(new))
+    weights.hold(str(tmp_path), load_file(new / "model.safetensors"))
+    with pytest.raises(ConfigError, match=message):
+        weights.check(str(tmp_path))
     assert torch.equal(logits(model), before)
 
 
