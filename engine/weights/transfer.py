@@ -7,6 +7,7 @@ are staged as a folder, from which an update is loaded as from any other.
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.weights.handles import DTYPES, SharedBytes, open_handle, read_handle
 from engine.weights.staging import WeightStage
 from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
 
+ABANDONED_SECONDS = 60.0  # an update without a message for so long may be dropped by another
 # Name, dtype and shape of a tensor.
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -116,13 +118,16 @@ class WeightTransfer:
         self._packing = (False, 0)  # of updates that do not name theirs: packed, bytes of a buffer
         self._stage: WeightStage | None = None
         self._explicit = False  # whether the stage was begun by an order of its own
+        self._heard = 0.0  # when its trainer's last message was carried out
         self._folders: list[WeightStage] = []  # complete ones
         self._placed = ""  # the folder whose weights the engine has
         self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle and what it shares
 
     def init(self, info: dict[str, Any]) -> None:
-        """Join a trainer's group; {} needs none. Raises UpdateFailed."""
+        """Join a trainer's group; {} needs none. Drops an update in progress. Raises
+        UpdateFailed."""
         self._leave()
+        self._drop_stage()
         if not info:
             return
         wanted = _read(info, InitInfo, "init_info")
@@ -137,11 +142,21 @@ class WeightTransfer:
         self._packing = wanted.packed, wanted.packed_buffer_size_bytes
 
     def start(self, info: dict[str, Any]) -> None:
-        """Begin an update that comes in several messages. Raises UpdateFailed."""
+        """Begin an update that comes in several messages; one that nobody goes on with is dropped.
+
+        Raises UpdateFailed, also while another trainer's update goes on.
+        """
+        busy = self._stage is not None and self._explicit
+        if busy and time.monotonic() - self._heard < ABANDONED_SECONDS:
+            raise UpdateFailed(
+                "an update of the weights has begun and goes on; finish_weight_update, or "
+                "init_weight_transfer_engine, which drops it",
+                code="update_in_progress",
+            )
         self.drop({})
         with _as_update_error():
             self._stage = WeightStage(self._num_bytes, self._hold_on())
-        self._explicit = True
+        self._explicit, self._heard = True, time.monotonic()
 
     def update(self, info: dict[str, Any]) -> str:
         """Take the tensors of a message.
@@ -161,6 +176,7 @@ class WeightTransfer:
         except BaseException:
             self._drop_stage()
             raise
+        self._heard = time.monotonic()
         return "" if self._explicit else self.finish({})
 
     def finish(self, info: dict[str, Any]) -> str:

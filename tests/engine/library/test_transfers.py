@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from engine import LLM, WeightSender
 from engine.errors import ConfigError, UpdateFailed
 from engine.weights import staging
+from engine.weights import transfer as transfer_module
 from engine.weights.handles import read_handles, rebuild_arguments
 from engine.weights.nccl import pickled_id, read_id
 from engine.weights.transfer import WeightTransfer
@@ -179,6 +180,34 @@ def test_what_is_wrong_changes_nothing(llm: LLM, trainer: Trainer) -> None:
     assert answer(llm).token_ids == wanted and llm.stats().weights_version == version
     assert folders() == before
     sender.close()
+
+
+def test_two_trainers_at_once(llm: LLM, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of one trainer complete the update of another, and both half updates serve."""
+    sender, tensors = joined(llm), trainer.train()
+    llm.start_weight_update()
+    for part in (tensors[:5], tensors[5:]):
+        with pytest.raises(UpdateFailed, match="goes on") as refused:
+            llm.start_weight_update()
+        assert refused.value.code == "update_in_progress"
+        thread = sent(sender, part)
+        llm.update_weights(sender.update_info(part))
+        thread.join()
+    llm.finish_weight_update(version="the first trainer's")
+    assert answer(llm).versions == [("the first trainer's", 8)]
+    assert answer(llm).token_ids == trainer.says(PROMPT, 8)
+    sender.close()
+    llm.start_weight_update()
+    llm.init_weight_transfer({})  # a trainer that starts again
+    llm.start_weight_update()
+    with pytest.raises(UpdateFailed, match="no tensor"):
+        llm.finish_weight_update()
+    monkeypatch.setattr(transfer_module, "ABANDONED_SECONDS", 0.1)
+    transfer = WeightTransfer(torch.device("cpu"), 0)
+    transfer.start({})
+    time.sleep(0.2)
+    transfer.start({})
+    transfer.close()
 
 
 DYING = """
