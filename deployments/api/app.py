@@ -27,12 +27,13 @@ from deployments.api.page.routes import FILES, LIVE
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, find, versioned
-from deployments.api.services import adapters, models, training
+from deployments.api.services import adapters, models, sglang, training
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
+_TRAINERS = training.ADMIN_PATHS | sglang.ADMIN_PATHS
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 
 
@@ -95,7 +96,7 @@ class Api:
                     return
                 if path not in OPEN and not path.startswith(FILES):
                     admin = path in adapters.PATHS or path.startswith(_ADAPTERS)
-                    admin |= path == LIVE or path in training.PATHS
+                    admin |= path == LIVE or path in _TRAINERS
                     if path == models.PATH or path.startswith(_MODELS):
                         admin |= exchange.method not in ("GET", "HEAD")  # changes what is served
                     exchange.caller = scope.get(CALLER) or authenticate(

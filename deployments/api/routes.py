@@ -26,6 +26,7 @@ from deployments.api.services import (
     batches,
     models,
     server,
+    sglang,
     training,
 )
 from deployments.backend import ModelCard
@@ -90,6 +91,7 @@ ROUTES: tuple[Route, ...] = (
     *adapters.ROUTES,
     *tokenize_routes.ROUTES,
     *training.ROUTES,
+    *sglang.ROUTES,
     *server.PROBES,
     Route(
         "/invocations",

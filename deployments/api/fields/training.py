@@ -123,6 +123,13 @@ class AbortRequests(Struct, kw_only=True, gc=False):
     request_ids: list[str] | None = None
 
 
+class AbortRequest(Struct, kw_only=True, gc=False, rename={"request_id": "rid"}):
+    """The body of /abort_request, as SGLang has it."""
+
+    request_id: str | None = None
+    abort_all: bool | None = None
+
+
 class PauseOrder(Struct, kw_only=True, gc=False):
     """The fields of /pause, which may be in the body, or in the query as vLLM has them.
 
@@ -158,3 +165,4 @@ START_UPDATE = struct_body(StartUpdate)
 UPDATE_TENSORS = struct_body(UpdateTensors)
 FINISH_UPDATE = struct_body(FinishUpdate)
 ABORT_REQUESTS = struct_body(AbortRequests)
+ABORT_REQUEST = struct_body(AbortRequest)

@@ -1,12 +1,12 @@
 """The routes for trainers: weights, pauses, and rollouts of token ids.
 
-Names and answers are those of vLLM's and SGLang's servers.
+Names and answers are those of vLLM's server; SGLang's are in `sglang`.
 """
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deployments.api.body_fields import take_token_ids
@@ -15,16 +15,11 @@ from deployments.api.fields.schema import TEXT, Body, Schema, one_of
 from deployments.api.fields.training import (
     ABORT_REQUESTS,
     FINISH_UPDATE,
-    FROM_DISK,
     INIT_TRANSFER,
-    MEMORY_PARTS,
     PAUSE,
-    PAUSE_GENERATION,
     ROLLOUT,
     START_UPDATE,
-    THEIR_ROLLOUT,
     UPDATE_TENSORS,
-    MemoryParts,
     Rollout,
     TheirRollout,
     TheirSampling,
@@ -46,18 +41,16 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.updates import MODES
 
 GENERATE = "/inference/v1/generate"
-# SGLang's words for the modes of a pause.
-_THEIRS = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
-def _training(context: ApiContext) -> Training:
+def trained(context: ApiContext) -> Training:
     training = context.options.training
     if training is None:
         raise invalid("this server has no weights to change", code="weights_not_replaceable")
     return training
 
 
-def _model(exchange: HttpExchange) -> str:
+def model_of(exchange: HttpExchange) -> str:
     """Return the model that the query names; "" for none."""
     return exchange.parameters().get("model", "")
 
@@ -74,15 +67,15 @@ async def pause(context: ApiContext, exchange: HttpExchange) -> None:
     order = PAUSE.read(fields | await context.read(exchange, empty=True), [], strict=True)
     model = order.model or ""
     mode = "wait" if order.wait_for_inflight_requests else "abort"
-    await _training(context).pause(model, mode if order.mode is None else order.mode)
+    await trained(context).pause(model, mode if order.mode is None else order.mode)
     if order.clear_cache is not False:
-        await _training(context).reset_prefix_cache(model)
+        await trained(context).reset_prefix_cache(model)
     await exchange.answer_json({"status": "paused"})
 
 
 async def resume(context: ApiContext, exchange: HttpExchange) -> None:
     """End the pause of all replicas."""
-    await _training(context).resume(_model(exchange))
+    await trained(context).resume(model_of(exchange))
     await exchange.answer_json({"status": "resumed"})
 
 
@@ -90,26 +83,34 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
     """End all running requests with what they have, or those that the body names."""
     body = await context.read_as(exchange, ABORT_REQUESTS, empty=True)
     if body.request_ids is not None:
-        stop = context.options.stop
-        if stop is None:
-            raise invalid("this server cannot end single requests", "request_ids")
-        ended = await asyncio.gather(
-            *(stop(request_id, None, True) for request_id in {*body.request_ids})
-        )
-        known = sum(count > 0 for count in ended)
+        known = await end_some(context, body.request_ids)
         await exchange.answer_json({"status": "aborted", "known_request_ids": known})
         return
-    training, model = _training(context), _model(exchange)
+    await end_all(context, exchange)
+    await exchange.answer_json({"status": "aborted"})
+
+
+async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
+    """End requests with what they have; return how many ids were known. Raises ApiError."""
+    stop = context.options.stop
+    if stop is None:
+        raise invalid("this server cannot end single requests", "request_ids")
+    ended = await asyncio.gather(*(stop(request_id, None, True) for request_id in {*request_ids}))
+    return sum(count > 0 for count in ended)
+
+
+async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
+    """End all running requests with what they have. Raises ApiError, MantaError."""
+    training, model = trained(context), model_of(exchange)
     paused = (await training.state(model))["is_paused"]
     await training.pause(model, "abort")
     if not paused:
         await training.resume(model)
-    await exchange.answer_json({"status": "aborted"})
 
 
 async def is_paused(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer whether requests wait for the end of a pause."""
-    state = await _training(context).state(_model(exchange))
+    state = await trained(context).state(model_of(exchange))
     await exchange.answer_json({"is_paused": state["is_paused"]})
 
 
@@ -128,47 +129,26 @@ async def sleep(context: ApiContext, exchange: HttpExchange) -> None:
     if not level.isdecimal():
         raise invalid(f"level is 0, 1 or 2, not {level!r}", "level")
     mode = query.get("mode", "abort")
-    with _refusing("level"):
-        await _training(context).sleep(_model(exchange), int(level), _tags(exchange), mode)
+    with refusing("level"):
+        await trained(context).sleep(model_of(exchange), int(level), _tags(exchange), mode)
     await exchange.answer_json({"status": "asleep"})
 
 
 async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
     """Take the engines' memory again, as vLLM has it."""
-    with _refusing("tags"):
-        await _training(context).wake(_model(exchange), _tags(exchange))
+    with refusing("tags"):
+        await trained(context).wake(model_of(exchange), _tags(exchange))
     await exchange.answer_json({"status": "awake"})
 
 
 async def is_sleeping(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer whether a part of the engines' memory is free."""
-    state = await _training(context).state(_model(exchange))
+    state = await trained(context).state(model_of(exchange))
     await exchange.answer_json({"is_sleeping": state["is_sleeping"]})
 
 
-async def release_memory(context: ApiContext, exchange: HttpExchange) -> None:
-    """Free memory of all replicas' engines once no request runs, as SGLang has it."""
-    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
-    with _refusing("tags"):
-        await _training(context).sleep(_model(exchange), 1, _their_tags(body), "wait")
-    await exchange.answer_json({"status": "ok"})
-
-
-async def resume_memory(context: ApiContext, exchange: HttpExchange) -> None:
-    """Take the engines' memory again, as SGLang has it."""
-    body = await context.read_as(exchange, MEMORY_PARTS, empty=True)
-    with _refusing("tags"):
-        await _training(context).wake(_model(exchange), _their_tags(body))
-    await exchange.answer_json({"status": "ok"})
-
-
-def _their_tags(body: MemoryParts) -> list[str]:
-    """Return the tags of a body; memory of CUDA graphs, which SGLang knows too, always stays."""
-    return [tag for tag in body.tags or () if tag != "cuda_graph"]
-
-
 @contextlib.contextmanager
-def _refusing(param: str | None) -> Iterator[None]:
+def refusing(param: str | None) -> Iterator[None]:
     """Answer 400 or 409 where replicas refuse an order.
 
     param: the field of the order that a refusal is about; None: none.
@@ -185,15 +165,17 @@ def _refusing(param: str | None) -> Iterator[None]:
 
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the weights' version, and that of each replica."""
-    await exchange.answer_json(await _training(context).state(_model(exchange)))
+    await exchange.answer_json(await trained(context).state(model_of(exchange)))
 
 
 async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the settings that trainers look for, as vLLM names them.
+    """Answer with the settings that trainers look for, as vLLM and SGLang name them.
 
-    Adapters are no way to send weights, so there is no lora_config.
+    Adapters are no way to send weights, so there is no lora_config. For SGLang's trainers the
+    fleet is one engine.
     """
-    engine = await _training(context).engine(_model(exchange))
+    training, model = trained(context), model_of(exchange)
+    engine, state = await training.engine(model), await training.state(model)
     config: JsonObject = {
         "model_config": {
             "model": engine.model,
@@ -205,54 +187,55 @@ async def server_info(context: ApiContext, exchange: HttpExchange) -> None:
         "lora_config": None,
         "weight_transfer_config": {"backend": "nccl"},
     }
-    await exchange.answer_json({"vllm_config": config})
+    answer: JsonObject = {
+        "vllm_config": config,
+        "model_path": engine.model,
+        "served_model_name": engine.model,
+        "dtype": engine.dtype,
+        "context_length": engine.max_model_len,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": engine.replicas,
+        "disaggregation_mode": "null",
+        "weight_version": state["weight_version"],
+    }
+    await exchange.answer_json(answer)
 
 
 async def world_size(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of replicas, each of which is one receiver of weights."""
-    replicas = (await _training(context).state(_model(exchange)))["replicas"]
+    replicas = (await trained(context).state(model_of(exchange)))["replicas"]
     await exchange.answer_json({"world_size": len(replicas)})
 
 
 async def reset_prefix_cache(context: ApiContext, exchange: HttpExchange) -> None:
     """Drop the cached prefixes of all replicas."""
-    await _training(context).reset_prefix_cache(_model(exchange))
+    await trained(context).reset_prefix_cache(model_of(exchange))
     await exchange.answer_json({"status": "ok", "success": True})
-
-
-async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
-    """Replace the weights by a checkpoint, as SGLang has it."""
-    body = await context.read_as(exchange, FROM_DISK)
-    training = _training(context)
-    with _refusing("model_path"):
-        version = await training.update(
-            _model(exchange), body.model_path, body.weight_version or ""
-        )
-    await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
 
 
 async def init_transfer(context: ApiContext, exchange: HttpExchange) -> None:
     """Let all replicas join a trainer's group, as vLLM has it."""
     body = await context.read_as(exchange, INIT_TRANSFER)
-    with _refusing("init_info"):
-        await _training(context).init_transfer(_model(exchange), body.init_info)
+    with refusing("init_info"):
+        await trained(context).init_transfer(model_of(exchange), body.init_info)
     await exchange.answer_json({"message": "Weight transfer initialized"})
 
 
 async def start_update(context: ApiContext, exchange: HttpExchange) -> None:
     """Begin an update of several messages, as vLLM has it."""
     await context.read_as(exchange, START_UPDATE, empty=True)
-    with _refusing(None):
-        await _training(context).start_update(_model(exchange))
+    with refusing(None):
+        await trained(context).start_update(model_of(exchange))
     await exchange.answer_json({"message": "Weight update started"})
 
 
 async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
     """Take tensors from a trainer, as vLLM has it."""
     body = await context.read_as(exchange, UPDATE_TENSORS)
-    with _refusing("update_info"):
-        version = await _training(context).take_tensors(
-            _model(exchange), body.update_info, body.weight_version or ""
+    with refusing("update_info"):
+        version = await trained(context).take_tensors(
+            model_of(exchange), body.update_info, body.weight_version or ""
         )
     answer: JsonObject = {"message": "Weights updated"}
     await exchange.answer_json(answer | ({"weight_version": version} if version else {}))
@@ -261,38 +244,32 @@ async def update_weights(context: ApiContext, exchange: HttpExchange) -> None:
 async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
     """Replace the weights by what a trainer has sent, as vLLM has it."""
     body = await context.read_as(exchange, FINISH_UPDATE, empty=True)
-    with _refusing(None):
-        version = await _training(context).finish_update(
-            _model(exchange), body.weight_version or ""
+    with refusing(None):
+        version = await trained(context).finish_update(
+            model_of(exchange), body.weight_version or ""
         )
     message = "Weight update finished"
     await exchange.answer_json({"message": message, "weight_version": version})
 
 
-async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
-    """Pause all replicas, as SGLang has it."""
-    body = await context.read_as(exchange, PAUSE_GENERATION, empty=True)
-    mode = body.mode or "abort"
-    if mode not in _THEIRS:
-        raise invalid(f"mode is one of {', '.join(_THEIRS)}", "mode")
-    await _training(context).pause(_model(exchange), _THEIRS[mode])
-    await exchange.answer_json({"status": "ok"})
-
-
 @dataclass(slots=True)
-class _Choice:
+class RolloutChoice:
     """The output of one choice so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt
     finish: str | None = None
+    stop_token: int | None = None  # the end token that ended it
+    cached: int = -1  # tokens of the prompt that came from the prefix cache; -1: unknown
 
 
 _SAME = {name: name for name in TokenSampling.__struct_fields__}
 
 
-def _params(sampling: TokenSampling | TheirSampling, logprobs: int | None = None) -> SamplingParams:
+def rollout_params(
+    sampling: TokenSampling | TheirSampling, logprobs: int | None = None
+) -> SamplingParams:
     """Return the params of a rollout; `sampling`'s own logprobs override the argument."""
     return SamplingParams(**take_sampling(sampling, _SAME, logprobs=logprobs).values)
 
@@ -305,48 +282,18 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> None:
     context.count_request(exchange)
     body = await context.read_as(exchange, ROLLOUT)
     queue = QueueFields(priority=body.priority, cache_salt=body.cache_salt or "")
-    params = _params(body.sampling_params)
-    request, generation, choices = await _rollout(context, exchange, body, params, queue)
+    params = rollout_params(body.sampling_params)
+    request, generation, choices = await roll_out(context, exchange, body, params, queue)
     await exchange.answer_json(_answer(request, generation, choices))
 
 
-async def their_generate(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a rollout as SGLang has it. Raises ApiError, MantaError."""
-    context.count_request(exchange)
-    body = await context.read_as(exchange, THEIR_ROLLOUT)
-    params = _params(body.sampling_params or TheirSampling(), 0 if body.return_logprob else None)
-    request, generation, choices = await _rollout(context, exchange, body, params, QueueFields())
-    answers = [
-        _their_choice(request, generation.versions(index), choice)
-        for index, choice in enumerate(choices)
-    ]
-    await exchange.answer_json(answers[0] if len(answers) == 1 else answers)
-
-
-def _their_choice(
-    request: GenerationRequest, versions: list[tuple[str, int]], choice: _Choice
-) -> JsonObject:
-    meta: JsonObject = {
-        "id": request.request_id,
-        "finish_reason": {"type": choice.finish},
-        "prompt_tokens": len(request.token_ids),
-        "completion_tokens": len(choice.token_ids),
-        "weight_version": versions[-1][0] if versions else "",
-    }
-    if request.params.logprobs is not None:
-        meta["output_token_logprobs"] = [
-            [scored.logprob, scored.token_id, None] for scored in choice.logprobs
-        ]
-    return {"text": "", "output_ids": choice.token_ids, "meta_info": meta}
-
-
-async def _rollout(
+async def roll_out(
     context: ApiContext,
     exchange: HttpExchange,
     body: Rollout | TheirRollout,
     params: SamplingParams,
     queue: QueueFields,
-) -> tuple[GenerationRequest, Generation, list[_Choice]]:
+) -> tuple[GenerationRequest, Generation, list[RolloutChoice]]:
     """Run a rollout to its end. Raises ApiError, MantaError."""
     if body.stream:
         raise invalid("stream: answers of this route come whole", "stream", "not_supported")
@@ -389,8 +336,8 @@ async def _rollout(
     return request, generation, choices
 
 
-async def _collect(request: GenerationRequest, generation: Generation) -> list[_Choice]:
-    choices = [_Choice() for _ in range(request.params.n)]
+async def _collect(request: GenerationRequest, generation: Generation) -> list[RolloutChoice]:
+    choices = [RolloutChoice() for _ in range(request.params.n)]
     while items := await generation.next():
         for index, delta in items:
             choice = choices[index]
@@ -399,13 +346,14 @@ async def _collect(request: GenerationRequest, generation: Generation) -> list[_
                 raise failed(delta)
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs or ()
-            choice.finish = delta.finish or None
+            choice.finish, choice.stop_token = delta.finish or None, delta.stop_token
+            choice.cached = max(choice.cached, delta.cached)
             choice.scores += delta.prompt_logprobs or ()
     return choices
 
 
 def _answer(
-    request: GenerationRequest, generation: Generation, choices: list[_Choice]
+    request: GenerationRequest, generation: Generation, choices: list[RolloutChoice]
 ) -> JsonObject:
     scored_prompt = request.params.prompt_logprobs is not None
     return {
@@ -454,13 +402,13 @@ def _by_id(scored: TokenLogprobs) -> JsonObject:
     return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}, **ranked}
 
 
-_OK = ("status",)
+OK = ("status",)
 _MESSAGE = ("message",)
 
 
-def _order(
+def order_of(
     summary: str,
-    answer: tuple[str, ...] | None = _OK,
+    answer: tuple[str, ...] | None = OK,
     body: Body | None = None,
     statuses: tuple[int, ...] = (403, 400, 404, 503),
     **query: Schema,
@@ -469,9 +417,9 @@ def _order(
     return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
 
 
-_CHANGES = (*READS, *NAMES, 422, 503)
-_FLUSH = _order("All cached prefixes dropped", (*_OK, "success"))
-_RESUME = _order("The end of a pause")
+CHANGES = (*READS, *NAMES, 422, 503)
+FLUSH = order_of("All cached prefixes dropped", (*OK, "success"))
+RESUME = order_of("The end of a pause")
 _GENERATE = Operation(
     "Token ids and log-probabilities of a rollout",
     QUEUES,
@@ -479,106 +427,77 @@ _GENERATE = Operation(
     ("request_id", "choices", "prompt_logprobs"),
 )
 _INFO = ("weight_version", "is_paused", "is_sleeping", "weights_dropped", "replicas")
-_LOADED = ("success", "message", "weight_version")
 ROUTES = (
     Route(GENERATE, generate, post=_GENERATE),
     Route(
-        "/generate",
-        their_generate,
-        post=Operation("The same in SGLang's words", QUEUES, THEIR_ROLLOUT, None),
-    ),
-    Route(
         "/pause",
         pause,
-        post=_order(
+        post=order_of(
             "All replicas paused",
-            _OK,
+            OK,
             PAUSE,
-            _CHANGES,
+            CHANGES,
             mode=one_of(*MODES),
             clear_cache=TEXT,
         ),
     ),
-    Route("/resume", resume, post=_RESUME),
-    Route("/is_paused", is_paused, get=_order("Whether replicas are paused", ("is_paused",))),
+    Route("/resume", resume, post=RESUME),
+    Route("/is_paused", is_paused, get=order_of("Whether replicas are paused", ("is_paused",))),
     Route(
         "/abort_requests",
         abort_requests,
-        post=_order("Requests ended with what they have", _OK, ABORT_REQUESTS, _CHANGES),
+        post=order_of("Requests ended with what they have", OK, ABORT_REQUESTS, CHANGES),
     ),
     Route(
         "/sleep",
         sleep,
-        post=_order(
+        post=order_of(
             "Memory of all replicas freed",
             level=one_of("0", "1", "2"),
             mode=one_of(*MODES),
             tags=TEXT,
         ),
     ),
-    Route("/wake_up", wake_up, post=_order("The memory of all replicas taken again", tags=TEXT)),
-    Route("/is_sleeping", is_sleeping, get=_order("Whether replicas sleep", ("is_sleeping",))),
-    Route(
-        "/release_memory_occupation",
-        release_memory,
-        post=_order("Memory freed, in SGLang's words", _OK, MEMORY_PARTS, _CHANGES),
-    ),
-    Route(
-        "/resume_memory_occupation",
-        resume_memory,
-        post=_order("Memory taken again, in SGLang's words", _OK, MEMORY_PARTS, _CHANGES),
-    ),
-    Route("/reset_prefix_cache", reset_prefix_cache, post=_FLUSH),
-    Route("/weight_info", weight_info, get=_order("The version of the weights", _INFO)),
+    Route("/wake_up", wake_up, post=order_of("The memory of all replicas taken again", tags=TEXT)),
+    Route("/is_sleeping", is_sleeping, get=order_of("Whether replicas sleep", ("is_sleeping",))),
+    Route("/reset_prefix_cache", reset_prefix_cache, post=FLUSH),
+    Route("/weight_info", weight_info, get=order_of("The version of the weights", _INFO)),
     Route(
         "/server_info",
         server_info,
-        get=_order("The engines' settings, in vLLM's words", ("vllm_config",), config_format=TEXT),
+        get=order_of(
+            "The engines' settings, in vLLM's words", ("vllm_config",), config_format=TEXT
+        ),
     ),
     Route(
         "/get_world_size",
         world_size,
-        get=_order("How many receivers of weights there are", ("world_size",)),
+        get=order_of("How many receivers of weights there are", ("world_size",)),
     ),
     Route(
         "/init_weight_transfer_engine",
         init_transfer,
-        post=_order("A trainer's group, joined", _MESSAGE, INIT_TRANSFER, (*_CHANGES, 409)),
+        post=order_of("A trainer's group, joined", _MESSAGE, INIT_TRANSFER, (*CHANGES, 409)),
     ),
     Route(
         "/start_weight_update",
         start_update,
-        post=_order("An update of several messages", _MESSAGE, START_UPDATE, (*_CHANGES, 409)),
+        post=order_of("An update of several messages", _MESSAGE, START_UPDATE, (*CHANGES, 409)),
     ),
     Route(
         "/update_weights",
         update_weights,
-        post=_order("Tensors of a trainer", None, UPDATE_TENSORS, (*_CHANGES, 409)),
+        post=order_of("Tensors of a trainer", None, UPDATE_TENSORS, (*CHANGES, 409)),
     ),
     Route(
         "/finish_weight_update",
         finish_update,
-        post=_order(
+        post=order_of(
             "The weights that a trainer has sent, at all replicas",
             (*_MESSAGE, "weight_version"),
             FINISH_UPDATE,
-            (*_CHANGES, 409),
+            (*CHANGES, 409),
         ),
     ),
-    Route(
-        "/update_weights_from_disk",
-        from_disk,
-        post=_order(
-            "The weights of a checkpoint, at all replicas", _LOADED, FROM_DISK, (*_CHANGES, 409)
-        ),
-    ),
-    Route(
-        "/pause_generation",
-        pause_generation,
-        post=_order("All replicas paused, in SGLang's words", _OK, PAUSE_GENERATION, _CHANGES),
-    ),
-    Route("/continue_generation", resume, post=_RESUME),
-    Route("/flush_cache", reset_prefix_cache, get=_FLUSH, post=_FLUSH),
 )
-# for admins
-PATHS = frozenset(route.path for route in ROUTES if not route.path.endswith("/generate"))
+ADMIN_PATHS = frozenset(route.path for route in ROUTES if route.path != GENERATE)

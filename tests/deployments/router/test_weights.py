@@ -16,7 +16,9 @@ from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.training import RouterTraining
 from engine.errors import Overloaded, UpdateFailed
+from engine.messages import EngineStats
 from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import FAST, FIRST, PROMPT, VOCAB, Fleet, read, until
 
 LONG = 400  # tokens, more than an update lasts
@@ -24,7 +26,7 @@ LONG = 400  # tokens, more than an update lasts
 
 def run(body: Callable[[Fleet], Awaitable[None]], replicas: int = 2) -> None:
     async def main() -> None:
-        async with Fleet(replicas, rows=8) as fleet:
+        async with Fleet(replicas, rows=8, tokenizer=tiny_tokenizer()) as fleet:
             await asyncio.wait_for(body(fleet), 30)
 
     asyncio.run(main())
@@ -207,7 +209,8 @@ def test_over_http(tmp_path: Path) -> None:
         meta = answer["meta_info"]
         assert answer["output_ids"] == choice["token_ids"] and meta["weight_version"] == "1"
         assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
-        assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "length"})
+        assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "length", "length": 3})
+        assert answer["text"] == tiny_tokenizer().decode(answer["output_ids"])
         long = {**ask, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
         running = asyncio.create_task(post(client, "/inference/v1/generate", long))
         await until(lambda: fleet.dispatcher.requests and fleet.load() != {"r0": 0, "r1": 0})
@@ -255,6 +258,68 @@ def test_over_http(tmp_path: Path) -> None:
     run(body)
 
 
+def test_the_calls_of_slime(tmp_path: Path) -> None:
+    """A step of slime with an external engine, call by call, finds no route or no key."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+
+        async def get(path: str) -> Any:
+            reply = await client.request("GET", path)
+            assert reply.status == 200, path
+            return reply.json()
+
+        async def tell(path: str, **fields: Any) -> Any:
+            reply = await post(client, path, fields)
+            assert reply.status == 200, (path, reply.json())
+            return reply.json()
+
+        for path in ("/server_info", "/get_server_info"):
+            info = await get(path)
+            assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (1, 1, 2)
+            assert info["disaggregation_mode"] not in ("prefill", "decode")
+        await get("/health_generate")
+        await get("/flush_cache")
+        sampling = {"max_new_tokens": LONG, "ignore_eos": True, "no_stop_trim": True}
+        ask = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+        running = [asyncio.create_task(tell("/generate", **ask)) for _ in range(3)]
+        await until(lambda: sum(request.begun for request in fleet.dispatcher.requests) == 3)
+        await until(lambda: sum(stats.running for stats in replica_stats(fleet)) == 3)
+        loads = (await get("/v1/loads"))["loads"]
+        assert sum(load["num_total_reqs"] for load in loads) == 3
+        await tell("/abort_request", abort_all=True)
+        for answer in await asyncio.gather(*running):
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            scored = answer["meta_info"]["output_token_logprobs"]
+            assert (
+                0 < len(scored) < LONG and [token for _, token, _ in scored] == answer["output_ids"]
+            )
+        await until(lambda: sum(stats.running for stats in replica_stats(fleet)) == 0)
+        assert not any(load["num_total_reqs"] for load in (await get("/v1/loads"))["loads"])
+        await tell("/pause_generation")
+        await tell("/flush_cache")
+        update = {"model_path": str(tmp_path), "weight_version": "1"}
+        assert (await tell("/update_weights_from_disk", **update))["success"]
+        await tell("/continue_generation")
+        assert (await get("/get_weight_version"))["weight_version"] == "1"
+        await tell("/release_memory_occupation")
+        await tell("/resume_memory_occupation", tags=["weights"])
+        await tell("/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+        assert (await tell("/generate", **ask))["meta_info"]["weight_version"] == "1"
+        for path in ("/init_weights_update_group", "/update_weights_from_tensor"):
+            refused = await post(client, path, {"names": []})
+            assert refused.status == 400
+            assert "/update_weights_from_disk" in refused.json()["error"]["message"]
+        nameless = await post(client, "/abort_request")
+        assert nameless.status == 400 and nameless.json()["error"]["param"] == "rid"
+
+    run(body)
+
+
+def replica_stats(fleet: Fleet) -> list[EngineStats]:
+    return [*fleet.dispatcher.state().replicas.values()]
+
+
 def test_single_requests_end_with_what_they_have() -> None:
     """The tokens of a rollout are lost with its abort, or an unknown id counts as ended."""
 
@@ -277,6 +342,8 @@ def test_single_requests_end_with_what_they_have() -> None:
         await asyncio.sleep(0.02)
         reply = await post(client, "/abort_requests", {"request_ids": ["first", "other"]})
         assert reply.json() == {"status": "aborted", "known_request_ids": 1}
+        theirs = await post(client, "/abort_request", {"rid": "other"})
+        assert theirs.json() == {"status": "ok"}
         first, second = [(await task).json()["choices"] for task in running]
         for choice in first:
             assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < LONG
