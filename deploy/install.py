@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = (3, 11), (3, 14)
 SUPPORTED = "Python 3.11 to 3.14"
-BESIDE = ("openai-1", "clients")  # tests/NAME.txt goes into .venv/NAME, beside other versions
+BESIDE = ("openai-1", "clients", "trainers")  # tests/NAME.txt goes into .venv/NAME
 # PyTorch's own, as its install page has it. tests/test_tree.py looks for addresses of registries
 # that slip in; this one is meant, and is written in two parts.
 TORCH_CPU_INDEX = "https://download.pytorch.org/" + "whl/cpu"

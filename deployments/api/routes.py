@@ -27,6 +27,7 @@ from deployments.api.services import (
     models,
     server,
     sglang,
+    skyrl,
     training,
 )
 from deployments.backend import ModelCard
@@ -92,6 +93,7 @@ ROUTES: tuple[Route, ...] = (
     *tokenize_routes.ROUTES,
     *training.ROUTES,
     *sglang.ROUTES,
+    *skyrl.ROUTES,
     *server.PROBES,
     Route(
         "/invocations",

@@ -56,6 +56,7 @@ class UpdateInfo(msgspec.Struct):
     ipc_handles: where each tensor lies in shared memory, under the key "cpu".
     ipc_handles_pickled: CUDA IPC handles of each, as a pickle in base64.
     tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
+    sizes: the same in elements, as SkyRL has it.
     """
 
     names: list[str]
@@ -67,11 +68,12 @@ class UpdateInfo(msgspec.Struct):
     ipc_handles: list[dict[str, SharedBytes]] | None = None
     ipc_handles_pickled: str | None = None
     tensor_sizes: list[int] | None = None
+    sizes: list[int] | None = None
 
     def headers(self) -> list[Header]:
         """Return name, dtype and shape of each tensor. Raises UpdateFailed."""
         count = len(self.names)
-        for key in ("dtype_names", "shapes", "ipc_handles", "tensor_sizes"):
+        for key in ("dtype_names", "shapes", "ipc_handles", "tensor_sizes", "sizes"):
             values = getattr(self, key)
             if values is not None and len(values) != count:
                 raise _wrong(f"{key} has {len(values)} entries for {count} names")
@@ -81,6 +83,10 @@ class UpdateInfo(msgspec.Struct):
         dtypes = [DTYPES[name] for name in self.dtype_names]
         headers = list(zip(self.names, dtypes, map(tuple, self.shapes), strict=True))
         sizes = [num_bytes(header) for header in headers]
+        if self.sizes is not None:
+            if self.sizes != [math.prod(shape) for _, _, shape in headers]:
+                raise _wrong("sizes are not the elements of shapes")
+            self.tensor_sizes = sizes
         if self.tensor_sizes not in (None, sizes):
             raise _wrong("tensor_sizes are not the bytes of shapes and dtypes")
         return headers

@@ -130,6 +130,13 @@ class AbortRequest(Struct, kw_only=True, gc=False, rename={"request_id": "rid"})
     abort_all: bool | None = None
 
 
+class CollectiveRpc(Struct, kw_only=True, gc=False):
+    """The body of /collective_rpc, as SkyRL has it."""
+
+    method: str
+    kwargs: dict[str, Any] | None = None
+
+
 class PauseOrder(Struct, kw_only=True, gc=False):
     """The fields of /pause, which may be in the body, or in the query as vLLM has them.
 
@@ -166,3 +173,4 @@ UPDATE_TENSORS = struct_body(UpdateTensors)
 FINISH_UPDATE = struct_body(FinishUpdate)
 ABORT_REQUESTS = struct_body(AbortRequests)
 ABORT_REQUEST = struct_body(AbortRequest)
+COLLECTIVE_RPC = struct_body(CollectiveRpc)

@@ -6,6 +6,7 @@ from deployments.api.fields.others import (
     ADAPTER,
     LOAD_LORA,
     UNLOAD_LORA,
+    LoadLora,
 )
 from deployments.api.fields.schema import TEXT
 from deployments.api.http.errors import ApiError, did_you_mean, invalid, shown
@@ -74,10 +75,20 @@ async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
     """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
     load_inplace is set."""
     body = await context.read_as(exchange, LOAD_LORA)
+    await put_lora(context, exchange, body, again=bool(body.load_inplace))
+
+
+async def put_lora(
+    context: ApiContext, exchange: HttpExchange, body: LoadLora, *, again: bool
+) -> None:
+    """Add an adapter, and answer in vLLM's words. again: read it again if the name is taken.
+
+    Raises ApiError, AdapterError.
+    """
     name = body.lora_name
     directory = context.backend.adapters
     await directory.refresh()
-    if name in directory.records and not body.load_inplace:
+    if name in directory.records and not again:
         message = f"the adapter {shown(name)} is already loaded; load_inplace: true reads it again"
         raise invalid(message, "lora_name", "adapter_exists")
     try:

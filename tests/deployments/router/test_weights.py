@@ -316,6 +316,29 @@ def test_the_calls_of_slime(tmp_path: Path) -> None:
     run(body)
 
 
+def test_the_updates_of_skyrl() -> None:
+    """A call of SkyRL's does another's work, or a method of any name runs."""
+
+    async def body(fleet: Fleet) -> None:
+        client = front_of(fleet)
+        start, finish = "skyrl_start_weight_update", "skyrl_finish_weight_update"
+        for method in (start, "update_weights_nccl", "update_weights_ipc", finish):
+            kwargs = {"update_info": INFO} if method.startswith("update") else {}
+            reply = await post(client, "/collective_rpc", {"method": method, "kwargs": kwargs})
+            assert reply.status == 200, method
+        assert versions(fleet) == {"1"}
+        for wrong, param in (
+            ({"method": "exec"}, "method"),
+            ({"method": "update_weights_nccl"}, "kwargs.update_info"),
+            ({"method": finish}, None),
+        ):
+            refused = await post(client, "/collective_rpc", wrong)
+            assert (refused.status, refused.json()["error"]["param"]) == (400, param)
+        assert (await post(client, "/finish_session", query=b"session_id=a")).status == 200
+
+    run(body)
+
+
 def replica_stats(fleet: Fleet) -> list[EngineStats]:
     return [*fleet.dispatcher.state().replicas.values()]
 

@@ -26,7 +26,7 @@ from engine.weights import staging
 from engine.weights import transfer as transfer_module
 from engine.weights.handles import read_handles, rebuild_arguments
 from engine.weights.nccl import pickled_id, read_id
-from engine.weights.transfer import WeightTransfer
+from engine.weights.transfer import UpdateInfo, WeightTransfer
 from tests.engine.library.test_updates import PROMPT, Trainer, answer, folders, greedy
 
 
@@ -403,6 +403,16 @@ def test_handles_of_torch_are_read(protocol: int, with_function: bool) -> None:
     assert rebuild_arguments(one[UUID], device) == arguments(device=0)
     assert rebuild_arguments(two[UUID], device) == arguments(device=0, dtype=torch.float32)
     assert len(read_handles(encoded({UUID: shown[0]}))) == 1, "of a buffer"
+
+
+def test_sizes_in_elements() -> None:
+    """The tensors of SkyRL's buffers are cut at wrong places."""
+    names: dict[str, Any] = {"names": ["a", "b"], "dtype_names": ["bfloat16", "bfloat16"]}
+    info = UpdateInfo(**names, shapes=[[2, 3], [4]], sizes=[6, 4])
+    assert len(info.headers()) == 2 and info.tensor_sizes == [12, 8]
+    for sizes in ([6, 5], [6]):
+        with pytest.raises(UpdateFailed, match="sizes"):
+            UpdateInfo(**names, shapes=[[2, 3], [4]], sizes=sizes).headers()
 
 
 class Evil:
