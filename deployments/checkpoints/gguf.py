@@ -8,6 +8,8 @@ transformers.
 With `blocks`, matrices keep the file's quantised blocks unchanged (`engine.config.quantized`),
 which the CPU kernels multiply by directly; this takes a quarter of a second.
 
+With a tower beside the file (mmproj) the folder is that of a model that sees: `gguf_tower`.
+
 Supported: the architectures of `engine.architectures.gguf`, the tokenizers of `gguf_tokenizer`, and
 every quantisation that `gguf` knows.
 """
@@ -15,8 +17,7 @@ every quantisation that `gguf` knows.
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,14 +29,14 @@ from numpy.typing import NDArray
 from deployments.checkpoints.gguf_config import config_of
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tokenizer import sampling_of, tokenizer_config_of, tokenizer_of
+from deployments.checkpoints.gguf_tower import TowerFile, tower_beside
+from deployments.checkpoints.weights_file import Progress, WrittenTensor, cast, write_weights
 from engine.architectures import Rows
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import GGUF_BLOCKS
 from engine.config_reader import Reader
-from engine.errors import ConfigError
-
-Progress = Callable[[str, int, int], None]
-"""(what is done, how much of it, out of how much), called from one thread."""
+from engine.images.settings import PREPROCESSOR
+from engine.text.template_contents import with_image_places
 
 # Tensors whose contents config.json has, or that follow from it.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
@@ -65,30 +66,37 @@ def convert(
     Raises ConfigError if the model is not supported, the file is damaged or the disk is too small.
     """
     file = GGUFFile(source)
+    tower = tower_beside(file)
     special, tokenizer = tokenizer_of(file)
     dtype, model, pieces = _described(file, special)
     types = _types(file, pieces) if blocks else {}
     defaults = {**(sampling or {}), **sampling_of(file)}
-    _write_json(target / "config.json", config_of(file, dtype, special, types))
+    _write_config(config_of(file, dtype, special, types), tower, target)
     _write_json(target / "tokenizer.json", tokenizer)
     _write_json(target / "tokenizer_config.json", tokenizer_config_of(file))
     _write_json(target / "generation_config.json", special | defaults)
     template = file.get("tokenizer.chat_template")
     if template:
+        if tower is not None:
+            template = with_image_places(template, tower.layout.place)
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
-    tensors = [_WrittenTensor.of(file, model, piece, dtype, types) for piece in pieces]
-    _write_weights(tensors, target / "model.safetensors", progress)
+    tensors = [_written(file, model, piece, dtype, types) for piece in pieces]
+    if tower is not None:
+        tensors += tower.tensors()
+    write_weights(tensors, target / "model.safetensors", progress)
 
 
 def write_outline(source: Path, target: Path) -> None:
-    """Write only the config.json that `convert` with blocks would write, from the file's header.
+    """Write only what `convert` with blocks would write of headers: config.json, and the settings
+    of pictures.
 
     Raises ConfigError as `convert` does.
     """
     file = GGUFFile(source)
     special, _ = tokenizer_of(file)
     dtype, _, pieces = _described(file, special)
-    _write_json(target / "config.json", config_of(file, dtype, special, _types(file, pieces)))
+    config = config_of(file, dtype, special, _types(file, pieces))
+    _write_config(config, tower_beside(file), target)
 
 
 def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
@@ -269,38 +277,21 @@ _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 # ---- Values --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _WrittenTensor:
-    """A tensor to be written to the safetensors file.
+def _written(
+    file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
+) -> WrittenTensor:
+    """Return the description of a tensor to write.
 
-    code: safetensors' name of its type.
-    bytes: function that yields the tensor's bytes, row-major, in slices.
+    types: GGUF types of the matrices that keep their blocks, by name.
     """
-
-    name: str
-    code: str
-    shape: list[int]
-    num_bytes: int
-    bytes: Callable[[], Iterator[bytes | memoryview]]
-
-    @classmethod
-    def of(
-        cls, file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
-    ) -> "_WrittenTensor":
-        """Return the description of a tensor to write.
-
-        types: GGUF types of the matrices that keep their blocks, by name.
-        """
-        values = _Values(file, model, piece)
-        shape = list(piece.shape)
-        if piece.ours.removesuffix(".weight") in types and len(shape) == 2:
-            shape[1] = values.data.shape[1]
-            return cls(piece.ours, "U8", shape, math.prod(shape), values.raw)
-        if types and len(shape) == 1:
-            dtype = "float32"
-        code, width = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}[dtype]
-        size = width * math.prod(shape)
-        return cls(piece.ours, code, shape, size, lambda: values.unpacked(dtype))
+    values = _Values(file, model, piece)
+    shape = list(piece.shape)
+    if piece.ours.removesuffix(".weight") in types and len(shape) == 2:
+        shape[1] = values.data.shape[1]
+        return WrittenTensor(piece.ours, "U8", shape, math.prod(shape), values.raw)
+    if types and len(shape) == 1:
+        dtype = "float32"
+    return WrittenTensor.of(piece.ours, dtype, shape, lambda: values.unpacked(dtype))
 
 
 class _Values:
@@ -346,46 +337,15 @@ class _Values:
                 values = values[self._order]
             if self._less:
                 values = values - 1
-            yield _cast(np.ascontiguousarray(values), dtype).data.cast("B")
+            yield cast(np.ascontiguousarray(values), dtype).data.cast("B")
 
 
-def _cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    if dtype == "float32":
-        return values
-    if dtype == "float16":
-        return values.astype(np.float16)
-    bits = values.view(np.uint32)  # bfloat16 is the upper half of float32, rounded to nearest even
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _write_weights(tensors: list[_WrittenTensor], target: Path, progress: Progress | None) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.code,
-            "shape": tensor.shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    free = shutil.disk_usage(target.parent).free
-    if free < offset + (64 << 20):
-        raise ConfigError(
-            f"the unpacked model needs {offset / 2**30:.2f} GiB in {target.parent}, "
-            f"{free / 2**30:.2f} GiB are free; point MANTA_CACHE at a larger disk",
-            param="model",
-        )
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    done = 0
-    with target.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for part in tensor.bytes():
-                done += out.write(part)
-                if progress is not None:
-                    progress("Unpacking weights", done, offset)
+def _write_config(config: dict[str, Any], tower: TowerFile | None, target: Path) -> None:
+    """Write a text model's config.json, or with a tower that of the model that sees."""
+    if tower is not None:
+        config = tower.around(config)
+        _write_json(target / PREPROCESSOR, tower.settings())
+    _write_json(target / "config.json", config)
 
 
 def _write_json(path: Path, value: object) -> None:

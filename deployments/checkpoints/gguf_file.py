@@ -1,4 +1,4 @@
-"""GGUFFile: an open GGUF file with its metadata and tensors."""
+"""GGUFContainer, GGUFFile: an open GGUF file with its metadata and tensors."""
 
 import mmap
 import struct
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from engine.architectures import ARCHITECTURES, GGUFS, Architecture, Gguf
 from engine.errors import ConfigError
 
+TOWER = "clip"  # general.architecture of files with towers
 _NAMES = tuple(dict.fromkeys(layout.name for layout in GGUFS))
 
 
-class GGUFFile:
-    """An open GGUF file. Raises ConfigError if it is damaged or of an unknown architecture."""
+class GGUFContainer:
+    """An open GGUF file of any kind. Raises ConfigError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         # Imported here, as it takes 0.3 s that `manta --help` should not wait for.
@@ -87,23 +88,8 @@ class GGUFFile:
                 f"{path} is damaged or cut short ({error}); download it again", param="model"
             ) from error
         self.architecture = str(name)
-        if self.architecture not in _NAMES:
-            near = get_close_matches(self.architecture, _NAMES, 1, cutoff=0.0)[0]
-            raise self.error(
-                f"GGUF architecture {self.architecture!r} is not supported; the nearest that is: "
-                f"{near}. All that are: {', '.join(_NAMES)}"
-            )
         if len(self._tensors) != len(self._reader.tensors):
             raise self.error("a tensor is there twice; download it again")
-        if int(self.get("split.count", 1)) > 1:
-            raise self.error(
-                f"one of {self.get('split.count')} parts of a model; join them with llama.cpp's "
-                "gguf-split --merge, and give the result"
-            )
-        self.layout: Gguf = next(
-            layout for layout in GGUFS if layout.name == self.architecture and layout.when(self)
-        )
-        self.record: Architecture = ARCHITECTURES[self.layout.architecture]
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self.path.name}: {message}", param="model")
@@ -190,6 +176,36 @@ class GGUFFile:
         if not np.isfinite(values).all():
             raise self.error(f"tensor {tensor!r} has values that are not finite")
         return values
+
+
+class GGUFFile(GGUFContainer):
+    """The open GGUF file of a text model.
+
+    Raises ConfigError if it is damaged or of an unknown architecture.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if self.architecture == TOWER:
+            raise self.error(
+                "has the tower of a model that sees, and no model; give the model's own file "
+                "beside it, which finds this one"
+            )
+        if self.architecture not in _NAMES:
+            near = get_close_matches(self.architecture, _NAMES, 1, cutoff=0.0)[0]
+            raise self.error(
+                f"GGUF architecture {self.architecture!r} is not supported; the nearest that is: "
+                f"{near}. All that are: {', '.join(_NAMES)}"
+            )
+        if int(self.get("split.count", 1)) > 1:
+            raise self.error(
+                f"one of {self.get('split.count')} parts of a model; join them with llama.cpp's "
+                "gguf-split --merge, and give the result"
+            )
+        self.layout: Gguf = next(
+            layout for layout in GGUFS if layout.name == self.architecture and layout.when(self)
+        )
+        self.record: Architecture = ARCHITECTURES[self.layout.architecture]
 
 
 def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[list[str], int]:

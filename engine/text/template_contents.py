@@ -5,6 +5,7 @@ and print nothing of a text, without an error. `find_forms` renders a mark in bo
 role, and so finds which form the template takes.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,22 @@ from engine.errors import InvalidRequest
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 _WORD = re.compile(r"\w+")
+
+# Makes a text of each content that is a list of parts, with a place for each image.
+_PLACES = """{%- set shown = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- if message.content is sequence and message.content is not string -%}
+{%- set said = namespace(text="") -%}
+{%- for part in message.content -%}
+{%- set said.text = said.text + (PLACE if part.type == "image" else part.text) -%}
+{%- endfor -%}
+{%- set shown.messages = shown.messages + [dict(message, content=said.text)] -%}
+{%- else -%}
+{%- set shown.messages = shown.messages + [message] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = shown.messages -%}
+"""
 
 Message = dict[str, Any]
 
@@ -98,6 +115,13 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
                 raise InvalidRequest("this model takes text content only", param="messages")
         out["content"] = "".join(part["text"] for part in content)
     return out
+
+
+def with_image_places(source: str, place: str) -> str:
+    """Return a chat template that writes `place` for an image; `source` if it knows of images."""
+    if "image" in source or place.strip() in source:
+        return source
+    return _PLACES.replace("PLACE", json.dumps(place)) + source
 
 
 def text_of(content: Any) -> str:

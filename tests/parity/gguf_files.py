@@ -73,13 +73,14 @@ _YARN = {
 class Written:
     """arch: general.architecture. changes: of the case's configuration, where the format cannot say
     what the case does. drop: keys that this family's converter does not write. more: keys of its
-    own. experts_apart: as files were before experts were stacked."""
+    own. experts_apart: as files were before experts were stacked. tokens: of pictures, by id."""
 
     arch: str
     changes: dict[str, Any] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)
     experts_apart: bool = False
+    tokens: dict[int, str] = field(default_factory=dict)
 
 
 def write(
@@ -106,15 +107,26 @@ def write(
             writer.add_array(name, value)
         else:
             writer.add_string(name, value)
-    _vocabulary(writer)
+    _vocabulary(writer, written.tokens)
     for name, tensor in _tensors(load_file(folder / "model.safetensors"), config, written):
-        array = np.ascontiguousarray(tensor.float().numpy())
-        block = gguf.GGML_QUANT_SIZES[quant][0]
-        plain = array.ndim == 1 or "norm" in name or array.shape[-1] % block
-        if plain or quant == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(name, array)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, quant), raw_dtype=quant)
+        add(writer, name, tensor, quant)
+    finish(writer)
+
+
+def add(
+    writer: gguf.GGUFWriter, name: str, tensor: Tensor, quant: gguf.GGMLQuantizationType
+) -> None:
+    """quant: of a matrix whose rows it divides."""
+    array = np.ascontiguousarray(tensor.float().numpy())
+    block = gguf.GGML_QUANT_SIZES[quant][0]
+    plain = array.ndim == 1 or "norm" in name or array.shape[-1] % block
+    if plain or quant == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, array)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(array, quant), raw_dtype=quant)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,15 +174,18 @@ def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
     return metadata
 
 
-def _vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Three control tokens and 93 letters of bytes."""
+def _vocabulary(writer: gguf.GGUFWriter, tokens: dict[int, str]) -> None:
+    """Three control tokens and 93 letters of bytes, or the tokens of pictures in their places."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())[:93]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["<|0|>", "<|1|>", "<|2|>", *letters])
-    writer.add_token_types([3] * 3 + [1] * 93)
+    words = dict(enumerate(["<|0|>", "<|1|>", "<|2|>", *letters])) | tokens
+    count = 100 if tokens else len(words)
+    writer.add_token_list([words.get(i, f"<|{i}|>") for i in range(count)])
+    plain = range(3, 96)
+    writer.add_token_types([1 if i in plain and i not in tokens else 3 for i in range(count)])
     writer.add_token_merges([])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -217,9 +232,9 @@ def _transformed(
         if arch in _PLUS_ONE and name.endswith("norm.weight"):
             tensor = tensor + 1
         if arch in _PERMUTED and "q_proj" in name:
-            tensor = _permuted(tensor, heads)
+            tensor = permuted(tensor, heads)
         if arch in _PERMUTED and "k_proj" in name:
-            tensor = _permuted(tensor, kv_heads)
+            tensor = permuted(tensor, kv_heads)
         if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             tensor = tensor.t()
         if arch == "bloom":
@@ -231,14 +246,14 @@ def _transformed(
         if arch == "internlm2" and "wqkv" in name:
             q, k, v = _ungrouped(tensor, heads, kv_heads)
             layer = name.removesuffix("wqkv.weight")
-            yield f"{layer}wq.weight", _permuted(q, heads)
-            yield f"{layer}wk.weight", _permuted(k, kv_heads)
+            yield f"{layer}wq.weight", permuted(q, heads)
+            yield f"{layer}wk.weight", permuted(k, kv_heads)
             yield f"{layer}wv.weight", v
         elif arch == "baichuan" and "W_pack" in name:
             q, k, v = tensor.chunk(3)
             layer = name.removesuffix("W_pack.weight")
-            yield f"{layer}q_proj.weight", _permuted(q, heads)
-            yield f"{layer}k_proj.weight", _permuted(k, heads)
+            yield f"{layer}q_proj.weight", permuted(q, heads)
+            yield f"{layer}k_proj.weight", permuted(k, heads)
             yield f"{layer}v_proj.weight", v
         elif arch == "granitemoe" and "input_linear" in name:
             gate, up = tensor.chunk(2, dim=-2)
@@ -266,7 +281,7 @@ def _first(config: dict[str, Any], *keys: str) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
-def _permuted(tensor: Tensor, heads: int) -> Tensor:
+def permuted(tensor: Tensor, heads: int) -> Tensor:
     halves = tensor.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(tensor.shape)
 

@@ -699,7 +699,7 @@ def test_unwritable_cache(tmp_path: Path) -> None:
     [
         ("no/such/folder", "no such folder or file"),
         ("missing.gguf", "no such folder or file"),
-        ("{tmp}", "no config.json"),
+        ("{tmp}/empty", "no config.json"),
         ("{tmp}/text.txt", "must be a .gguf"),
         ("{tmp}/fake.gguf", "not a GGUF file"),
         ("{tmp}/pickled", r"only pytorch_model\*\.bin are read, not model\.bin"),
@@ -710,8 +710,9 @@ def test_faults_found_before_any_download(tmp_path: Path, spec: str, message: st
     """A wrong path must not start a download, or a Ray cluster, before it is told."""
     (tmp_path / "text.txt").write_text("x")
     (tmp_path / "fake.gguf").write_text("x")
-    for folder, name in (("pickled", "model.bin"), ("gguf", "m.gguf")):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "empty").mkdir()
+    for folder, name in (("pickled", "model.bin"), ("gguf", "m.gguf"), ("gguf", "n.gguf")):
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_text("")
     with pytest.raises(ConfigError, match=message):
         check_model(spec.format(tmp=tmp_path))

@@ -1,0 +1,222 @@
+"""TowerFile: the tower of a model that sees, which llama.cpp keeps in a GGUF file of its own."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deployments.checkpoints.gguf_file import TOWER, GGUFContainer, GGUFFile
+from deployments.checkpoints.weights_file import WrittenTensor, cast
+from engine.architectures.layout import half_pairs
+from engine.architectures.mmproj import MMPROJS, Mmproj
+from engine.config.quantized import KEY
+
+logger = logging.getLogger("manta.checkpoints")
+
+_LAYER = re.compile(r"v\.(blk|deepstack)\.(\d+)\.")
+_BLOCK = "v.blk.{i}."
+_KEPT = {"F32": "float32", "F16": "float16"}  # other types become bfloat16
+# Keys of the text model's config.json that hold for the whole model, and stand outside.
+_OUTSIDE = ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", KEY)
+
+
+def towers_of(model: Path) -> list[Path]:
+    """Return the files with towers in the folder of a model's file, by their names."""
+    files = sorted(model.parent.glob("*.gguf"))
+    return [file for file in files if file != model and is_tower(file)]
+
+
+def is_tower(file: Path) -> bool:
+    """Whether a GGUF file has a tower, by its name."""
+    return "mmproj" in file.name.lower()
+
+
+def tower_beside(model: GGUFFile) -> "TowerFile | None":
+    """Return the tower in the folder of a model's file; None if the model takes text alone.
+
+    Of several that fit, it is the largest file. A projector that is not supported leaves the text
+    model, and so does a tower of another model in a folder of several.
+    Raises ConfigError for a damaged tower, and for one that does not fit the only model of its
+    folder.
+    """
+    towers = [TowerFile(path, model) for path in towers_of(model.path)]
+    fitting = [tower for tower in towers if tower.supported and not tower.misfit()]
+    if fitting:
+        return max(fitting, key=lambda tower: tower.path.stat().st_size)
+    alone = sum(not is_tower(path) for path in model.path.parent.glob("*.gguf")) == 1
+    for tower in towers:
+        why = tower.misfit() if tower.supported else f"{tower.projector!r} is not supported"
+        if tower.supported and alone:
+            raise tower.error(
+                f"{why}; put the mmproj file of {model.path.name} in its place, or move this one "
+                "to another folder to take text alone"
+            )
+        logger.warning("%s: %s: %s takes text alone", tower.path.name, why, model.path.name)
+    return None
+
+
+class TowerFile(GGUFContainer):
+    """An open GGUF file with a tower, in the folder of a text model.
+
+    projector: the sort of the tower, as the file names it.
+    supported: whether it is one that the table of projectors has.
+    """
+
+    def __init__(self, path: Path, model: GGUFFile) -> None:
+        super().__init__(path)
+        self._model = model
+        self.projector = str(self.own("projector_type") or self.own("vision.projector_type"))
+        self._layouts = [layout for layout in MMPROJS if layout.projector == self.projector]
+        self.supported = self.architecture == TOWER and bool(self._layouts)
+
+    @property
+    def layout(self) -> Mmproj:
+        """The entry of a supported projector."""
+        return next(layout for layout in self._layouts if layout.when(self))
+
+    def misfit(self) -> str:
+        """Say why the tower is not that of the text model; "" if it is."""
+        layout, model = self.layout, self._model
+        if model.architecture not in layout.text:
+            return (
+                f"it is the tower of a {' or '.join(layout.text)} model (projector "
+                f"{self.projector}), and {model.path.name} is of {model.architecture}"
+            )
+        tensor, axis = layout.out
+        size, wanted = self.shape(tensor)[axis], int(model.need("embedding_length"))
+        if size != wanted:
+            return (
+                f"its embeddings have {size} numbers, and those of {model.path.name} {wanted}: "
+                "they are of two models"
+            )
+        lacking = [texts for texts in layout.tokens.values() if self._token(texts) is None]
+        if layout.tokens and lacking == list(layout.tokens.values()):
+            return f"the vocabulary of {model.path.name} has no token {lacking[0][0]} for pictures"
+        return ""
+
+    # ---- Settings
+
+    def around(self, text: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json of the model that sees. text: that of its text model."""
+        layout = self.layout
+        outside = {key: text[key] for key in _OUTSIDE if key in text}
+        inner = {key: value for key, value in text.items() if key not in outside}
+        sections = self._model.get(f"{self._model.architecture}.rope.dimension_sections")
+        if layout.sections and sections is not None:
+            section = [int(size) for size in sections][:3]
+            inner["rope_parameters"] = {**inner["rope_parameters"], "mrope_section": section}
+        tokens = {key: self._token(texts) for key, texts in layout.tokens.items()}
+        return {
+            "architectures": [layout.wrapper],
+            "text_config": inner,
+            "vision_config": layout.vision(self),
+            **layout.outer(self),
+            **{key: token for key, token in tokens.items() if token is not None},
+            **outside,
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the contents of preprocessor_config.json."""
+        return {
+            **self.layout.settings(self),
+            "image_mean": self._colours("vision.image_mean"),
+            "image_std": self._colours("vision.image_std"),
+        }
+
+    def _colours(self, key: str) -> list[float]:
+        return [float(str(np.float32(value))) for value in self.need(key)]
+
+    def _token(self, texts: tuple[str, ...]) -> int | None:
+        """Return the id of the first text that is a token; None if none is."""
+        tokens = self._model.get("tokenizer.ggml.tokens") or []
+        return next((tokens.index(text) for text in texts if text in tokens), None)
+
+    # ---- Tensors
+
+    def tensors(self) -> list[WrittenTensor]:
+        """Return the tower's tensors with the folder's names, each in 16 bits or as it is stored.
+
+        Raises ConfigError for an extra or a missing tensor.
+        """
+        return [self._written(name, sources) for name, sources in self._sources().items()]
+
+    def _sources(self) -> dict[str, list[str]]:
+        """Return the folder's name of each tensor -> the file's tensors that it is put together of.
+
+        Raises ConfigError as `tensors` does.
+        """
+        layout, table = self.layout, self.layout.tensors
+        levels, order = layout.levels(self), list(table)
+        pieces: dict[str, list[tuple[int, str]]] = {}
+        # Older files have them the other way round.
+        right = self.shape("v.blk.0.ffn_down.weight")[0] == self.need("vision.embedding_length")
+        halves = ("up", "down") if right else ("down", "up")
+        swapped = {"up": f"ffn_{halves[0]}", "down": f"ffn_{halves[1]}"}
+        for name in self.names:
+            if name in layout.ignored:
+                continue
+            match = _LAYER.match(name)
+            stem = name if match is None else f"v.{match[1]}.{{i}}.{name[match.end() :]}"
+            stem = re.sub(r"ffn_(up|down)", lambda half: swapped[half[1]], stem)
+            ours, kind = table.get(stem), ""
+            if ours is None:
+                stem, _, kind = stem.rpartition(".")
+                ours = table.get(stem) if kind in ("weight", "bias") else None
+            number = None if match is None else int(match[2])
+            if match is not None and match[1] == "deepstack":
+                number = levels.index(int(match[2])) if int(match[2]) in levels else None
+            if ours is None or (number is None and "{i}" in ours):
+                raise self.error(f"unknown tensor {name!r}")
+            target = ours.replace("{i}", str(number)) + (f".{kind}" if kind else "")
+            pieces.setdefault(target, []).append((order.index(stem), name))
+        sources = {target: [name for _, name in sorted(names)] for target, names in pieces.items()}
+        self._check_all(sources, levels)
+        return sources
+
+    def _check_all(self, sources: dict[str, list[str]], levels: list[int]) -> None:
+        """Check that no tensor is missing. Raises ConfigError."""
+        layers = range(int(self.need("vision.block_count")))
+        fused = self.has("v.blk.0.attn_qkv.weight")
+        absent = {f"{_BLOCK}attn_{part}" for part in (("q", "k", "v") if fused else ("qkv",))}
+        absent.update(self.layout.optional)
+        present = {name for names in sources.values() for name in names}
+        for stem in self.layout.tensors.keys() - absent:
+            numbers = layers if stem.startswith(_BLOCK) else levels
+            for name in [stem.format(i=i) for i in numbers] if "{i}" in stem else [stem]:
+                if not present & {name, f"{name}.weight"}:
+                    raise self.error(f"tensor {name!r} is missing")
+
+    def _written(self, target: str, sources: list[str]) -> WrittenTensor:
+        shapes = [self.shape(name) for name in sources]
+        kinds = {self.kind(name) for name in sources}
+        dtype = _KEPT.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
+        shape = list(shapes[0])
+        frames = len(shape) == 4 and len(sources) > 1
+        if any(other[1:] != shapes[0][1:] for other in shapes):
+            raise self.error(f"tensors {', '.join(sources)} have rows of different sizes")
+        if frames:
+            shape.insert(2, len(sources))
+        else:
+            shape[0] = sum(size for size, *_ in shapes)
+
+        def data() -> Iterator[bytes | memoryview]:
+            parts = [self._values(name) for name in sources]
+            values = np.stack(parts, 2) if frames else np.concatenate(parts)
+            yield cast(np.ascontiguousarray(values), dtype).data.cast("B")
+
+        return WrittenTensor.of(target, dtype, shape, data)
+
+    def _values(self, name: str) -> NDArray[np.float32]:
+        """Return a tensor's values in the folder's order."""
+        layout, data = self.layout, self.data(name)
+        values = self.unpacked(name, data).reshape(self.shape(name))
+        self.give_back(data)
+        stem = re.sub(r"\.\d+\.", ".{i}.", name.rpartition(".")[0])
+        if stem in layout.permuted:
+            heads = int(self.need("vision.attention.head_count"))
+            values = values[half_pairs(heads, len(values) // heads)]
+        return values - 1 if stem == layout.plus_one else values

@@ -1,0 +1,511 @@
+"""The layout of the GGUF files that have a model's tower (mmproj): an entry for each projector.
+
+llama.cpp writes the tower of a model that sees into a file of its own. Its tensors are named alike
+in all families. `deployments.checkpoints.gguf_tower` converts them, with the names and the shapes
+that transformers' checkpoints have. No torch here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any, Protocol
+
+Values = dict[str, Any]
+
+
+class Tower(Protocol):
+    """An mmproj file, as far as entries read it."""
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """Return the value of a metadata key, given without "clip." before it."""
+        ...
+
+    def need(self, key: str) -> Any:
+        """Return a value as `own` does. Raises ConfigError if the key is missing."""
+        ...
+
+    def has(self, tensor: str) -> bool: ...
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return a tensor's shape, rows first. Raises ConfigError if it is missing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mmproj:
+    """The layout of one projector's file.
+
+    projector: the value of clip.projector_type.
+    wrapper: the class of transformers that the converted folder's config.json names.
+    text: values of general.architecture of the text models that it belongs to.
+    tensors: the file's name without ".weight" -> the folder's; {i} stands for the layer. Tensors of
+        one name in the folder follow each other there. A name may also be complete in the file.
+    tokens: key of config.json -> texts of the token, of which the first that the vocabulary has is
+        taken.
+    out: the tensor whose rows are the numbers of an embedding, and the axis of these rows.
+    vision: the function that returns vision_config.
+    settings: the function that returns the processor's settings, besides mean and deviation.
+    outer: the function that returns further keys of config.json.
+    place: what a chat template writes for a picture.
+    optional: names of `tensors` that some models of the family lack.
+    plus_one: a norm to whose weights one was added.
+    permuted: names whose rows are in pairs, as the text model's queries and keys are.
+    sections: whether the text model has rotary positions of three axes.
+    levels: the function that returns the layers after which a level of embeddings is made.
+    when: whether the entry is for this file, among entries of one projector; the first is taken.
+    """
+
+    projector: str
+    wrapper: str
+    text: tuple[str, ...]
+    tensors: Mapping[str, str]
+    tokens: Mapping[str, tuple[str, ...]]
+    out: tuple[str, int]
+    vision: Callable[[Tower], Values]
+    settings: Callable[[Tower], Values]
+    place: str
+    outer: Callable[[Tower], Values] = lambda file: {}
+    optional: tuple[str, ...] = ()
+    plus_one: str = ""
+    permuted: tuple[str, ...] = ()
+    sections: bool = False
+    levels: Callable[[Tower], list[int]] = lambda file: []
+    when: Callable[[Tower], bool] = lambda file: True
+    ignored: tuple[str, ...] = field(default=("v.token_embd.img_break",))
+
+
+def _size(file: Tower, key: str) -> int:
+    return int(file.need(f"vision.{key}"))
+
+
+def _inner(file: Tower) -> int:
+    """Return the width of MLPs, which is wrong in the metadata of Qwen2-VL."""
+    return max(file.shape("v.blk.0.ffn_up.weight"))
+
+
+def _sizes(file: Tower) -> Values:
+    """Return the keys of vision_config that most families have."""
+    return {
+        "hidden_size": _size(file, "embedding_length"),
+        "intermediate_size": _inner(file),
+        "num_hidden_layers": _size(file, "block_count"),
+        "num_attention_heads": _size(file, "attention.head_count"),
+        "image_size": _size(file, "image_size"),
+        "patch_size": _size(file, "patch_size"),
+        "layer_norm_eps": file.need("vision.attention.layer_norm_epsilon"),
+    }
+
+
+def _activation(file: Tower, default: str) -> str:
+    """Return the activation of MLPs. default: that of files that name none."""
+    if file.own("use_silu", False):
+        return "silu"
+    return "gelu" if file.own("use_gelu", False) else default
+
+
+def _merged(file: Tower, default: int = 2) -> int:
+    return int(file.own("vision.spatial_merge_size", default))
+
+
+def _qwen(file: Tower) -> Values:
+    return {
+        "depth": _size(file, "block_count"),
+        "num_heads": _size(file, "attention.head_count"),
+        "patch_size": _size(file, "patch_size"),
+        "spatial_merge_size": _merged(file),
+        "temporal_patch_size": 2,
+    }
+
+
+def _qwen2(file: Tower) -> Values:
+    width = _size(file, "embedding_length")
+    return {
+        **_qwen(file),
+        "embed_dim": width,
+        "mlp_ratio": _inner(file) // width,
+        "hidden_size": file.shape("mm.2.weight")[0],
+        "hidden_act": _activation(file, "quick_gelu"),
+    }
+
+
+def _qwen2_5(file: Tower) -> Values:
+    period = int(file.own("vision.n_wa_pattern", 0)) or 1  # 0: no layer has windows
+    return {
+        **_qwen_later(file),
+        "window_size": int(file.own("vision.window_size", 112)),
+        "fullatt_block_indexes": [
+            layer for layer in range(_size(file, "block_count")) if (layer + 1) % period == 0
+        ],
+        "hidden_act": "silu",
+    }
+
+
+def _qwen_later(file: Tower) -> Values:
+    return {
+        **_qwen(file),
+        "hidden_size": _size(file, "embedding_length"),
+        "intermediate_size": _inner(file),
+        "out_hidden_size": file.shape("mm.2.weight")[0],
+    }
+
+
+def _qwen3(file: Tower) -> Values:
+    return {
+        **_qwen_later(file),
+        "num_position_embeddings": file.shape("v.position_embd.weight")[0],
+        "deepstack_visual_indexes": _deepstack(file),
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _deepstack(file: Tower) -> list[int]:
+    flags = file.own("vision.is_deepstack_layers") or []
+    return [layer for layer, level in enumerate(flags) if level]
+
+
+def _qwen_settings(least: int, most: int) -> Callable[[Tower], Values]:
+    """Return a function for the settings of a Qwen.
+
+    least, most: the area in pixels that the publisher's files have, where the file is silent.
+    """
+
+    def settings(file: Tower) -> Values:
+        return {
+            "min_pixels": int(file.own("vision.image_min_pixels", least)),
+            "max_pixels": int(file.own("vision.image_max_pixels", most)),
+            "patch_size": _size(file, "patch_size"),
+            "merge_size": _merged(file),
+            "temporal_patch_size": 2,
+        }
+
+    return settings
+
+
+def _square(file: Tower) -> Values:
+    side = _size(file, "image_size")
+    return {"size": {"height": side, "width": side}}
+
+
+def _gemma3(file: Tower) -> Values:
+    return {**_sizes(file), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma3_count(file: Tower) -> Values:
+    scale = int(file.own("vision.projector.scale_factor", 4))
+    side = _size(file, "image_size") // _size(file, "patch_size") // scale
+    return {"mm_tokens_per_image": side**2}
+
+
+def _pixtral(file: Tower) -> Values:
+    return {
+        **_sizes(file),
+        "model_type": "pixtral",
+        "hidden_act": _activation(file, "gelu"),
+        "rope_parameters": {"rope_theta": float(file.own("rope.freq_base", 10000.0))},
+    }
+
+
+def _pixtral_settings(file: Tower) -> Values:
+    side = _size(file, "patch_size")
+    return {"size": {"longest_edge": _size(file, "image_size")}, "patch_size": side}
+
+
+def _pixtral_outer(file: Tower) -> Values:
+    return {
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "spatial_merge_size": _merged(file, 1),
+        "multimodal_projector_bias": file.has("mm.1.bias"),
+        "projector_hidden_act": "gelu",
+    }
+
+
+def _llava_outer(file: Tower) -> Values:
+    return {**_pixtral_outer(file), "model_type": "llava"}
+
+
+def _idefics3(file: Tower) -> Values:
+    return {**_sizes(file), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _idefics3_settings(file: Tower) -> Values:
+    side = _size(file, "image_size")
+    longest = int(file.own("vision.preproc_image_size", 4 * side))
+    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
+
+
+def _intern(file: Tower) -> Values:
+    sizes = _sizes(file)
+    # Positions are made for pictures of this size, in which the first row is the class token's.
+    lines = isqrt(file.shape("v.position_embd.weight")[-2] - 1)
+    return {
+        **sizes,
+        "image_size": [lines * sizes["patch_size"]] * 2,
+        "patch_size": [sizes["patch_size"]] * 2,
+        "hidden_act": _activation(file, "gelu"),
+        "attention_bias": file.has("v.blk.0.attn_q.bias"),
+        "use_qk_norm": file.has("v.blk.0.attn_q_norm.weight"),
+        "norm_type": "layer_norm" if file.has("v.blk.0.ln1.bias") else "rms_norm",
+        "use_mean_pooling": not file.has("v.post_ln.weight"),
+    }
+
+
+def _intern_settings(file: Tower) -> Values:
+    return {
+        **_square(file),
+        "crop_to_patches": True,
+        "min_patches": int(file.own("vision.preproc_min_tiles", 1)),
+        "max_patches": int(file.own("vision.preproc_max_tiles", 12)),
+    }
+
+
+def _scale(file: Tower) -> int:
+    return int(file.own("vision.projector.scale_factor", 2))
+
+
+_LAYER = "v.blk.{i}."
+
+
+def _layer(before: str, **names: str) -> dict[str, str]:
+    """Return names of a layer's tensors. before: of the folder's, up to the layer's number."""
+    return {f"{_LAYER}{stem}": f"{before}.{{i}}.{name}" for stem, name in names.items()}
+
+
+_QWEN_LAYER = _layer(
+    "model.visual.blocks",
+    ln1="norm1",
+    ln2="norm2",
+    attn_qkv="attn.qkv",
+    attn_q="attn.qkv",
+    attn_k="attn.qkv",
+    attn_v="attn.qkv",
+    attn_out="attn.proj",
+)
+_QWEN_PATCH = {
+    "v.patch_embd": "model.visual.patch_embed.proj",
+    "v.patch_embd.weight.1": "model.visual.patch_embed.proj.weight",
+}
+_QWEN2_MERGER = {
+    "v.post_ln": "model.visual.merger.ln_q",
+    "mm.0": "model.visual.merger.mlp.0",
+    "mm.2": "model.visual.merger.mlp.2",
+}
+_QWEN_TOKENS = {
+    "image_token_id": ("<|image_pad|>",),
+    "video_token_id": ("<|video_pad|>",),
+    "vision_start_token_id": ("<|vision_start|>",),
+    "vision_end_token_id": ("<|vision_end|>",),
+}
+_QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def _siglip(before: str, projector: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of SigLIP's tensors. before: of all of the folder's."""
+    return {
+        "v.patch_embd": f"{before}.embeddings.patch_embedding",
+        "v.position_embd": f"{before}.embeddings.position_embedding",
+        "v.post_ln": f"{before}.post_layernorm",
+        **_layer(
+            f"{before}.encoder.layers",
+            ln1="layer_norm1",
+            ln2="layer_norm2",
+            attn_q="self_attn.q_proj",
+            attn_k="self_attn.k_proj",
+            attn_v="self_attn.v_proj",
+            attn_out="self_attn.out_proj",
+            ffn_up="mlp.fc1",
+            ffn_down="mlp.fc2",
+        ),
+        **projector,
+    }
+
+
+_PIXTRAL = {
+    "v.patch_embd": "model.vision_tower.patch_conv",
+    "v.pre_ln": "model.vision_tower.ln_pre",
+    **_layer(
+        "model.vision_tower.transformer.layers",
+        ln1="attention_norm",
+        ln2="ffn_norm",
+        attn_q="attention.q_proj",
+        attn_k="attention.k_proj",
+        attn_v="attention.v_proj",
+        attn_out="attention.o_proj",
+        ffn_gate="feed_forward.gate_proj",
+        ffn_up="feed_forward.up_proj",
+        ffn_down="feed_forward.down_proj",
+    ),
+    "mm.1": "model.multi_modal_projector.linear_1",
+    "mm.2": "model.multi_modal_projector.linear_2",
+}
+_MERGER = {
+    "mm.input_norm": "model.multi_modal_projector.norm",
+    "mm.patch_merger": "model.multi_modal_projector.patch_merger.merging_layer",
+}
+_PIXTRAL_FIELDS: Mapping[str, Any] = {
+    "text": ("llama", "mistral3"),
+    "tokens": {"image_token_index": ("[IMG]",)},
+    "out": ("mm.2.weight", 0),
+    "vision": _pixtral,
+    "settings": _pixtral_settings,
+    "outer": _pixtral_outer,
+    "place": "[IMG]",
+    "permuted": (f"{_LAYER}attn_q", f"{_LAYER}attn_k"),
+}
+_INTERN = "model.vision_tower"
+
+MMPROJS: tuple[Mmproj, ...] = (
+    Mmproj(
+        "qwen2vl_merger",
+        "Qwen2VLForConditionalGeneration",
+        ("qwen2vl",),
+        {
+            **_QWEN_PATCH,
+            **_QWEN_LAYER,
+            **_layer("model.visual.blocks", ffn_up="mlp.fc1", ffn_down="mlp.fc2"),
+            **_QWEN2_MERGER,
+        },
+        _QWEN_TOKENS,
+        ("mm.2.weight", 0),
+        _qwen2,
+        _qwen_settings(56 * 56, 28 * 28 * 16384),
+        _QWEN_PLACE,
+        sections=True,
+    ),
+    Mmproj(
+        "qwen2.5vl_merger",
+        "Qwen2_5_VLForConditionalGeneration",
+        ("qwen2vl",),
+        {
+            **_QWEN_PATCH,
+            **_QWEN_LAYER,
+            **_layer(
+                "model.visual.blocks",
+                ffn_gate="mlp.gate_proj",
+                ffn_up="mlp.up_proj",
+                ffn_down="mlp.down_proj",
+            ),
+            **_QWEN2_MERGER,
+        },
+        _QWEN_TOKENS,
+        ("mm.2.weight", 0),
+        _qwen2_5,
+        _qwen_settings(56 * 56, 28 * 28 * 16384),
+        _QWEN_PLACE,
+        sections=True,
+    ),
+    Mmproj(
+        "qwen3vl_merger",
+        "Qwen3VLForConditionalGeneration",
+        ("qwen3vl",),
+        {
+            **_QWEN_PATCH,
+            **_QWEN_LAYER,
+            "v.position_embd": "model.visual.pos_embed",
+            **_layer("model.visual.blocks", ffn_up="mlp.linear_fc1", ffn_down="mlp.linear_fc2"),
+            "v.post_ln": "model.visual.merger.norm",
+            "mm.0": "model.visual.merger.linear_fc1",
+            "mm.2": "model.visual.merger.linear_fc2",
+            "v.deepstack.{i}.norm": "model.visual.deepstack_merger_list.{i}.norm",
+            "v.deepstack.{i}.fc1": "model.visual.deepstack_merger_list.{i}.linear_fc1",
+            "v.deepstack.{i}.fc2": "model.visual.deepstack_merger_list.{i}.linear_fc2",
+        },
+        _QWEN_TOKENS,
+        ("mm.2.weight", 0),
+        _qwen3,
+        _qwen_settings(256 * 256, 4096 * 4096),
+        _QWEN_PLACE,
+        sections=True,
+        levels=_deepstack,
+    ),
+    Mmproj(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        ("gemma3",),
+        _siglip(
+            "model.vision_tower",
+            {
+                "mm.input_projection.weight": (
+                    "model.multi_modal_projector.mm_input_projection_weight"
+                ),
+                "mm.soft_emb_norm": "model.multi_modal_projector.mm_soft_emb_norm",
+            },
+        ),
+        {
+            # The converter leaves the first out of the vocabulary, in which it stands last.
+            "image_token_index": ("<image_soft_token>", "<pad>"),
+            "boi_token_index": ("<start_of_image>",),
+            "eoi_token_index": ("<end_of_image>",),
+        },
+        ("mm.input_projection.weight", 1),
+        _gemma3,
+        _square,
+        "<start_of_image>",
+        _gemma3_count,
+        plus_one="mm.soft_emb_norm",
+    ),
+    Mmproj(
+        "pixtral",
+        "Mistral3ForConditionalGeneration",
+        tensors={**_PIXTRAL, **_MERGER},
+        when=lambda file: file.has("mm.patch_merger.weight"),
+        **_PIXTRAL_FIELDS,
+    ),
+    Mmproj(
+        "pixtral",
+        "LlavaForConditionalGeneration",
+        tensors=_PIXTRAL,
+        **{
+            **_PIXTRAL_FIELDS,
+            "outer": lambda file: {**_pixtral_outer(file), "model_type": "llava"},
+        },
+    ),
+    Mmproj(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        ("llama",),
+        _siglip("model.vision_model", {"mm.model.fc": "model.connector.modality_projection.proj"}),
+        {"image_token_id": ("<image>",)},
+        ("mm.model.fc.weight", 0),
+        _idefics3,
+        _idefics3_settings,
+        "<image>",
+        lambda file: {"scale_factor": _scale(file)},
+    ),
+    Mmproj(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        ("qwen2", "qwen3", "qwen3moe", "llama"),
+        {
+            "v.class_embd": f"{_INTERN}.embeddings.cls_token",
+            "v.position_embd.weight": f"{_INTERN}.embeddings.position_embeddings",
+            "v.patch_embd": f"{_INTERN}.embeddings.patch_embeddings.projection",
+            "v.post_ln": f"{_INTERN}.layernorm",
+            **_layer(
+                f"{_INTERN}.encoder.layer",
+                ln1="layernorm_before",
+                ln2="layernorm_after",
+                attn_q="attention.q_proj",
+                attn_k="attention.k_proj",
+                attn_v="attention.v_proj",
+                attn_q_norm="attention.q_norm",
+                attn_k_norm="attention.k_norm",
+                attn_out="attention.projection_layer",
+                ffn_up="mlp.fc1",
+                ffn_down="mlp.fc2",
+            ),
+            f"{_LAYER}ls1.weight": f"{_INTERN}.encoder.layer.{{i}}.lambda_1",
+            f"{_LAYER}ls2.weight": f"{_INTERN}.encoder.layer.{{i}}.lambda_2",
+            "mm.model.mlp.0": "model.multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "model.multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "model.multi_modal_projector.linear_2",
+        },
+        {"image_token_id": ("<IMG_CONTEXT>",)},
+        ("mm.model.mlp.3.weight", 0),
+        _intern,
+        _intern_settings,
+        "<IMG_CONTEXT>\n",
+        lambda file: {"downsample_ratio": 1 / _scale(file), "projector_hidden_act": "gelu"},
+        optional=("v.post_ln", f"{_LAYER}attn_q_norm", f"{_LAYER}attn_k_norm"),
+    ),
+)

@@ -1,0 +1,164 @@
+"""GGUF files of models that see, in two files as people download them: the text and pictures of the
+checkpoints that they are of."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+
+from deployments.checkpoints.gguf import convert, write_outline
+from deployments.checkpoints.resolve import check_model, gguf_of, resolve_model
+from engine.architectures.mmproj import MMPROJS
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.text.chat_template import ChatTemplate
+from engine.text.template_contents import with_image_places
+from tests.engine.images.folders import CASES, Case, load_processor, save_model
+from tests.parity.engine_driver import engine
+from tests.parity.gguf_tower_files import PAIRS, write_pair
+from tests.parity.test_images import Seeing
+
+# What the format cannot say: another base of positions, an activation of the projector, tiles of
+# another size than the table.
+CHANGES: dict[str, dict[str, Any]] = {
+    "Mistral 3": {"rope_parameters": {"rope_theta": 10000.0}},
+    "InternVL 6B": {"image_size": [16, 16]},
+}
+
+
+def case_of(name: str) -> Case:
+    case = CASES[name]
+    outer = case.outer | ({"projector_hidden_act": "gelu"} if name == "InternVL 6B" else {})
+    return replace(case, vision=case.vision | CHANGES.get(name, {}), outer=outer)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_greedy_text_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """Halves of a patch that change places, rows that are turned twice, a norm that is one too
+    large, a projector's activation: pictures that are nearly right."""
+    checkpoint, folder, converted = (tmp_path / part for part in ("checkpoint", "files", "made"))
+    for part in (checkpoint, folder, converted):
+        part.mkdir()
+    case = case_of(name)
+    theirs = save_model(checkpoint, case)
+    convert(write_pair(name, case, checkpoint, folder), converted)
+    processor, their_own = load_processor(converted), load_processor(checkpoint)
+    assert processor is not None and their_own is not None
+    for size in ((90, 50), (40, 200)):
+        assert processor.layout(*size) == their_own.layout(*size)
+    Seeing(case, converted, theirs, processor).run(engine(converted, max_num_batched_tokens=64))
+
+
+def test_every_projector_has_a_case() -> None:
+    """Bug: an entry whose names nobody compares with the `gguf` package's table."""
+    assert {projector for projector, _ in PAIRS.values()} == {entry.projector for entry in MMPROJS}
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smol")
+    save_model(folder, CASES["SmolVLM"])
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16"])
+def test_types_of_towers(kind: str, smol: Path, tmp_path: Path) -> None:
+    """Bug: a scale that is left out, or 8 bits that the tower's layers take for numbers."""
+    quant = GGMLQuantizationType[kind]
+    source = write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path, quant)
+    (tmp_path / "made").mkdir()
+    convert(source, tmp_path / "made")
+    name = "model.vision_model.encoder.layers.1.self_attn.k_proj.weight"
+    stored = load_file(smol / "model.safetensors")[name]
+    written = load_file(tmp_path / "made" / "model.safetensors")[name]
+    values = torch.from_numpy(dequantize(quantize(stored.numpy(), quant), quant))
+    assert written.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
+    assert torch.equal(written, values.to(written.dtype))
+
+
+def test_mlps_that_older_files_name_the_other_way_round(smol: Path, tmp_path: Path) -> None:
+    """Bug: a file of Gemma 3's first weeks is refused for the shapes of its MLPs."""
+    written = []
+    for swapped in (False, True):
+        folder = tmp_path / str(swapped)
+        folder.mkdir()
+        source = write_pair("SmolVLM", CASES["SmolVLM"], smol, folder, swapped=swapped)
+        (folder / "made").mkdir()
+        convert(source, folder / "made")
+        written.append((folder / "made" / "model.safetensors").read_bytes())
+    assert written[0] == written[1]
+
+
+def test_folders_of_files(smol: Path, tmp_path: Path) -> None:
+    """A folder as it is downloaded, its plan, and a cache that forgets no tower."""
+    source = write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path)
+    assert gguf_of(str(tmp_path)) == gguf_of(str(source)) == source
+    cache = tmp_path / "cache"
+    check_model(str(tmp_path))
+    for spec in (tmp_path, source):
+        assert ModelConfig.from_folder(resolve_model(str(spec), cache=cache)).vision is not None
+    (tmp_path / "outline").mkdir()
+    write_outline(source, tmp_path / "outline")
+    assert ModelConfig.from_folder(tmp_path / "outline").vision is not None
+    (tmp_path / "mmproj-model.gguf").rename(tmp_path / "elsewhere")
+    assert ModelConfig.from_folder(resolve_model(str(source), cache=cache)).vision is None
+
+
+def test_towers_that_do_not_fit(smol: Path, tmp_path: Path) -> None:
+    """Another family's tower, or that of another size, would give noise; and so would the tower
+    itself."""
+    source = write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path)
+    tower = tmp_path / "mmproj-model.gguf"
+    with pytest.raises(ConfigError, match=r"mmproj-model\.gguf: has the tower .* own file"):
+        check_model(str(tower))
+    other = tmp_path / "gemma"
+    other.mkdir()
+    save_model(other, CASES["Gemma 3"])
+    write_pair("Gemma 3", CASES["Gemma 3"], other, other)
+    (other / "mmproj-model.gguf").rename(tower)
+    way_out = r"put the mmproj file of model\.gguf in its place, or move this one"
+    with pytest.raises(ConfigError, match=rf"mmproj-model\.gguf: .* gemma3 model .*{way_out}"):
+        check_model(str(source))
+    wide = replace(CASES["SmolVLM"], text=CASES["SmolVLM"].text | {"hidden_size": 96})
+    save_model(other, wide)
+    write_pair("SmolVLM", wide, other, other)
+    (other / "mmproj-model.gguf").rename(tower)
+    with pytest.raises(ConfigError, match=rf"have 96 numbers, .* 48: .*{way_out}"):
+        check_model(str(source))
+    # A folder of many models, and a projector that is not known, keep on giving text.
+    (tmp_path / "another.gguf").write_bytes(source.read_bytes())
+    check_model(str(source))
+    (tmp_path / "another.gguf").unlink()
+    write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path, projector_type="minicpmv")
+    (tmp_path / "made").mkdir()
+    convert(source, tmp_path / "made")
+    assert ModelConfig.from_folder(tmp_path / "made").vision is None
+
+
+def test_towers_with_other_tensors(smol: Path, tmp_path: Path) -> None:
+    """A missing tensor would stay random, an extra one would be left out."""
+    source = write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path, **{"vision.block_count": 3})
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match=r"mmproj-model\.gguf: tensor 'v\.blk\.2\..*missing"):
+        convert(source, tmp_path / "made")
+    write_pair("SmolVLM", CASES["SmolVLM"], smol, tmp_path)
+    tower = tmp_path / "mmproj-model.gguf"
+    tower.write_bytes(tower.read_bytes().replace(b"v.post_ln.bias", b"v.post_lm.bias"))
+    with pytest.raises(ConfigError, match=r"mmproj-model\.gguf: unknown tensor 'v\.post_lm\.bias'"):
+        convert(source, tmp_path / "made")
+
+
+def test_places_of_images_in_a_template_without_them() -> None:
+    """Bug: a picture that the template leaves out, or a chat of texts that it writes otherwise."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = ChatTemplate({"default": with_image_places(source, "[IMG]\n")}, {})
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
+    chat = [{"role": "system", "content": "b"}, {"role": "user", "content": parts}]
+    assert template.render(chat) == "<system>b<user>[IMG]\na[IMG]\n"
+    assert with_image_places(json.dumps(["image"]), "[IMG]") == '["image"]'
