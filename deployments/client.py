@@ -33,7 +33,7 @@ from engine.library.prompts import as_list, is_token_id
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages  # or an array of NumPy, torch or DLPack
+Prompt = str | Sequence[int] | Messages  # token ids may be an array of NumPy, torch or DLPack
 
 
 @dataclass(frozen=True, slots=True)

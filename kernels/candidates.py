@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 Capability = tuple[int, int]  # of a CUDA device
 Form = TypeVar("Form")
-# The operands of the matrix units, or of the threads of a GEMV.
+# What a kernel's matrix units multiply, or the threads of its GEMV.
 Operands = Literal[
     "weights", "8-bit floats", "8-bit integers", "decoded codes", "dequantised weights",
     "keys and values", "codes of keys and values", "latents", "keys and values of latents",

@@ -30,7 +30,7 @@ class CudaDeterministic(Cuda):
     PACKED_EXPERTS = FIXED_PACKED_EXPERTS
     CHUNK_ATTENTION = FIXED_ATTENTION
 
-    # The reference's, which call the products below; Cuda's are fused.
+    # The reference's versions, which call the matmuls below; Cuda's are fused.
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route

@@ -133,13 +133,13 @@ class Region:
         try:
             _call("cuMemCreate", *create, ctypes.c_uint64(0))
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch's cache may hold as much
+            torch.cuda.empty_cache()  # torch's cache may hold enough free memory
             _call("cuMemCreate", *create, ctypes.c_uint64(0))
         zero = ctypes.c_size_t(0)
         try:
             _call("cuMemMap", self._address, self._size, zero, handle, ctypes.c_uint64(0))
         finally:
-            _call("cuMemRelease", handle)  # what is mapped keeps its pages
+            _call("cuMemRelease", handle)  # mapped pages outlive the handle
         _call(
             "cuMemSetAccess",
             self._address,

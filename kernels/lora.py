@@ -65,7 +65,7 @@ def _shrink_kernel(
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     if PDL:
-        gdc_wait()  # by all programs, or a kernel could end before its predecessor
+        gdc_wait()  # all programs wait, or a kernel could end before its predecessor
         gdc_launch_dependents()
     if slot < 0:
         return
@@ -294,7 +294,7 @@ CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 
 MEAN_ROWS, MOST_SMALL = 64, 1024
 
 BLOCK_N = 128  # columns per program of expand
-WIDE_N = 256  # the same without a gate, for steps of the second class
+WIDE_N = 256  # columns per program without a gate, for steps of the second class
 
 
 def _most_small(slots: int) -> int:

@@ -172,7 +172,7 @@ class LoraStep:
     table: Tensor  # [slots, num_parts, 4] int32
     partial: Tensor  # [...] float32, room for what shrink writes
     max_rank: int
-    # on the CPU, which loops over (slot, its tokens int64) instead
+    # on the CPU, which loops over the slots: (slot, int64 indices of the slot's tokens)
     segments: Sequence[tuple[int, Tensor]] = ()
     parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]] = ()
     # sums of one order whatever the number of tokens; block_m must be tile_rows(1, slots)

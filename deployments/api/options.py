@@ -10,7 +10,7 @@ from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
 from deployments.images.intake import ImageIntake
 
-# (id, owner or None for everyone's) -> one for each prompt of the call.
+# (request id, owner's key or None for all keys) -> a trace for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 # -> one for each router.
 Live = Callable[[], Awaitable[list[dict[str, Any]]]]

@@ -30,7 +30,7 @@ from engine.shards import read_headers
 _POLL = 0.2  # seconds between polls of Serve
 _POLL_SECONDS = 5.0  # seconds between two polls of the cluster's nodes
 _BEAT = 2.0  # seconds between polls of the deployed application
-_READY_SECONDS = 30.0  # from Serve's "RUNNING" to the first status 200 of /ready
+_READY_SECONDS = 30.0  # longest seconds from Serve's "RUNNING" to a 200 of /ready
 
 
 def run(

@@ -13,7 +13,7 @@ def surround(text: str, placeholder: str, layouts: Sequence[ImageLayout]) -> str
     layouts: in the order of the placeholders; if there are more or fewer of these, the text stays.
     """
     pieces = text.split(placeholder)
-    if len(pieces) != len(layouts) + 1:  # which `expand_placeholders` refuses
+    if len(pieces) != len(layouts) + 1:  # `expand_placeholders` refuses such a chat
         return text
     around = (f"{layout.before}{placeholder}{layout.after}" for layout in layouts)
     return pieces[0] + "".join(chain.from_iterable(zip(around, pieces[1:], strict=True)))

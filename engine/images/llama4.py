@@ -18,7 +18,7 @@ _Sides = tuple[int, int]  # height, width
 
 
 class Llama4Images:
-    """The pictures of a folder whose model keeps their shape, with black right and below.
+    """The pictures of a folder whose model keeps their shape, padded with black right and below.
 
     tile: pixels of a tile's side.
     size: embeddings of a tile.

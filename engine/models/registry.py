@@ -30,7 +30,7 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    group: TensorParallelGroup  # this model holds the part of the group's rank
+    group: TensorParallelGroup  # the ranks that divide layers; this model has one part
     head_group: TensorParallelGroup  # the ranks that divide attention heads
     # the pipeline stage; layers, num_parameters and bytes below are those of the stage
     stage: Stage

@@ -465,7 +465,7 @@ def check_weights(parts: Sequence[Sized], free: int) -> None:
 
 @contextmanager
 def fits_on(device: torch.device, what: str, ways_out: str, *, param: str) -> Iterator[None]:
-    """Raise ConfigError with the numbers if the device runs out of memory inside."""
+    """Raise ConfigError with the plan's numbers if the `with` block runs out of device memory."""
     try:
         yield
         return

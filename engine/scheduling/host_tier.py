@@ -140,7 +140,7 @@ class _Load:
     # If the load brings a snapshot:
     state: bytes = b""
     state_slot: int = -1  # on the host
-    snapshot: int = -1  # the slot that is reserved for it
+    snapshot: int = -1  # the device slot reserved for the state
     snapshots: Snapshots | None = None
     stale: bool = False  # whether the loaded keys must not be used
 

@@ -60,7 +60,7 @@ class MemoryShortages:
     def __init__(self) -> None:
         self.in_a_row = 0
         self._good_steps = 0
-        self._patience = _PATIENCE // 2  # the first shortage doubles it
+        self._patience = _PATIENCE // 2  # doubled by the first shortage
 
     @property
     def persists(self) -> bool:

@@ -307,7 +307,7 @@ class Compiler:
                 future.set_exception(failure)
                 with self._lock:
                     self._known.pop(grammar, None)
-        future.exception()  # waits for the compilation
+        future.exception()  # blocks until the grammar is compiled
         return known
 
     def _trim(self) -> None:

@@ -93,7 +93,7 @@ class UpdateInfo(msgspec.Struct):
 
 
 class WeightTransfer:
-    """The receiving end of one engine. Calls come from one thread, beside the engine's steps.
+    """An engine's end of a trainer's transfers of weights. Calls come from one thread.
 
     device: of the engine, where broadcasts arrive.
     num_bytes: size of the checkpoint, as far as it is known.

@@ -16,7 +16,7 @@ from kernels.metadata import AttentionMeta
 _ANY = float("inf")
 HOPPER = (9, 0)
 
-# Sizes that the warp-specialised kernels take. Of a head in prefill: keys of a tile.
+# Sizes that the warp-specialised kernels take. Prefill: elements of a head -> keys of a tile.
 PREFILL_KEYS = {128: 128, 256: 64}
 PREFILL_GROUPS = (1, 2, 4, 8)
 LATENT_SIZES = (512, 64)  # elements of a latent, and of its rotary part
@@ -85,13 +85,13 @@ def _kernel(
     return Candidate(path.split(":")[1], operands, takes, tokens, fits, run)
 
 
-# Of requests with one token in the step; their keys are split among programs.
+# Attention kernels of requests with one token in the step; programs share a request's keys.
 DECODE_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel("quantized_decode:quantized_decode", _takes_codes, _one_token, _has_codes),
     _kernel("decode:attention_decode", _takes_plain, _one_token),
 )
 
-# Of all other requests of a step.
+# Attention kernels of all requests but decodes.
 CHUNK_ATTENTION: tuple[Candidate[AttentionForm], ...] = (
     _kernel(
         "specialized_prefill:specialized_prefill", takes_specialized_prefill, _any_tokens,
@@ -121,7 +121,7 @@ LATENT_CHUNKS: tuple[Candidate[LatentForm], ...] = (
     ),
 )  # fmt: skip
 
-# Of requests with one token in the step, on AbsorbedInputs.
+# Latent attention kernels of requests with one token in the step, on AbsorbedInputs.
 LATENT_DECODE: tuple[Candidate[LatentForm], ...] = (
     Candidate(
         "specialized_decode", "latents", takes_specialized_decode, _one_token,

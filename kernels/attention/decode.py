@@ -235,7 +235,7 @@ def _decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
-        if SCORES.sinks:  # in the first split, as a key without a value
+        if SCORES.sinks:  # a sink counts in the first split, as a key without a value
             sink = tl.load(sinks + head * HEADS.group + head_of, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink, top)
             denominator += tl.where(item == first, 1.0, 0.0)

@@ -156,7 +156,7 @@ def _plan_kernel(
     index = tl.arange(0, ENTRIES)
     num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
-    real = index < num_entries  # and the first of its run
+    real = index < num_entries  # a real entry that is the first of its run
     runs = num_entries
     leader, place, queries = entry, 0, 1
     if QUERIES > 1:
@@ -203,7 +203,7 @@ def _plan_kernel(
     first = tl.sum(tl.where(before, splits, 0), axis=0)
     even = (
         tl.cdiv(tl.cdiv(own_length, tl.maximum(mine, 1)), TILE) * TILE
-    )  # <= size, and leaves no split empty
+    )  # the split's size, evened out so that no split is empty
     listed = tl.where(entry == leader, mine, 0)
     for start in range(0, listed, WRITE):
         split = start + tl.arange(0, WRITE)

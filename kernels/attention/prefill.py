@@ -239,7 +239,7 @@ def _prefill_kernel(
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     query_head = head * HEADS.group + rows % HEADS.group
-    if SCORES.sinks:  # as a key without a value
+    if SCORES.sinks:  # a sink counts as a key without a value
         top = tl.load(sinks + query_head) * LOG2E
         denominator += tl.where(tl.arange(0, 8) == 0, 1.0, 0.0)[None, :]
     slope = top

@@ -160,7 +160,7 @@ class PrefillChunk:
 
     begin: int
     end: int
-    num_keys: int  # from the first block that one of its queries sees
+    num_keys: int  # keys from the first block that a query sees
     gather: Gather  # reads num_kv_heads * blocks rows
     mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
 

@@ -178,7 +178,7 @@ def _produce(
                     seen = (position < end) & (position + BOX > lowest)
                     page = gl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
                     row = (page * HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-                    row = gl.where(seen, row, -BOX)  # outside: the accelerator writes zeros
+                    row = gl.where(seen, row, -BOX)  # out of bounds: the TMA writes zeros
                     rows = rows + (row,)  # noqa: RUF005
                 place = step % PLACES
                 phase = (step // PLACES & 1) ^ 1

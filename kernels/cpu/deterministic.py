@@ -190,7 +190,7 @@ class Deterministic(PlannedByFirstLayer):
         dtype: torch.dtype,
     ) -> Tensor:
         attended = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
-        if attended is not None:  # computes each text alike
+        if attended is not None:  # this kernel computes a text alike in any batch
             return attended
         plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
         rotary = meta.rotary

@@ -11,7 +11,7 @@ from kernels.candidates import Candidate, Capability, Lazy
 from kernels.packed import E2M1, Format
 
 _ANY = float("inf")
-_HOPPER = 9  # the first number of its compute capability
+_HOPPER = 9  # the major number of Hopper's compute capability
 
 
 def _takes_any(form: Format, capability: Capability) -> bool:

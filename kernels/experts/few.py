@@ -13,7 +13,7 @@ from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-MOST = 4  # tokens; from more on experts are met so often that grouping pays
+MOST = 4  # tokens; with more, grouping pairs by expert is faster
 
 # ROWS, COLUMNS, warps, as sweeps found them on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
 # is for up to four experts a token (gpt-oss), DOWN for more (8 of Qwen3-30B-A3B, 10 of Qwen3-Next).

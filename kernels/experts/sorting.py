@@ -83,7 +83,7 @@ def _count_kernel(
     following = tl.load(ids + at, mask=at < pairs, other=EXPERTS)
     for block in tl.static_range(BLOCKS):
         chosen = following
-        if block + 1 < BLOCKS:  # on its way while this one is counted
+        if block + 1 < BLOCKS:  # load the next block while this one is counted
             at += BLOCK
             following = tl.load(ids + at, mask=at < pairs, other=EXPERTS)
         tl.store(earlier + (run * BLOCKS + block) * WIDE + expert, seen)
@@ -127,7 +127,7 @@ def _place_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    before = tl.load(earlier + block * WIDE + expert)  # those of an expert in blocks before this
+    before = tl.load(earlier + block * WIDE + expert)  # an expert's pairs in earlier blocks
     total = tl.zeros([WIDE], tl.int32)
     for first in range(0, runs, RUNS):
         run = first + tl.arange(0, RUNS)

@@ -36,7 +36,7 @@ _CLEARLY = 0.98  # share of the library's time below which a choice is kept
 _BEST = 4  # candidates that are timed again after the first round
 _LED = 2  # best candidates of a landmark that are tried at neighbouring sizes
 _LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # (rows below which it holds, rows to the next load)
-_LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
+_LARGE = 512 << 20  # bytes of a vocabulary's weight, which has many tiles with any algorithm
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
 Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster

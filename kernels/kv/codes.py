@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.kv.quantized import QuantizedKV
 
-KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # the constexpr KIND; 0 = numbers of the model's type
+KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # values of the constexpr KIND; 0 = unquantised
 
 
 class CodePages(NamedTuple):

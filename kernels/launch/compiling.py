@@ -106,7 +106,7 @@ class Compilers:
 
     def close(self) -> None:
         """Remove the hook, so that launches no longer wait. The processes end by themselves."""
-        if "triton" in sys.modules:  # otherwise there is no hook
+        if "triton" in sys.modules:  # without Triton there is no hook
             from triton import knobs
 
             knobs.runtime.jit_cache_hook = None

@@ -25,9 +25,9 @@ SHARED_MEMORY: dict[Capability, int] = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-LEAST: Capability = (7, 5)  # the assembler of the pinned Triton makes no older code
+LEAST: Capability = (7, 5)  # the oldest that the pinned Triton's assembler makes code for
 HOPPER: Capability = (9, 0)
-_acting: list[Capability] = []  # the capability of `act_as`, if there was one
+_acting: list[Capability] = []  # the capability that `act_as` has set, if any
 
 
 def act_as(capability: Capability) -> None:

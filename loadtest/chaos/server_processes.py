@@ -119,9 +119,7 @@ class ServerInstance:
         return [p for p in self.processes() if TARGETS[target](p)]
 
     def _servers(self, table: dict[int, ServerProcess]) -> list[ServerProcess]:
-        """Return the listening process of the table: the original while it lives, then its
-        successor.
-        """
+        """Return the process that listens at the port: the first one, or its successor."""
         first = table.get(self.root.pid)
         if first is not None and first.started == self.root.started:
             return [first]

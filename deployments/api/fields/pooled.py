@@ -59,7 +59,7 @@ class TextInput(Shape):
     """
 
     SCHEMA = either(*TEXTS)
-    EMPTY: ClassVar[bool] = False  # whether there may be no text
+    EMPTY: ClassVar[bool] = False  # whether the list of texts may be empty
 
     def __init__(self, items: list[Any], many: bool) -> None:
         self.items = items

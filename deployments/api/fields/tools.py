@@ -39,7 +39,7 @@ def _no_input(_: Any, path: str) -> ApiError:
     return invalid(f'{path} must be of type "text" or "grammar"', path)
 
 
-# What custom tools take, whatever union says it.
+# The error for the input of a custom tool, in every body that has one.
 INPUT = expects('of type "text" or "grammar"', code="invalid_value", unknown=_no_input)
 
 

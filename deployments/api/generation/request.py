@@ -29,7 +29,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class ImagePart(msgspec.Struct, frozen=True, gc=False):
-    """An image of a message, which is read once the model is known, or what is refused then.
+    """An image of a message, or other media; decoded or refused once the model is known.
 
     place: the client's name of it, e.g. ``messages[0].content[1]``
     refused: the client's name of what a model refuses that does not take it

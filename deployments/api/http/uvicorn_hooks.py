@@ -180,7 +180,7 @@ class JsonRefusals:
     def send_400_response(self, msg: str) -> None:
         """Refuse a request; uvicorn calls it while it handles the parser's exception."""
         error = sys.exception()
-        status = getattr(error, "error_status_hint", 400)  # h11's errors suggest one
+        status = getattr(error, "error_status_hint", 400)  # h11's errors suggest a status
         if len(self.url) > MAX_URL_BYTES:
             status = 414
         elif type(error).__name__ == "HttpParserInvalidMethodError" and _UNKNOWN_METHOD.match(
@@ -194,9 +194,9 @@ class JsonRefusals:
         self._head = None
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
-                self.transport.close()  # nothing may stand inside an answer
+                self.transport.close()  # no error object may be written inside an answer
                 return
-            self.cycle.disconnected = True  # as when the connection is lost
+            self.cycle.disconnected = True  # end the request as if the connection were lost
             self.cycle.message_event.set()
         code, message = _INVALID_HTTP.get(status, _INVALID_HTTP[400])
         body = ApiError(status, code, message).body()
@@ -231,7 +231,7 @@ class ConnectionTimeouts:
 
     head_seconds = 30.0
     reader_seconds = 30.0
-    reader_bytes = 4096  # that a reader must take in that time
+    reader_bytes = 4096  # bytes that a client must read within reader_seconds
 
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None

@@ -117,7 +117,7 @@ class _Builder:
         longest_first = sorted(marks, key=lambda text: -len(text))
         self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
-        self._terminals: dict[tuple[Any, ...], str] = {}  # by the arguments of `_without`
+        self._terminals: dict[tuple[Any, ...], str] = {}  # terminal names by `_without`'s arguments
 
     def build(
         self,

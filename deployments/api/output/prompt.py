@@ -56,7 +56,7 @@ def render_options(
     if tools is None:
         template = tokenizer.chat_template
         if has_calls and template is not None and "tool_use" in template.sources:
-            options["tools"] = []  # takes the template that shows calls
+            options["tools"] = []  # selects the template `tool_use`, which shows calls
     elif known.described_in:
         if tools.mode != "none":
             _tell(messages, tools, known)

@@ -238,10 +238,8 @@ def _made(**marks: Any) -> OutputFormat:
 
 
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
-    """Return whether the name is a group of the opening expression, and keys of the JSON.
-
-    If the name is no group, the keys are those of name and arguments.
-    """
+    """Return whether the opening expression has the call's name, else the JSON keys of name and
+    arguments."""
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
         return False, ("name", "arguments")

@@ -18,7 +18,7 @@ from engine.errors import no_vectors
 from engine.pooling import Pooling, Vector
 
 EMBED, EMBED_1 = "/v2/embed", "/v1/embed"
-# Names that checkpoints give to the prompt of a kind of input, beside the kind's own.
+# Cohere's `input_type` -> further names of a checkpoint's prompt for such inputs.
 _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
 
 

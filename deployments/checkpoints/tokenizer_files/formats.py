@@ -102,7 +102,7 @@ def write_tokenizer(path: Path, known: Format, target: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    settings.pop("auto_map", None)  # names of the folder's code
+    settings.pop("auto_map", None)  # would name Python code of the folder
     _write(target / "tokenizer.json", converted.tokenizer)
     _write(target / "tokenizer_config.json", settings)
     generation = folder.generation

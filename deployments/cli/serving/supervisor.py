@@ -156,7 +156,7 @@ class DriverProcess:
                 for process in processes.values()
                 if process.parent == self.pid
             }
-            if processes:  # there is no /proc otherwise
+            if processes:  # none without /proc
                 self._node = {name: below.get(name, 0) for name in _NODE}
 
     def check(self) -> None:

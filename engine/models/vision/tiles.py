@@ -43,7 +43,7 @@ class TileTower(Tower):
         """
 
     def rotation(self, tiles: int, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """Return the rotation of what `placed` returns, as of `segments_of`; None = none."""
+        """Return the rotary cosines and sines of `placed`'s result; None = no rotary embedding."""
         return None
 
     @abstractmethod

@@ -59,7 +59,7 @@ class HostSlots:
         self.parts = parts
         self.count = count
         self.num_bytes = sum(part().shape[0] * part().shape[2] for part in parts)
-        size = count * self.num_bytes  # 0 on a stage whose layers keep no keys
+        size = count * self.num_bytes  # 0 bytes on a stage whose layers keep no keys
         self.memory = pinned_bytes(max(size, 1), device)[:size]
         self.slots = self.memory.view(count, self.num_bytes)
         if device.type == "cuda":  # before the memory goes, also where the process goes on

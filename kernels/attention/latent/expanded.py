@@ -33,7 +33,7 @@ def worth_expanding(inputs: LatentInputs, meta: AttentionMeta) -> bool:
     lengths.
     """
     num_tokens = len(inputs.q)
-    _, elements, rank = inputs.up.shape  # elements expanded from a latent for a head
+    _, elements, rank = inputs.up.shape  # elements of a head's key and value
     starts, lengths = meta.query_start_host, meta.kv_len_host
     if starts is None or lengths is None:
         return False

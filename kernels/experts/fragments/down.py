@@ -182,7 +182,7 @@ def few_fragments_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: FragmentTile,  # rows: a warp for each of a token's experts, whatever it says
+    tile: FragmentTile,  # its `rows` is ignored: a token's experts have a warp each
 ) -> Tensor:
     """Return the weighted sum of each token's experts: [tokens, hidden]."""
     weight = stack.down

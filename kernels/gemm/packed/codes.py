@@ -50,7 +50,7 @@ def eight_bits(codes, CODE: tl.constexpr):
     if CODE == 3:
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif CODE == 4:
-        # The same fields at float32's place, whose exponent is 120 larger; subnormals included.
+        # e4m3's fields at float32's place, whose exponent is 120 larger; subnormals included.
         bits = codes.to(tl.int32)
         bits = ((bits << 24) & -0x80000000) | ((bits & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
@@ -208,7 +208,7 @@ def integers(high: bool) -> str:
 
 def four_bytes(code: int) -> str:
     """Return PTX that converts the four codes in $2, e4m3 or signed, to bfloat16 in $0 and $1."""
-    if code in (E4M3_CODE, E4M3_BITS):  # into the high bytes of two halves
+    if code in (E4M3_CODE, E4M3_BITS):  # spread codes into the high bytes of two halves
         spread, decode = ("0x1404", "0x3424"), _float_in
     else:
         spread, decode = ("0x4140", "0x4342"), _integer_in

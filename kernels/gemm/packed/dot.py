@@ -141,7 +141,7 @@ def add_step(
         value = tl.reshape(tl.join(even, odd), (w.shape[0], WIDTH, 4))
         value = tl.reshape(tl.permute(value, (0, 2, 1)), (w.shape[0], STEP)).to(tl.float32)
         value *= s
-        if FORMAT.offset != 0 or not BY_PTX:  # otherwise codes have their zero subtracted
+        if FORMAT.offset != 0 or not BY_PTX:  # else the decoded codes are less their zero point
             value += added
         other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
         acc = tl.dot(value.to(other.dtype), other, acc)

@@ -13,7 +13,7 @@ from kernels.launch.device import compute_capability
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
-FIXED = (64, 128, 128, 4, 3)  # as `tile`, where numbers may not depend on how many rows there are
+FIXED = (64, 128, 128, 4, 3)  # the deterministic mode's tile, for any number of rows
 _TOGETHER = 8  # tiles of rows of x that share a weight in the cache
 
 

@@ -60,7 +60,7 @@ class OllamaDialect(DialectRequest):
         context = self._context
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
-        # The values are checked, that of the user apart.
+        # `user` is the only one of these values that the body's Struct has not checked.
         queue = QueueFields(user if isinstance(user, str) else None, seconds)
         await _wake(context, exchange, queue, card)
         await exchange.answer(200, loaded(card.id, chat=self.is_chat))
