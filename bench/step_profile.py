@@ -28,7 +28,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from kernels.experts.routing import up_rows
 
-STEPS = 12  # profiled; the first and the last are dropped
+STEPS = 12  # profiled steps, of which the first and the last are dropped
 PROMPT = 400  # prompt tokens of the decoding requests
 CHUNK = 768  # prompt tokens of a mixed step
 BOUNDARY = "_assemble_kernel"  # the first kernel of a step

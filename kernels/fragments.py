@@ -12,8 +12,8 @@ numbers by one shift and one logical operation at most, the last pair by two of 
 import torch
 from torch import Tensor
 
-ROWS, INPUTS, GROUP = 16, 64, 32  # of a tile, and inputs of a scale
-LANES, WORDS = 32, 4  # of a tile: a thread's words are 16 bytes
+ROWS, INPUTS, GROUP = 16, 64, 32  # rows and inputs of a tile, inputs of a scale
+LANES, WORDS = 32, 4  # lanes, and words of a lane: 16 bytes
 
 # Bits of a word in which a code's mantissa, both bits of its exponent and its sign are, of the even
 # code of each pair; the odd code's are 16 further, modulo 32.

@@ -255,7 +255,7 @@ def _kimi_rule(
 
 def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
     cases: dict[str, Callable[[], Case]] = {}
-    for heads in (16, 128):  # of DeepSeek V2 Lite, and of V3
+    for heads in (16, 128):  # heads of DeepSeek V2 Lite and of V3
         for name, kv_len in DECODES.items():
             case = f"latent decode/{heads} heads, {name}"
             cases[case] = partial(decode, s, kv_len, heads, FLASH_MLA_BLOCK)

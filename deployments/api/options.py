@@ -12,7 +12,7 @@ from deployments.images.intake import ImageIntake
 
 # (request id, owner's key or None for all keys) -> a trace for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
-# -> one for each router.
+# () -> the live view of each router.
 Live = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 THREADS = 4  # Pillow lets other threads run while it decodes and resizes
 MAX_PIXEL_BYTES = 96 * 2**20  # a request's resized pixels, which go to a replica in one frame
 _WAIT_SECONDS = 20.0  # for a turn to decode
-_BLOCK_BYTES = 64 * 2**20  # of Pillow's memory: glibc returns such blocks when they are freed
+_BLOCK_BYTES = 64 * 2**20  # Pillow's blocks: glibc returns large ones when freed
 
 
 @dataclass(frozen=True, slots=True)

@@ -510,7 +510,7 @@ class ReplicaServer:
         """Handle an error of the engine's client: the engine accepts nothing any more."""
         if not self._engine.alive:
             self.on_death(error)
-        # Otherwise the client will soon report the cause, after the engine's last frames.
+        # A live engine's client reports the cause soon, after the engine's last frames.
 
     def _announce(self) -> None:
         self.stats.draining = True

@@ -91,7 +91,7 @@ def _read(message: Message, path: str, pictures: list[Picture]) -> Message:
 
 
 def _type(part: Any, place: str) -> str:
-    """Return the type of a part; one with nothing but a text needs none. Raises InvalidRequest."""
+    """Return a part's type, "text" for one with a text alone. Raises InvalidRequest."""
     if not isinstance(part, Mapping):
         raise InvalidRequest(
             f"{place} must be an object with a type", param=place, code="invalid_type"

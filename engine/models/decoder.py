@@ -600,7 +600,7 @@ class Decoder:
 
     def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
-            # such a head is divided by its rows' lengths first
+            # with `unit_head` the head's rows are divided by their lengths first
             if linear is not self.head or not self.config.unit_head:
                 yield linear
         yield from self._of_tower()

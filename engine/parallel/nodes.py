@@ -28,7 +28,7 @@ STATUS = Path("/proc/self/status")
 # would kill the process when the node is full.
 MPOL_PREFERRED = 1
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MASK_WORDS = 16  # of 64 nodes each: all nodes that Linux can have
+_MASK_WORDS = 16  # words of 64 nodes: all nodes that Linux can have
 
 logger = logging.getLogger("manta.engine")
 

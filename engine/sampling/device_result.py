@@ -29,7 +29,7 @@ class DeviceResult:
     # new drafts [proposals, most] int64 on the host, and how many of each count
     drafts: Tensor | None = None
     draft_counts: Sequence[int] = ()
-    # While masks are missing: launches the sampling.
+    # Launches the sampling once the masks have come; None: it was launched.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
     # Returns the seconds of encodes that are done and of waits for them; the step must be done.
     encode_seconds: Callable[[], tuple[float, float]] | None = None

@@ -398,7 +398,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             unit.finish()
 
     cuda = model.device.type == "cuda"
-    size = 0  # of the unit being filled
+    size = 0  # bytes of the unit being filled
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for parameter in model.parameters():
             unit = units.pop(id(parameter.tensor))

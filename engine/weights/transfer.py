@@ -127,7 +127,7 @@ class WeightTransfer:
         self._heard = 0.0  # when its trainer's last message was carried out
         self._folders: list[WeightStage] = []  # complete ones
         self._placed = ""  # the folder whose weights the engine has
-        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle and what it shares
+        self._buffer: tuple[dict[str, Any], Tensor] | None = None  # a handle, its tensor
 
     def init(self, info: dict[str, Any]) -> None:
         """Join a trainer's group; {} needs none. Drops an update in progress. Raises

@@ -49,7 +49,7 @@ def _walk(
     acc,
     scale_log2,
     cap_log2,
-    slope,  # of each row, if SLOPES
+    slope,  # each row's ALiBi slope, if SLOPES
     lowest,  # the first key that any row sees
     HEADS: tl.constexpr,  # `Heads`
     TILE: tl.constexpr,  # `PrefillTile`

@@ -69,7 +69,7 @@ def _numbers(k_word, v_word, KIND: tl.constexpr):
 @triton.jit
 def _walk(
     query,
-    total,  # of each row's elements
+    total,  # sum of each row's elements
     factor,  # of each row's scores
     k_codes,
     v_codes,
@@ -83,10 +83,10 @@ def _walk(
     row_last,  # the last key that each row sees
     top,
     denominator,
-    middle,  # of weights times `middle_of` values, if int4; in parts as the denominator
+    middle,  # sum of weights times `middle_of` values, if int4; in parts as the denominator
     acc,
     cap_log2,
-    slope,  # of each row, if SLOPES
+    slope,  # each row's ALiBi slope, if SLOPES
     lowest,  # the first key that any row sees
     HEADS: tl.constexpr,  # `Heads`
     TILE: tl.constexpr,  # `PrefillTile`

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-MOST_HEADS = 64  # of a program over latents
+MOST_HEADS = 64  # most heads of a program over latents
 
 
 class Heads(NamedTuple):

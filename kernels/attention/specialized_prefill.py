@@ -46,7 +46,7 @@ from kernels.launch.pdl import num_sms
 from kernels.metadata import AttentionMeta
 
 ROWS = 128  # of a program
-MAX_REGISTERS = 168  # of a thread, on average of three warpgroups
+MAX_REGISTERS = 168  # a thread's registers, on average of three warpgroups
 
 
 class PrefillTile(NamedTuple):
@@ -134,7 +134,7 @@ def _produce(
         head = at % HEADS
         index = blocks - 1 - at // HEADS
         entry, begin, first = _entry_of(query_start, first_entry, num_entries, index, QUERIES)
-        query_len = num_tokens - begin  # of the padding after the last entry, which gets zeros
+        query_len = num_tokens - begin  # padding after the last entry gets zeros
         length = 0
         if entry < num_entries:
             query_len = gl.load(query_start + entry + 1) - begin
@@ -379,7 +379,7 @@ def _prefill_specialized_kernel(
     scale_log2,
     table_stride,
     num_tokens,
-    blocks,  # of QUERIES queries, at most
+    blocks,  # an upper bound of the blocks of QUERIES queries
     LAYER: gl.constexpr,  # `Heads`
     TILE: gl.constexpr,  # `PrefillTile`
     SCORES: gl.constexpr,  # `Scores`

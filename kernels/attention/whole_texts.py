@@ -165,7 +165,7 @@ def _rotate_kernel(
     rows,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,  # of the elements that are rotated
+    HALF: tl.constexpr,  # half of the elements that are rotated
     DIMS: tl.constexpr,  # HALF padded
     HEADS: tl.constexpr,  # of a program
 ):

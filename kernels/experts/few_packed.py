@@ -33,7 +33,7 @@ class PairTile(NamedTuple):
     rows: int  # of a program
     units: int  # of a row at a time
     num_warps: int
-    ints: int = 2  # of 8-bit codes the 32-bit words of a unit
+    ints: int = 2  # 32-bit words of a unit of 8-bit codes
     converts: bool = False  # whether the device's instruction converts 8-bit floats
 
 
@@ -234,7 +234,7 @@ def _few_packed_up_kernel(
     x,  # [tokens, WIDTH], in words of two or four numbers
     weights,  # [tokens, CHOSEN]
     ids,  # [tokens, CHOSEN]
-    codes,  # of PackedWeight [experts * 2 * SIZE, WIDTH], in int32; without gates half as many rows
+    codes,  # PackedWeight's [experts * 2 * SIZE, WIDTH], in int32; without gates half as many rows
     scale,
     offset,
     table,
@@ -290,7 +290,7 @@ def _few_packed_down_kernel(
     inner,  # [tokens * CHOSEN, SIZE], in words of two or four numbers
     weights,
     ids,
-    codes,  # of PackedWeight [experts * WIDTH, SIZE], in int32
+    codes,  # PackedWeight's [experts * WIDTH, SIZE], in int32
     scale,
     offset,
     table,

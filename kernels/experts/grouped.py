@@ -482,7 +482,7 @@ def by_expert(
     stack: Any,  # ExpertWeights, or PackedExperts
     experts: int,
     residual: Tensor | None,
-    up: Callable[..., Tensor],  # of `grouped_up`'s arguments
+    up: Callable[..., Tensor],  # takes `grouped_up`'s arguments
     down: Callable[..., Tensor],  # of `grouped_down`'s
     tiles: Any,  # of both
 ) -> Tensor:

@@ -66,7 +66,7 @@ def _packed_up_kernel(
     weights,  # [pairs]
     order,
     starts,
-    codes,  # of PackedWeight [EXPERTS * 2 * SIZE, WIDTH]; without gates half as many rows
+    codes,  # PackedWeight's [EXPERTS * 2 * SIZE, WIDTH]; without gates half as many rows
     scale,
     offset,
     table,
@@ -148,7 +148,7 @@ def _packed_down_kernel(
     weights,  # [pairs]
     order,
     starts,
-    codes,  # of PackedWeight [EXPERTS * WIDTH, SIZE]
+    codes,  # PackedWeight's [EXPERTS * WIDTH, SIZE]
     scale,
     offset,
     table,

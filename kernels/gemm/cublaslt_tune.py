@@ -123,7 +123,7 @@ class _AlgorithmSearch:
             end.synchronize()
             if not too_early:
                 return begin.elapsed_time(end)
-            _AlgorithmSearch.queue_cycles *= 1.5  # of this process: it tells how fast the host is
+            _AlgorithmSearch.queue_cycles *= 1.5  # for the whole process: the host is slow
 
     def try_offered(self) -> None:
         for algorithm in filter(self.runs, self.matmul.offered()):

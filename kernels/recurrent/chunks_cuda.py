@@ -23,7 +23,7 @@ class Launch(NamedTuple):
 
 
 class PassLaunch(NamedTuple):
-    columns: int  # of a state (Mamba-2: rows), per program
+    columns: int  # columns of a state (Mamba-2: rows) per program
     num_warps: int
     num_stages: int
 

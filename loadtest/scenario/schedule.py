@@ -53,7 +53,7 @@ class PhasePlan:
     concurrency: int | None
     requests: int | None
     drain: bool
-    first: int = 0  # of a closed loop: number of the first request, and distance to the next
+    first: int = 0  # in a closed loop the number of the first request, and the distance to the next
     step: int = 1
 
     def share(self, worker: int, procs: int) -> "PhasePlan":

@@ -68,9 +68,9 @@ class HttpExchange:
         self.body_size = 0  # bytes of JSON, once they were read
         self.parsed: JsonObject | None = None  # the body, once it was read
         self.ignored: list[str] = []
-        self.digest = b""  # of the body, once it was read
+        self.digest = b""  # the body's digest, once it was read
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever its status
-        self.encoding = b""  # of the body, once it was read
+        self.encoding = b""  # the body's Content-Encoding, once it was read
         self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
         self.error_body: Callable[[ApiError], bytes] = ApiError.body  # writes an error's body
         self._send = send

@@ -44,7 +44,7 @@ class OutputPlan:
     shown_ids: frozenset[int]
     wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
-    budget: int | None = None  # of thinking, in tokens
+    budget: int | None = None  # most thinking tokens
     shows_reasoning: bool = True  # whether the answer has the reasoning
     limited: bool = False  # whether the request limits the content by a grammar
 

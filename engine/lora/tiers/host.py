@@ -20,7 +20,7 @@ class HostMemory:
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._clock = clock
-        # -> last use; least recently used first
+        # adapter -> time of its last use; least recently used first
         self._adapters: OrderedDict[Adapter, float] = OrderedDict()
         self.num_bytes = 0
 

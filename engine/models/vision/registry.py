@@ -13,7 +13,7 @@ from engine.models.vision.pixtral import PixtralTower
 from engine.models.vision.qwen_vl import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from engine.models.vision.tower import Tower
 
-# VisionConfig.family -> the class, which takes a builder and the family's VisionConfig.
+# VisionConfig.family -> the tower's class, which takes a builder and the VisionConfig.
 TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "gemma3": Gemma3Tower,
     "idefics3": Idefics3Tower,

@@ -69,7 +69,7 @@ class TokenPool:
         last = len(free) - count + 1
         full = total[count - 1 :] - total[:last] + free[:last] == count
         first = full.int().argmax()  # beginning of the first contiguous run, if there is one
-        together = full.index_select(0, first[None])[0]  # indexing, full[first], would wait for the device
+        together = full.index_select(0, first[None])[0]  # full[first] would sync
         apart = torch.searchsorted(total, index[1 : count + 1])  # the n-th free block, n = 1, 2 ..
         blocks = torch.where(together, first + index[:count], apart)
         free[blocks] = False

@@ -213,8 +213,8 @@ def _latent_expanded_kernel(
     length = tl.load(kv_len + entry)
     start = _key_start(key_ends, kv_len, first_entry, entry)
     first_position = length - query_len + first
-    end = tl.minimum(first_position + ROWS, length)  # of the keys that any row sees
-    lowest = tl.maximum(piece - start, 0).to(tl.int64)  # of the keys that are here
+    end = tl.minimum(first_position + ROWS, length)  # end of the keys that any row sees
+    lowest = tl.maximum(piece - start, 0).to(tl.int64)  # the first key of this piece
     highest = tl.minimum(end, piece + size - start).to(tl.int64)
     if lowest >= highest:
         return

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.attention.reference import DecodeBatch, PrefillChunk
 
-_KEYS_BYTES = 64 << 20  # of keys and values that are expanded at once
+_KEYS_BYTES = 64 << 20  # bytes of keys and values that are expanded at once
 
 
 def attend_latent_decodes(

@@ -62,7 +62,7 @@ RANK, ROPE = LATENT_SIZES
 HALF = RANK // 2
 WIDE = PIECE  # elements that the accelerator copies of a row
 PLACES = 2  # of tiles
-REGISTERS = 208  # of a thread of `_half`
+REGISTERS = 208  # a thread's registers in `_half`
 COPIES = 56  # registers of a thread of those that copy
 
 
@@ -356,7 +356,7 @@ def _latent_specialized_kernel(
     partial_lse,
     scale_log2,
     table_stride,
-    head_stride,  # of absorbed, a multiple of 16
+    head_stride,  # stride of absorbed's heads, a multiple of 16
     HEADS: gl.constexpr,  # `LatentHeads`
     TILE: gl.constexpr,  # `SpecializedTile`
     PDL: gl.constexpr,

@@ -28,7 +28,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
-_WORDS = 32  # of a row of 4-bit codes that a program takes at a time
+_WORDS = 32  # words of 4-bit codes that a program takes of a row at a time
 # e2m1 as `scaled_floats` makes it is 2^-127 of the number of `nibble`. With a scale times 2^87 it
 # is 2^-40 of a weight, and bfloat16 has room above and below.
 LIFT = tl.constexpr(codes.LIFT)

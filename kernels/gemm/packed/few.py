@@ -33,7 +33,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
 TOKENS = 8  # the short side of the matrix units' tiles
-_WORDS = 32  # of a row that a warp takes at a time: 128 codes of 4 bits, 64 of 8
+_WORDS = 32  # words that a warp takes of a row at a time: 128 codes of 4 bits, 64 of 8
 _AHEAD = 2  # steps that are loaded ahead
 _GROUP = 128  # inputs of a scale of 4-bit codes
 
@@ -44,7 +44,7 @@ class FewTile(NamedTuple):
     rows: int
     tokens: int
     words: int  # of a row, a warp
-    shares: int  # of the columns: one for each warp
+    shares: int  # parts of the columns: one for each warp
     ptx: tuple[str, ...]  # PTX that decodes each of a word's four fields
 
 
@@ -66,7 +66,7 @@ def _part(word, AT: gl.constexpr, TYPE: gl.constexpr):
 def _packed_few_kernel(
     x,  # [tokens, columns]
     codes,  # int16 [rows, columns / FIELDS]
-    scale,  # of 4 bits: int32 pairs of float16 [rows, columns / 256]; else float32 [rows]
+    scale,  # 4-bit codes: int32 pairs of float16 [rows, columns / 256]; else float32 [rows]
     offset,  # int32 like the scale's pairs
     bias,  # [rows]
     residual,  # [tokens, rows]

@@ -120,8 +120,8 @@ SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
 
 
 class MmaTile(NamedTuple):
-    warps: int  # of a program: shares of the inputs
-    tiles: int  # of 16 outputs of a program
+    warps: int  # warps of a program, which share the inputs
+    tiles: int  # tiles of 16 outputs of a program
     ahead: int  # spans of a warp that are loaded ahead
 
 
