@@ -120,7 +120,7 @@ class Batch:
     # Indices, among the entries that sample, of those that a grammar constrains. If there are any,
     # no entry samples before their masks have arrived: `PendingResult.sample`.
     masked: Sequence[int] = ()
-    # to encode in this step, before an entry reads their embeddings
+    # images to encode in this step, before an entry reads their embeddings
     images: list[Image] = field(default_factory=list)
     # to encode beside this step, for entries of later ones
     ahead_images: list[Image] = field(default_factory=list)

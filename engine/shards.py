@@ -104,7 +104,7 @@ def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
         missing = next((file for file in files if not file.exists()), None)
         if missing is None:
             return Shards(suffix, files, listed, index.name)
-        if not single.exists():  # otherwise one file was saved over shards, whose index remained
+        if not single.exists():  # a file saved over shards leaves their index
             raise file_error(missing, f"is missing, {index.name} lists it")
     files = [single] if single.exists() else sorted(folder.glob(f"{stem}*{suffix}"))
     _check_count(files)

@@ -41,7 +41,7 @@ class AttentionMeta:
     # of `chunk` tokens. Blocks of keys that no token of the step sees may be another request's.
     window: int = 0
     chunk: int = 0
-    own: "OwnTokens | None" = None  # where ranks divide attention by requests
+    own: "OwnTokens | None" = None  # with data-parallel attention: this rank's tokens
     # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
     # whose first token is its request's first begins it with zeros, whatever is there.
     rows: Tensor | None = None

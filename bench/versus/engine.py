@@ -49,7 +49,7 @@ TABLE = {  # models that do not run ALL
     "gpt-oss-20b": ALL[:2],
     "gemma-3-12b": ALL[:3],
     "deepseek-v2-lite": ["single", "uniform", "prefill"],
-    "qwen3-next-24": [  # 24 of its 48 layers: 75 GiB
+    "qwen3-next-24": [  # layers of qwen3-next, of 48: 75 GiB
         *("single", "uniform", "prefill"),
         *offline.OURS,
     ],

@@ -128,7 +128,7 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
 # Formats that `manta convert` writes, for every device.
 CHECKPOINT_FORMATS = tuple(name for name, form in QUANT_FORMATS.items() if form.checkpoint)
 
-if TYPE_CHECKING:  # a type checker reads no values
+if TYPE_CHECKING:  # names for type checkers, which do not read the table's values
     Quantization = str
     Convertible = str
 else:

@@ -276,7 +276,7 @@ def _quantized_prefill_kernel(
     denominator = tl.zeros([ROWS, 8], tl.float32)
     middle = tl.zeros([ROWS, 8], tl.float32)
     query_head = head * HEADS.group + rows % HEADS.group
-    if SCORES.sinks:  # as a key without a value, whose scale would be 2^-24
+    if SCORES.sinks:  # a sink counts as a key without a value, whose scale would be 2^-24
         top = tl.load(sinks + query_head) * LOG2E - 24.0
         denominator += tl.where(tl.arange(0, 8) == 0, 16777216.0, 0.0)[None, :]
     slope = top

@@ -291,7 +291,7 @@ def _attend(
             acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
             top = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
             denominator = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
-            if SCORES.sinks:  # as a key without a value
+            if SCORES.sinks:  # a sink counts as a key without a value
                 top = gl.load(sinks + head * GROUP + score_row // OWN) * LOG2E
                 denominator += 1.0
             if count > 0:

@@ -30,7 +30,7 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Optional white space in an expression; how much a model writes, its chat template shows.
+    """Optional white space in an expression; the chat template shows how much a model writes.
 
     fallback: the space if no example of the template matches
     """
