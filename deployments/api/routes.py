@@ -131,7 +131,7 @@ def _with_name(path: str) -> Route | None:
 
 
 def versioned(path: str) -> str:
-    """Return the path with /v1 before it, if it is no route without /v1.
+    """Return the path with /v1 before it, unless the path itself is a route.
 
     Clients are given base URLs without /v1, or with two of them. The function is called once,
     before any check of the path.

@@ -369,7 +369,7 @@ class Builder:
         self,
         ours: str,
         sizes: Sequence[int],
-        kept: Sequence[tuple[int, int]],  # range of each piece's rows
+        kept: Sequence[tuple[int, int]],  # the rows to keep of each piece, half-open
         in_features: int,
         columns: tuple[int, int],
         counts: Sequence[int] = (),  # number of pieces in each tensor

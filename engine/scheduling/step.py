@@ -49,10 +49,10 @@ class LaunchedStep:
     micro_batch: int = 0  # number of the decode group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0  # decode entries, entries of drafts included
-    verifications: Sequence[Verification] = ()  # in the order of the drafts' entries
+    verifications: Sequence[Verification] = ()  # one a draft, in entries' order
     context: int = 0  # tokens whose keys the decodes read
     num_drafts: int = 0
-    proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's
+    proposals: Sequence[tuple[Request, int]] = ()  # in the order of the batch's proposals
     prompt_tokens: int = 0  # tokens of its chunks
     num_images: int = 0  # images that it encodes
     ahead_tokens: int = 0  # embeddings that it encodes for later steps

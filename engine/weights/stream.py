@@ -461,7 +461,7 @@ def _allocate(job: Job) -> None:
 
 def _direct(part: Transfer) -> bool:
     """Whether the target's bytes are the stored bytes, without a conversion."""
-    source, target = part.source, part.whole  # its rows have the same layout
+    source, target = part.source, part.whole  # the parameter's rows have the stored layout
     return (
         target.dtype == part.stored.dtype
         and target.is_contiguous()

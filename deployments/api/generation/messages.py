@@ -67,7 +67,7 @@ class ChatBuilder:
     def __init__(self, ignored: list[str]) -> None:
         self.messages: list[ChatMessage] = []
         self._ignored = ignored
-        self._asked: set[str] = set()  # ids of calls, which may be answered
+        self._asked: set[str] = set()  # ids of tool calls that results may answer
         self._parts = self._calls = 0
         # Brackets in tools' arguments: JSON in strings, which was not counted with the body.
         self._brackets = 0

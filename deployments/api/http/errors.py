@@ -159,6 +159,6 @@ def shown(value: object) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """Return ', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
-    # At most so many: with thousands of adapters the search would hold up all streams.
+    # 512 names at most: a search among thousands of adapters would hold up all streams.
     match = get_close_matches(name[:128], islice(known, 512), n=1, cutoff=cutoff)
     return f', did you mean "{match[0]}"?' if match else ""

@@ -76,7 +76,7 @@ class EdgeMiddleware:
         ids = [value for name, value in scope["headers"] if name == _ID]
         known = request_id(ids)
         if ids:
-            # Serve would echo the first, whatever it is, and decodes it as UTF-8.
+            # Serve would send the first id back unchecked, and decodes it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]
         answer = _RefusalFilter(send)

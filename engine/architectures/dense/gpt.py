@@ -141,8 +141,7 @@ def _falcon_kv_heads(config: Reader) -> int:
 
 
 def _falcon_norms(config: Reader) -> str:
-    """Return the name of the record: whether parallel attention and MLP each have their own
-    norm."""
+    """Return the record's name, which depends on whether attention and MLP have a norm each."""
     own = config.flag("new_decoder_architecture") and config.get("num_ln_in_parallel_attn", 2) == 2
     return "FalconForCausalLM, two norms" if own else "FalconForCausalLM"
 

@@ -30,7 +30,7 @@ def _fragments_down_kernel(
     weights,  # [pairs]
     order,
     starts,
-    codes,  # int32, of down: [EXPERTS * WIDTH / 16, STEPS, 32, 4]
+    codes,  # down's int32 [EXPERTS * WIDTH / 16, STEPS, 32, 4]
     scale,  # int16 [.., STEPS, 8, 4]
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
@@ -105,7 +105,7 @@ def _fragments_few_down_kernel(
     inner,  # [tokens * CHOSEN, SIZE] in words of two numbers
     weights,  # [tokens * CHOSEN]
     ids,
-    codes,  # int32, of down: [EXPERTS * WIDTH / 16, STEPS, 32, 4]
+    codes,  # down's int32 [EXPERTS * WIDTH / 16, STEPS, 32, 4]
     scale,  # int16 [.., STEPS, 8, 4]
     bias,  # [EXPERTS, WIDTH]
     residual,  # [tokens, WIDTH]

@@ -31,7 +31,7 @@ def _fragments_up_kernel(
     weights,  # [pairs]
     ids,  # [pairs]: LONE; else the order that `sort` gives
     starts,
-    codes,  # int32, of gate_up: [EXPERTS * 2 * SIZE / 16, STEPS, 32, 4]; without gates half
+    codes,  # gate_up's int32 [EXPERTS * 2 * SIZE / 16, STEPS, 32, 4]; without gates half
     scale,  # int16 [.., STEPS, 8, 4]
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE]: in the order of ids, or sorted

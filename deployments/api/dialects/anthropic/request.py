@@ -215,7 +215,7 @@ class _Reader:
         return self._builder.finish()
 
     def _blocks(self, role: str, blocks: Sequence[UserBlock | AssistantBlock], place: str) -> None:
-        is_open = False  # whether the last message is of these blocks, and may get more
+        is_open = False  # whether the next block may be added to the last message
         if role == "assistant" and not blocks:  # an empty answer
             self._builder.add_message(role, place, "")
         for i, block in enumerate(blocks):

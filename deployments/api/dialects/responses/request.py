@@ -236,7 +236,7 @@ class _Messages:
         self._builder = ChatBuilder(ignored)
         self._ignored = ignored
         self._place = ""
-        self._said = False  # whether the last message is the assistant's, and may get more
+        self._said = False  # whether the next item may be added to the last message, the assistant's
 
     def read(
         self, instructions: str | None, past: list[Item], new: list[Item]
