@@ -2,4 +2,4 @@
 
 from deployments.packages import prefer_own
 
-prefer_own()  # before any of these packages is imported
+prefer_own()  # runs before any of Manta's packages is imported

@@ -36,7 +36,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
         parts.append((f"LoRA slots ({slots} of rank {config.max_lora_rank})", size))
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
-        if cuda:  # the CPU uses prefixes where they were read to
+        if cuda:  # the CPU reads prefixes from host memory
             part = resolved.head_ranks, model.head_group.rank
             token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, *part)
         parts.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))

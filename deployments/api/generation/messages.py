@@ -82,7 +82,7 @@ class ChatBuilder:
         self.messages[-1] = msgspec.structs.replace(self.messages[-1], **fields)
 
     def ignore(self, path: str) -> None:
-        """Name something without effect, unless many are named already."""
+        """Add the name of a field without effect for x-ignored-fields, unless it has many names."""
         if len(self._ignored) < _MOST_IGNORED:
             self._ignored.append(path)
 

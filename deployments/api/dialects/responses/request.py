@@ -236,7 +236,7 @@ class _Messages:
         self._builder = ChatBuilder(ignored)
         self._ignored = ignored
         self._place = ""
-        self._said = False  # whether the next item may be added to the last message, the assistant's
+        self._said = False  # whether the next item may join the assistant's last message
 
     def read(
         self, instructions: str | None, past: list[Item], new: list[Item]
