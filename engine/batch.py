@@ -104,7 +104,7 @@ class Batch:
     new_rows: list[NewRow] = field(default_factory=list)  # applied before anything else
     # (row, index in its block table, entry of the table as in block_manager.py)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # (row, position of the first, token ids): written into the rows before anything reads them
+    # (row, position of the first id, draft ids): written into rows before anything reads them
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     # rows to draft for after sampling; no step is launched before this one's result is known
     proposals: list[Proposal] = field(default_factory=list)

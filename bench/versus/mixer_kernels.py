@@ -155,7 +155,7 @@ def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] |
     def read(side: str, output: Any) -> Tensor:
         if side != "fla":
             return torch.as_tensor(output).float()
-        rule_output = output[0][0].float()  # without our norm and gate
+        rule_output = output[0][0].float()  # before the norm and the gate
         mean = rule_output.square().mean(-1, keepdim=True)
         normed = rule_output * (mean + heads.eps).rsqrt() * heads.norm
         gate = z.float()

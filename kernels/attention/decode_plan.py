@@ -253,7 +253,7 @@ def plan(
         element_size = k_cache.element_size()
         shape = _decode_launch(pairs, sms, dims, element_size)
     stage = 2 * shape.keys * dims * element_size
-    room = shared_memory(kv_len.device) - 8 * KIB  # queries, and what threads hand each other
+    room = shared_memory(kv_len.device) - 8 * KIB  # 8: queries, exchange of threads
     shape = shape._replace(num_stages=stages_within(room, shape.num_stages, stage))
     if window or chunk or 2 * num_heads > MIN_ROWS * num_kv_heads:
         rows = None

@@ -295,7 +295,7 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     count, directory, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     _die_with(parent)
-    os.chdir(directory)  # so that relative paths are the engine's
+    os.chdir(directory)  # relative paths then mean what they mean in the engine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # output of libraries goes to the log

@@ -240,7 +240,7 @@ _OLD_TOOLS: Mapping[str, Schema] = {
 _NO_FUNCTIONS = {
     name: (f"{name} is not supported; use tools", "not_supported") for name in _OLD_TOOLS
 }
-_FROM_ONE: Schema = {"minimum": 1}  # an answer in turns has at least one token
+_FROM_ONE: Schema = {"minimum": 1}  # these APIs have no answer without a token
 CHAT = struct_body(
     Chat,
     refused=_OLD_TOOLS,

@@ -58,7 +58,7 @@ _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RET
 # The time for which a replica remembers that it could not read an adapter.
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES = ((InvalidRequest, 400), (Overloaded, 503), (EngineDead, 503), (MantaError, 500))
-# The type of errors of a status, where it is not that of faults of the caller.
+# Status -> the `type` of its errors, where that is not invalid_request_error.
 _KINDS = {
     401: AUTHENTICATION,
     403: PERMISSION,
