@@ -6,7 +6,7 @@ import msgspec
 class Image(msgspec.Struct, array_like=True, frozen=True):
     """A picture of a prompt, prepared for the model.
 
-    digest: 16 bytes, blake2b over the processor's settings, the shape, and the file or the RGB
+    digest: 16 bytes of SHA-256 over the processor's settings, the shape, and the file or the RGB
         pixels before any resize; its name in caches.
     start: index in token_ids of its first placeholder.
     length: tokens from its first to its last placeholder. Ordinary tokens (ends of rows) may lie

@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image as Pillow
 
@@ -138,19 +138,29 @@ def prepare(
         kind, data = "file", picture.data
     else:
         kind, data = str(picture.size), picture.tobytes()
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()  # which processors have instructions for
     for field in (processor.settings, f"{kind} {layout.grid} {layout.shape}".encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
     digest.update(data)
-    name = digest.digest()
+    name = digest.digest()[:16]
     pixels = None if cache is None else cache.get(name)
     if pixels is None:
         decoded = picture.decode() if isinstance(picture, PictureFile) else picture
         array = processor.pixels(decoded, layout)
         assert array.shape == (*layout.shape, 3), (array.shape, layout.shape)
-        pixels = array.tobytes()
+        pixels = _bytes(array)
         if cache is not None:
             cache.put(name, pixels)
     return Image(
         name, start + layout.first, layout.length, layout.size, layout.grid, layout.shape, pixels
     )
+
+
+def _bytes(pixels: "NDArray[np.uint8]") -> bytes:
+    """Return the pixels in order, without a copy where the array is a view of all of Pillow's."""
+    buffer: Any = pixels
+    while hasattr(buffer, "base"):
+        buffer = buffer.base
+    if isinstance(buffer, bytes) and pixels.flags.c_contiguous and len(buffer) == pixels.nbytes:
+        return buffer
+    return pixels.tobytes()

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from PIL import Image as Pillow
 
 from deployments.images.intake import MAX_PIXEL_BYTES, ImageIntake, ImageSource, PlacedPicture
 from deployments.images.limits import ImageLimits
@@ -123,6 +124,17 @@ async def test_a_frame_holds_a_requests_pixels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("deployments.images.intake.MAX_PIXEL_BYTES", 3000)
     with pytest.raises(InvalidRequest, match="1000 pixels after resizing, these have 1920"):
         await intake.pixels([placed(PNG), placed(PNG)], PROCESSOR, intake.memory.take(0))
+
+
+async def test_pages_of_pictures_are_used_again() -> None:
+    """Bug: a quarter of a picture's cost was the kernel's, for pages that had just been freed."""
+    intake = ImageIntake()
+    Pillow.core.reset_stats()
+    for number in range(4):  # files that differ
+        file = PNG + bytes([number])
+        await intake.pixels([placed(file)], PROCESSOR, intake.memory.take(0))
+    stats = Pillow.core.get_stats()
+    assert stats["reused_blocks"] > 4 and stats["blocks_cached"] <= 4
 
 
 async def test_a_broken_picture_is_named() -> None:

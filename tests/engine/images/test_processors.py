@@ -375,3 +375,20 @@ def test_pixels_of_a_picture_that_comes_again(tmp_path: Path) -> None:
     assert [cache.get(bytes([number])) is None for number in range(5)] == [True] * 3 + [False] * 2
     cache.put(b"large", bytes(3 * size))
     assert cache.get(b"large") is None and cache.get(bytes([4])) == b"y" * size
+
+
+def test_pixels_are_copied_only_where_they_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Pillow's bytes taken for those of a view, in which pixels stand in another order."""
+    write_folder(tmp_path, CASES["Qwen3-VL"])
+    ours = load_processor(tmp_path)
+    assert ours is not None
+    image = picture(64, 64)
+    layout = ours.layout(*image.size)
+    plain = ours.pixels(image, layout)
+    for view in (plain, plain[:, ::-1], plain.transpose(0, 2, 1, 3), plain[..., ::-1]):
+        monkeypatch.setattr(ours, "pixels", lambda *_, view=view: view)
+        prepared = prepare(ours, image, layout, 0)
+        assert prepared.pixels == view.tobytes()
+        assert (prepared.pixels is plain.base.base) == (view is plain)

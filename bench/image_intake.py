@@ -1,0 +1,164 @@
+"""What a picture costs a router: base64, header, decoding, resizing and hashing of a JPEG.
+
+    python -m bench.image_intake --model bench/models/qwen3-vl-8b --out bench/results
+
+`stage/...` has the CPU time of one picture by stage, the least of --repeats. `processes/N` runs N
+routers' intakes at once, each over --count pictures: CPU time a picture (without the start of the
+processes) and pictures/s together. The picture is drawn from seed 0, as large as a photograph's
+file.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image as Pillow
+
+from bench.report.result_file import write
+from deployments.images.intake import ImageIntake, ImageSource, PlacedPicture
+from engine.images.data_url import decode_data_url
+from engine.images.picture_file import PictureFile
+from engine.images.processor import ImageProcessor, image_processor, prepare
+
+MAX_BYTES = 2**26
+AT_ONCE = 4  # requests of a router
+
+
+def photograph(width: int, height: int) -> bytes:
+    """Return a JPEG of details of all sizes, about 0.4 bytes a pixel."""
+    random = np.random.default_rng(0)
+    pixels = np.full((height, width, 3), 128.0)
+    for side in (2, 8, 32, 128, 512):
+        noise = random.integers(0, 256, (side, side, 3), dtype=np.uint8)
+        layer = Pillow.fromarray(noise).resize((width, height), Pillow.Resampling.BICUBIC)
+        pixels += (np.asarray(layer) - 128.0) / 2.5
+    pixels += random.normal(0, 3, pixels.shape)  # a sensor's noise
+    file = io.BytesIO()
+    Pillow.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    data = file.getvalue()
+    return data + bytes(-len(data) % 3)  # so that base64 can go on behind it
+
+
+def cpu_ms(work: Callable[[], object], repeats: int) -> float:
+    """Return the least CPU time of this thread in milliseconds."""
+    times = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return round(1000 * min(times), 2)
+
+
+def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float]:
+    """Return the CPU milliseconds of a picture by stage, and of all stages."""
+    data = decode_data_url(url, MAX_BYTES)
+    file = PictureFile.read(data)
+    picture = file.decode()
+    layout = processor.layout(file.width, file.height)
+    times = {
+        "base64_ms": cpu_ms(lambda: decode_data_url(url, MAX_BYTES), repeats),
+        "header_ms": cpu_ms(lambda: PictureFile.read(data), repeats),
+        "decode_ms": cpu_ms(file.decode, repeats),
+        "resize_ms": cpu_ms(lambda: processor.pixels(picture, layout), repeats),
+    }
+    prepared = cpu_ms(lambda: prepare(processor, file, layout, 0), repeats)
+    times["hash_ms"] = round(prepared - times["resize_ms"] - times["decode_ms"], 2)
+    return {**times, "all_ms": round(sum(times.values()), 2)}
+
+
+async def take(url: str, processor: ImageProcessor, count: int) -> None:
+    """Take pictures through a router's intake, a few at a time.
+
+    Each has other bytes behind its end, for an intake does not decode the same file again.
+    """
+    intake = ImageIntake()
+    waiting = iter(range(count))
+
+    async def stream() -> None:
+        for number in waiting:
+            held = intake.memory.take(0)
+            source = ImageSource("picture", url + base64.b64encode(number.to_bytes(3)).decode())
+            (file,) = await intake.read([source], held)
+            layout = processor.layout(file.width, file.height)
+            await intake.pixels([PlacedPicture(source, file, layout, 0)], processor, held)
+
+    await asyncio.gather(*(stream() for _ in range(AT_ONCE)))
+
+
+def router(model: str, size: tuple[int, int], count: int, begin: Any, times: Any) -> None:
+    """Run one router's intake; put its wall and CPU seconds into `times`."""
+    url, processor = picture(model, size)
+    asyncio.run(take(url, processor, AT_ONCE))
+    begin.wait()
+    wall, cpu = time.perf_counter(), time.process_time()
+    asyncio.run(take(url, processor, count))
+    times.put((time.perf_counter() - wall, time.process_time() - cpu))
+
+
+def picture(model: str, size: tuple[int, int]) -> tuple[str, ImageProcessor]:
+    """Return the picture's data: URL and the model's processor."""
+    processor = image_processor(Path(model))
+    if processor is None:
+        raise SystemExit(f"{model} takes no pictures here")
+    return "data:image/jpeg;base64," + base64.b64encode(photograph(*size)).decode(), processor
+
+
+def together(model: str, size: tuple[int, int], count: int, processes: int) -> dict[str, float]:
+    """Return what pictures cost where several routers take them."""
+    context = multiprocessing.get_context("spawn")
+    begin, times = context.Barrier(processes), context.Queue()
+    routers = [
+        context.Process(target=router, args=(model, size, count, begin, times))
+        for _ in range(processes)
+    ]
+    for process in routers:
+        process.start()
+    measured = [times.get(timeout=600) for _ in routers]
+    for process in routers:
+        process.join()
+    cpu = sum(seconds for _, seconds in measured)
+    pictures_s = sum(count / wall for wall, _ in measured)
+    return {
+        "cpu_ms": round(1000 * cpu / (count * processes), 2),
+        "pictures_s": round(pictures_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", default="bench/models/qwen3-vl-8b", help="folder of a model")
+    parser.add_argument("--size", default="1920x1080", metavar="WxH")
+    parser.add_argument("--repeats", type=int, default=20, help="of each stage")
+    parser.add_argument("--count", type=int, default=100, help="pictures of each process")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, os.cpu_count() or 1])
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    width, height = map(int, args.size.split("x"))
+    url, processor = picture(args.model, (width, height))
+    lines: list[dict[str, Any]] = []
+
+    def measured(case: str, line: dict[str, float]) -> None:
+        lines.append({"case": case, **line})
+        print(json.dumps(lines[-1]), flush=True)
+
+    measured(f"stage/{args.size}", stages(url, processor, args.repeats))
+    for processes in dict.fromkeys(args.processes):
+        line = together(args.model, (width, height), args.count, processes)
+        measured(f"processes/{processes}", line)
+    if args.out:
+        config = {"model": args.model, "file_bytes": len(url) * 3 // 4, "count": args.count}
+        write(args.out, "image-intake", {"ours": config}, lines, lines)
+
+
+if __name__ == "__main__":
+    main()
