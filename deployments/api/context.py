@@ -22,6 +22,9 @@ from deployments.api.stream.background import BackgroundRuns
 from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 
+_IMAGE_SETTING = "images.body_bytes"
+_BODY_STEP = 2**20  # bytes that are counted ahead of a body of unknown length
+
 
 @dataclass(slots=True)
 class RequestCounter:
@@ -54,13 +57,12 @@ class ApiContext:
         """
         if exchange.parsed is not None:
             return exchange.parsed
-        limit, length = self.options.max_body_bytes, exchange.content_length
-        setting = ""
-        if length is not None and length > limit and self._takes_images():
-            limit, setting = self._limit_with_images(exchange, length), "images.body_bytes"
-        data = await exchange.body(limit, self.options.body_timeout_s, setting, empty=empty)
+        limit, raised = self.options.max_body_bytes, partial(self._raised_limit, exchange)
+        data = await exchange.body(limit, self.options.body_timeout_s, raised, empty=empty)
         if exchange.encoding:
-            data = await decoded(data, exchange.encoding, limit)
+            data = await decoded(data, exchange.encoding, *self._unpacked_limit())
+            if len(data) > limit:
+                self._raised_limit(exchange, len(data))
         exchange.body_size = len(data)
 
         def parse() -> Any:
@@ -80,15 +82,32 @@ class ApiContext:
             card.images is not None for card in self.backend.models().values()
         )
 
-    def _limit_with_images(self, exchange: HttpExchange, length: int) -> int:
-        """Return the most bytes of a body with images, and count the body against images' memory.
+    def _unpacked_limit(self) -> tuple[int, str]:
+        """Return the limit of a body that was compressed, and its setting for an error."""
+        if self._takes_images():
+            return self.options.max_image_body_bytes, _IMAGE_SETTING
+        return self.options.max_body_bytes, ""
 
-        The body is counted until its answer was sent. Raises Overloaded.
+    def _raised_limit(self, exchange: HttpExchange, size: int) -> tuple[int, str]:
+        """Return the limit of a body that is longer than bodies of texts may be, and its setting.
+
+        The body is counted with images until its answer was sent. While it comes without a
+        Content-Length, it is counted in steps, and the limit is that of the step.
+        Raises Overloaded.
         """
+        if not self._takes_images():
+            return self.options.max_body_bytes, ""
         most = self.options.max_image_body_bytes
-        if length <= most:
-            exchange.on_end.append(self.options.images.memory.take(length).release)
-        return most
+        if size > most:
+            return most, _IMAGE_SETTING
+        if exchange.content_length is None:
+            size = min(most, size + _BODY_STEP)
+        if exchange.held is None:
+            exchange.held = self.options.images.memory.take(0)
+            exchange.on_end.append(exchange.held.release)
+        if size > exchange.held.size:
+            exchange.held.add(size - exchange.held.size)
+        return size, ""
 
     async def read_as(
         self, exchange: HttpExchange, body: StructBody[T], *, empty: bool = False

@@ -17,11 +17,14 @@ from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import ApiError, Headers, invalid
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import INLINE_CHARS, in_thread
+from deployments.images.memory import HeldBytes
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+RaisedLimit = Callable[[int], tuple[int, str]]
 
 JSON = b"application/json"
 MAX_REQUEST_ID = 128  # characters
@@ -72,6 +75,7 @@ class HttpExchange:
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever its status
         self.encoding = b""  # the body's Content-Encoding, once it was read
         self.on_end: list[Callable[[], None]] = []  # called once the answer was sent
+        self.held: HeldBytes | None = None  # the count of a body above the limit of texts
         self.error_body: Callable[[ApiError], bytes] = ApiError.body  # writes an error's body
         self._send = send
         self._tell_id = tell_id
@@ -137,19 +141,23 @@ class HttpExchange:
             )
 
     async def body(
-        self, limit: int, timeout_s: float, setting: str = "", *, empty: bool = False
+        self, limit: int, timeout_s: float, raised: RaisedLimit, *, empty: bool = False
     ) -> bytes:
-        """Return the whole JSON body as it was sent, perhaps compressed (`encoding`). limit: bytes;
-        timeout_s: seconds until its last byte; setting: the limit's name for an error; empty:
-        whether it may have no bytes, of any type.
+        """Return the whole JSON body as it was sent, perhaps compressed (`encoding`).
 
-        Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
+        limit: bytes.
+        timeout_s: seconds until its last byte.
+        raised: called with the bytes of a body above the limit: the ones that it says or, without
+            Content-Length, that have come. Returns a limit and the name of its setting.
+        empty: whether it may have no bytes, of any type.
+
+        Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected; as `raised`.
         """
         if not empty:
             self._check_media_type()
         length = self.content_length
         if length is not None and length > limit:
-            raise _too_large(limit, setting)
+            limit = _raised(raised, length)
         parts: list[bytes] = []
         size = 0
         try:
@@ -161,7 +169,7 @@ class HttpExchange:
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size > limit:
-                        raise _too_large(limit, setting)
+                        limit = _raised(raised, size)
                     if part:
                         parts.append(part)
                     if not message.get("more_body", False):
@@ -319,15 +327,25 @@ def closing(status: int, code: str, message: str, param: str | None = None) -> A
     return ApiError(status, code, message, param=param, headers=_CLOSE)
 
 
+def _raised(raised: RaisedLimit, size: int) -> int:
+    """Return a limit of a body that takes this many bytes. Raises ApiError 413."""
+    limit, setting = raised(size)
+    if size > limit:
+        raise _too_large(limit, setting)
+    return limit
+
+
 def _too_large(limit: int, setting: str) -> ApiError:
     message = f"the body is larger than {limit} bytes"
-    if setting:
-        message += f" ({setting})"
-    return closing(413, "body_too_large", message)
+    return closing(413, "body_too_large", _with_setting(message, setting))
 
 
-async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:
-    """Decompress a body. encoding: of ENCODINGS. limit: bytes.
+def _with_setting(message: str, setting: str) -> str:
+    return f"{message} ({setting})" if setting else message
+
+
+async def decoded(data: bytes, encoding: bytes, limit: int, setting: str = "") -> bytes:
+    """Decompress a body. encoding: of ENCODINGS. limit: bytes. setting: its name for an error.
 
     A few KB are unpacked at once, more off the event loop, and never more than the limit: of a body
     that unpacks to gigabytes nothing else is made.
@@ -342,7 +360,8 @@ async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:
     except zlib.error:
         raise _broken(encoding) from None
     if len(body) > limit:
-        raise ApiError(413, "body_too_large", f"the body is larger than {limit} bytes unpacked")
+        message = f"the body is larger than {limit} bytes unpacked"
+        raise ApiError(413, "body_too_large", _with_setting(message, setting))
     if not unpack.eof or unpack.unused_data:
         raise _broken(encoding)
     return body

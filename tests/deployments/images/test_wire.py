@@ -3,17 +3,19 @@
 import asyncio
 import base64
 import gc
+import gzip
 import json
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.images.intake import ImageIntake
 from deployments.images.limits import ImageLimits
-from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.api.asgi import Client, Reply, scope_of
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.deployments.images.vision_backend import FIRST_TURN_ONLY, VisionBackend
 from tests.engine.images.files import bomb, gradient, kinds, others, png, saved
@@ -374,19 +376,30 @@ def test_limits_of_an_image_are_named() -> None:
     assert error["message"].endswith("more than 24000000 pixels")
 
 
-def test_large_bodies_are_for_images() -> None:
-    """A photograph has more bytes than a text may have."""
+def large_body(data: bytes = b"") -> bytes:
+    """Return a chat with a file, by default noise, above the limit of bodies of texts."""
     noise = np.random.default_rng(0).integers(0, 256, (1300, 1300, 3), np.uint8)
-    from PIL import Image
-
-    data = saved(Image.fromarray(noise), "PNG")
+    data = data or saved(Image.fromarray(noise), "PNG")
     body = {"model": MODEL, "messages": [user(part(data, detail="low"))], "max_tokens": 4}
     raw = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     assert len(raw) > ApiOptions().max_body_bytes
+    return raw
+
+
+TYPE = (b"content-type", b"application/json")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_for_images(chunked: bool) -> None:
+    """A photograph has more bytes than a text may have, also where its client tells no length."""
+    raw = large_body()
+    length = (b"content-length", str(len(raw)).encode())
+    pieces = [raw[at : at + 50_000] for at in range(0, len(raw), 50_000)]
 
     async def send(server: Server) -> Reply:
-        return await server._client.request("POST", "/v1/chat/completions", raw, headers)
+        headers = [TYPE] if chunked else [TYPE, length]
+        sent = pieces if chunked else raw
+        return await server._client.request("POST", "/v1/chat/completions", sent, headers)
 
     server = Server()
     assert asyncio.run(send(server)).status == 200
@@ -399,6 +412,57 @@ def test_large_bodies_are_for_images() -> None:
         assert reply.status == 413
         assert reply.json()["error"]["message"] == f"the body is larger than {most}"
         assert smaller.intake.memory.held == 0
+    busy = Server(memory_bytes=len(raw) + 1000)
+    other = busy.intake.memory.take(2000)
+    assert asyncio.run(send(busy)).status == 503
+    assert busy.intake.memory.held == 2000
+    other.release()
+    server.backend.requests.clear()
+    gc.collect()
+    assert server.intake.memory.held == 0
+
+
+def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
+    """Bug: uploads that never end, of which none is counted, fill the router."""
+    server, raw = Server(), large_body()
+    held: list[int] = []
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        if len(held) * 50_000 > len(raw):  # read whole
+            await asyncio.sleep(60)
+        at = len(held) * 50_000
+        held.append(server.intake.memory.held)
+        piece = raw[at : at + 50_000]
+        return {"type": "http.request", "body": piece, "more_body": at + 50_000 < len(raw)}
+
+    async def send(message: dict[str, Any]) -> None:
+        statuses.append(message.get("status", 0))
+
+    scope = scope_of("POST", "/v1/chat/completions", [TYPE])
+    asyncio.run(server._client.app(scope, receive, send))
+    assert statuses[0] == 200
+    assert held[0] == held[40] == 0 and len(raw) <= held[-1] <= len(raw) + 2**20
+
+
+def test_large_bodies_may_be_compressed() -> None:
+    """Bug: the limit of texts for a compressed body, of which the client tells another length."""
+    raw = large_body(saved(gradient(1300, 1300), "BMP"))
+    headers = [TYPE, (b"content-encoding", b"gzip")]
+
+    async def send(server: Server) -> Reply:
+        packed = gzip.compress(raw, 1)
+        return await server._client.request("POST", "/v1/chat/completions", packed, headers)
+
+    server = Server()
+    assert asyncio.run(send(server)).status == 200
+    for smaller, most in (
+        (Server(FakeBackend()), "4194304 bytes unpacked"),
+        (Server(body_bytes=5_000_000), "5000000 bytes unpacked (images.body_bytes)"),
+    ):
+        reply = asyncio.run(send(smaller))
+        assert reply.status == 413
+        assert reply.json()["error"]["message"] == f"the body is larger than {most}"
     busy = Server(memory_bytes=len(raw) + 1000)
     busy.intake.memory.take(2000)
     assert asyncio.run(send(busy)).status == 503
