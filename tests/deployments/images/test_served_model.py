@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,19 @@ def loaded(folder: Path, **sections: Any) -> ModelCard:
     return model_loader._load(served_model(config, 0), "app")[0]
 
 
+def download_to(snapshot: Path) -> Callable[..., str]:
+    """Return the hub's download out of the folder "hub" beside a snapshot, by patterns of files."""
+
+    def download(name: str, *, revision: str | None, allow_patterns: Sequence[str]) -> str:
+        snapshot.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for file in snapshot.with_name("hub").glob(pattern):
+                shutil.copy(file, snapshot)
+        return str(snapshot)
+
+    return download
+
+
 def told(card: ModelCard) -> tuple[bool, bool, Any]:
     """Return whether /v1/models and Ollama's show tell of images, and the answer to one."""
     backend = VisionBackend()
@@ -64,7 +79,10 @@ def test_images_that_are_off(folder: Path) -> None:
         assert "takes text only (engine.images: off)" in error["message"]
 
 
-def test_a_tower_that_engines_leave_out(folder: Path) -> None:
+@pytest.mark.parametrize("hub", [False, True])
+def test_a_tower_that_engines_leave_out(
+    folder: Path, hub: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: routers looked at the processor alone, and told of images that no engine takes."""
     file = folder / "model.safetensors"
     quantized = {
@@ -72,7 +90,11 @@ def test_a_tower_that_engines_leave_out(folder: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(quantized, file)
-    listed, shown, reply = told(loaded(folder))
+    if hub:
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download_to(folder.with_name("s")))
+        monkeypatch.chdir(folder.parent)
+        folder.rename(folder.with_name("hub"))
+    listed, shown, reply = told(loaded(Path(f"org/{MODEL}") if hub else folder))
     assert not listed and not shown
     error = reply.json()["error"]
     assert (reply.status, error["code"]) == (400, "modality_not_supported")
