@@ -18,7 +18,7 @@ from deployments.images.limits import ImageLimits
 from tests.deployments.api.asgi import Client, Reply, scope_of
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.deployments.images.vision_backend import FIRST_TURN_ONLY, VisionBackend
-from tests.engine.images.files import bomb, gradient, kinds, others, png, saved
+from tests.engine.images.files import bomb, gradient, kinds, lies, others, png, saved
 from tests.engine.images.test_picture_file import LIBRARY, mutated
 
 WIDE, TALL = saved(gradient(40, 16), "PNG"), saved(gradient(16, 32), "JPEG")
@@ -549,6 +549,42 @@ def test_fuzzed_files(server: Server) -> None:
     fuzzed(range(200))
     for data in (*others().values(), bomb(300)[:-50]):
         assert server.chat(user(part(data, detail="low"))).status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_lying_files_harm_nobody_else(path: str) -> None:
+    """Bug: a file that stops the loop, or takes others' streams with it."""
+    server = Server(memory_bytes=2**24)
+    server.backend.script = "one two three four five six seven eight"
+    server.backend.pause = 0.02
+
+    async def stream() -> str:
+        told = user(text("a"), part(WIDE))
+        body = {"model": MODEL, "messages": [told], "max_tokens": 60, "stream": True}
+        reply = await server._client.post("/v1/chat/completions", body)
+        events = [event for event in reply.events() if event != "[DONE]"]
+        return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+    def body(data: bytes) -> dict[str, Any]:
+        item = {"type": "input_image", "image_url": url(data), "detail": "low"}
+        block = {"type": "image", "source": {"type": "base64", "data": encoded(data)}}
+        if path == "/v1/responses":
+            return {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
+        written = block if path == "/v1/messages" else part(data, detail="low")
+        return {"model": MODEL, "messages": [user(written)], "max_tokens": 4}
+
+    streams = [asyncio.create_task(stream()) for _ in range(3)]
+    files = {**lies(), **others()}
+    replies = await asyncio.gather(
+        *(server._client.post(path, body(data)) for data in files.values())
+    )
+    for name, reply in zip(files, replies, strict=True):
+        taken = "a row more" in name or name == "gif, zero"
+        assert reply.status == 400 or (taken and reply.status == 200), (name, reply.body)
+    assert set(await asyncio.gather(*streams)) == {server.backend.script}
+    server.backend.requests.clear()
+    gc.collect()
+    assert server.intake.memory.held == 0
 
 
 @pytest.mark.slow

@@ -35,6 +35,49 @@ def png(width: int, height: int, rows: bytes = b"", depth: int = 8, colour: int 
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def resized_header(data: bytes, width: int, height: int) -> bytes:
+    """Return a file whose header tells another size than its pixels have.
+
+    data: PNG, JPEG, GIF, BMP, or WebP without extensions. Sides are cut to what the format holds.
+    """
+    file = bytearray(data)
+    if data.startswith(b"\x89PNG"):
+        struct.pack_into(">II", file, 16, width, height)
+        struct.pack_into(">I", file, 29, zlib.crc32(file[12:29]))
+    elif data.startswith(b"\xff\xd8"):
+        at = next(data.index(mark) for mark in (b"\xff\xc0", b"\xff\xc2") if mark in data)
+        struct.pack_into(">HH", file, at + 5, height & 0xFFFF, width & 0xFFFF)
+    elif data.startswith(b"GIF"):
+        struct.pack_into("<HH", file, 6, width & 0xFFFF, height & 0xFFFF)
+    elif data.startswith(b"BM"):
+        struct.pack_into("<ii", file, 18, width, height)
+    elif data[12:16] == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        sides = (width - 1 & 0x3FFF) | (height - 1 & 0x3FFF) << 14
+        struct.pack_into("<I", file, 21, bits & ~0xFFFFFFF | sides)
+    else:
+        assert data[12:16] == b"VP8 "
+        struct.pack_into("<HH", file, 26, width & 0x3FFF, height & 0x3FFF)
+    assert file != data
+    return bytes(file)
+
+
+def lies() -> dict[str, bytes]:
+    """Return files whose headers lie, by name: no pixels, a gigapixel, a row more, other kinds."""
+    files = kinds()
+    sizes = {"zero": (0, 0), "gigapixel": (2**16 - 1, 2**16 - 1), "a row more": (40, 31)}
+    named = {
+        f"{kind}, {name}": resized_header(files[kind], *size)
+        for kind in ("png", "jpeg", "jpeg progressive", "gif", "bmp", "webp", "webp lossless")
+        for name, size in sizes.items()
+    }
+    named["png, other magic"] = b"\xff\xd8\xff" + files["png"][3:]
+    named["jpeg, other magic"] = b"\x89PNG\r\n\x1a\n" + files["jpeg"][8:]
+    named["webp, other magic"] = b"GIF89a" + files["webp"][6:]
+    named["bmp, magic alone"] = b"BM"
+    return named
+
+
 def bomb(side: int = 9000) -> bytes:
     """Return a small PNG of many pixels that decodes to the end."""
     row = b"\0" + bytes(side * 3)

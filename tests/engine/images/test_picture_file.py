@@ -9,7 +9,7 @@ from PIL import Image
 
 from engine.errors import InvalidRequest
 from engine.images.picture_file import MAX_PIXELS, PictureFile
-from tests.engine.images.files import bomb, gradient, kinds, others, png, saved
+from tests.engine.images.files import bomb, gradient, kinds, lies, others, png, saved
 
 KINDS = kinds()
 # What would tell of the library: its names, addresses, classes.
@@ -86,6 +86,40 @@ def test_sixteen_bits_are_divided() -> None:
     values = np.array([[0, 4369, 8738], [32896, 65534, 65535]], np.uint16)
     shown = decoded(saved(Image.fromarray(values), "PNG"))
     assert shown[..., 0].tolist() == [[0, 17, 34], [128, 254, 255]]
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_sixteen_bits_a_colour_lose_the_low_byte(colour: int, channels: int) -> None:
+    """A colour whose high bytes were read as two pixels, or as the low ones, is noise."""
+    values = np.array([0, 4369, 8738, 32896, 65535], ">u2")
+    pixels = np.repeat(values[:, None], channels, 1)
+    if channels in (2, 4):
+        pixels[:, -1] = 65535  # opaque
+    row = b"\0" + pixels.tobytes()
+    shown = decoded(png(5, 1, row, 16, colour))
+    assert shown.tolist() == [[[value >> 8] * 3 for value in values.tolist()]]
+
+
+LIES = lies()
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_of_every_kind(name: str) -> None:
+    """A decoder that believes a header makes room for 16 GB, or shows what was in memory."""
+    Image.core.set_blocks_max(4)  # as routers do
+    saved(Image.new("RGB", (40, 31), "white"), "PNG")  # leaves a block that is not black
+    try:
+        shown = decoded(LIES[name])
+    except InvalidRequest as error:
+        assert not LIBRARY.search(error.message)
+        huge = "gigapixel" in name or name == "webp lossless, zero"  # whose sides are at least 1
+        assert (error.code == "image_too_large") == huge, error.message
+    else:
+        assert name.endswith("a row more") or name == "gif, zero"  # its frame has a size
+        if name.startswith(("png", "gif")):
+            assert not shown[30:].any()
+    finally:
+        Image.core.set_blocks_max(0)
 
 
 def test_cmyk_of_adobe_is_not_inverted() -> None:
