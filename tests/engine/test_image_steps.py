@@ -25,6 +25,7 @@ from engine.runner.caches.kv_cache import KVCache
 from engine.runner.forward import ModelForward
 from engine.runner.images import StepImages, axis_of_frequency, rotary_places
 from engine.runner.inputs import make_inputs
+from engine.runner.launchers import GraphStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.request_rows import RequestRows
 from engine.runner.warm_up import capture_graphs, warm_up
@@ -429,6 +430,42 @@ def test_the_text_goes_on_behind_images(seeing: Seeing) -> None:
             batch = seeing.batch([(1, 0, len(ids)), (0, 0, len(text))], new_rows=new)
         elif step > 4:
             batch = seeing.batch([(1, len(ids) - 1, 1), (0, len(text) - 1, 1)])
+
+
+def test_decodes_behind_images_take_graphs(seeing: Seeing) -> None:
+    """Bugs: a request with images never takes a graph again, nor does who decodes beside it; a
+    graph gets tokens of an image, whose embeddings it has not."""
+    taken: list[str] = []
+
+    class Graphs:
+        def size_of(self, batch: Batch) -> tuple[int, int]:
+            return len(batch.rows), batch.num_tokens
+
+        def launch(self, batch: Batch, size: tuple[int, int]) -> None:
+            taken.append("graph")
+
+    class Eager:
+        def launch(self, batch: Batch) -> None:
+            taken.append("eager")
+            seeing.forward.assemble(batch)
+
+    fakes: Any = Graphs(), seeing.runner.sampling, Eager()
+    step, images = GraphStep(seeing.forward, *fakes), seeing.forward.images
+    assert images is not None
+    images.encode(IMAGES)
+    text, end = [5, 6, 7, 8], len(TOKENS)
+    for row, ids, own in ((0, TOKENS, IMAGES), (1, text, ()), (2, TOKENS, IMAGES)):
+        seeing.forward.set_row(with_images(row, ids, own))
+    for entries in (
+        [(0, 0, 14)],  # cut inside the last image
+        [(1, 3, 1), (0, 14, end - 14)],
+        [(0, end, 1)],
+        [(0, end + 1, 1), (1, 0, 4)],
+        [(0, end + 2, 1), (2, 0, end)],
+        [(0, end + 3, 1), (2, end, 1)],
+    ):
+        step.launch(seeing.batch(entries))
+    assert taken == ["eager", "eager", "graph", "graph", "eager", "graph"]
 
 
 def test_text_alone_costs_no_bit(seeing: Seeing) -> None:
