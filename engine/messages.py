@@ -262,16 +262,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_by_position: list[int] = []
     # Of models that take images, since start: images that steps encoded, their embeddings, the time
-    # that this took, images whose embeddings were kept from earlier, and images whose embeddings
-    # came from an encoder pool, or should have and did not; the replica sets the last.
+    # that this took, and images whose embeddings were kept from earlier.
     images_encoded: int = 0
     image_tokens_encoded: int = 0
     image_encode_seconds: float = 0.0
     image_cache_hits: int = 0
     image_cache_tokens: int = 0  # embeddings that are kept
     image_cache_size: int = 0  # the most of them
-    images_received: int = 0
-    images_not_received: int = 0
     weights_dropped: bool = False  # weights were dropped by a sleep; requests wait for new ones
     # Of the host tier: blocks that it has, and the most of them; the others since the start.
     host_kv_blocks: int = 0
@@ -285,6 +282,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     host_kv_dropped: int = 0  # blocks not stored, as too many waited to be copied
     host_kv_evicted: int = 0  # blocks that made room for others
     host_kv_failed_loads: int = 0
+    # Images, since start, whose embeddings came from an encoder pool, and those whose embeddings
+    # should have and did not, which the replica sets.
+    images_received: int = 0
+    images_not_received: int = 0
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
