@@ -4,6 +4,7 @@ docs/adding-a-model.md says how to add a class.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
 from engine.models.image_rows import ImageRows
+from engine.models.vision.registry import build_tower
 from engine.models.vision.tower import Tower
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
@@ -197,25 +199,56 @@ def build_model(
     runs_on: the type of the device that will run the model, if it differs. On torch's "meta" device
         a model takes no memory, but reports the memory that it would take.
     """
-    device = torch.device(device)
+    build = _builder(model_config, dtype, torch.device(device), kernels, quantization, runs_on)
+    build = replace(
+        build,
+        group=group or TensorParallelGroup(),
+        stage=stage,
+        spread_experts=spread_experts,
+        data_parallel_attention=data_parallel_attention,
+    )
+    # A head that is the embedding is loaded with it, dense if the method needs that.
+    tied = build.method
+    if not tied.FROM_DENSE:
+        tied = linear_method("none", kernels, build.runs_on)
+    return MODELS[model_config.record.network](build, tied, virtual_tokens)
+
+
+def build_tower_alone(
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    *,
+    runs_on: str | None = None,
+) -> Tower | None:
+    """Allocate the tower of a model without its layers; None for text alone.
+
+    runs_on: see `build_model`.
+    """
+    return build_tower(_builder(model_config, dtype, device, kernels, "none", runs_on))
+
+
+def _builder(
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    quantization: str,
+    runs_on: str | None,
+) -> Builder:
+    """Return the builder of a whole model's layers on one rank."""
     if str(device) == "cuda":  # streams and threads need the device's index
         device = torch.device("cuda", torch.cuda.current_device())
     runs_on = runs_on or device.type
-    method = linear_method(quantization, kernels, runs_on, model_config.quantized)
-    build = Builder(
+    return Builder(
         model_config,
         kernels,
-        method,
-        group or TensorParallelGroup(),
+        linear_method(quantization, kernels, runs_on, model_config.quantized),
+        TensorParallelGroup(),
         dtype,
         # The CPU computes in float32, and uses 16 bits only for weights and KV.
         torch.float32 if runs_on == "cpu" else dtype,
         device,
-        stage,
-        spread_experts=spread_experts,
-        data_parallel_attention=data_parallel_attention,
         runs_on=runs_on,
     )
-    # A head that is the embedding is loaded with it, dense if the method needs that.
-    tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)
-    return MODELS[model_config.record.network](build, tied, virtual_tokens)

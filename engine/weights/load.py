@@ -62,6 +62,7 @@ def load_weights(
     seed: int = 0,
     ranks: int = 1,
     progress: Callable[[Loading], None] | None = None,
+    owns: Callable[[str], bool] | None = None,
 ) -> None:
     """Fill every parameter from the folder's files, or with random weights if folder is None.
 
@@ -69,6 +70,7 @@ def load_weights(
         are the same on all of them, so that whole copies are equal. They differ from those on one
         rank.
     progress: a function called from this thread some ten times a second.
+    owns: whether a stored tensor is of this model, which is a part of the folder's; None = all are.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
@@ -77,11 +79,13 @@ def load_weights(
     else:
         folder = Path(folder)
         manifest = Manifest.read(folder)
+        stored = read_index(folder)
+        if owns is not None:
+            stored = {name: tensor for name, tensor in stored.items() if owns(name)}
         if manifest is not None:
             manifest.check(folder, model.device.type, str(model.dtype)[6:])
-            stored = read_index(folder)
         else:
-            stored = _named(model, read_index(folder))
+            stored = _named(model, stored)
         _fill(model, stored, folder, progress, converted=manifest is not None)
     model.finish()
     if model.device.type == "cuda":  # packing leaves gaps too small for the KV cache
