@@ -362,7 +362,7 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
         "route_prefix": config.route_prefix,
         "import_path": coexistence.ONE_MODEL,
         "args": {"config": _arguments(config, resolved)},
-        "deployments": [*_counts(resolved), {"name": "router", **counts}],
+        "deployments": [*_counts(config, resolved), {"name": "router", **counts}],
         **policy,
     }
 
@@ -418,7 +418,7 @@ def model_application(
         "import_path": model_applications.ENGINES,
         "args": {"config": _arguments(engines, resolved)},
         "deployments": [
-            *_counts(resolved),
+            *_counts(config, resolved),
             # Serve accepts no fixed number of 0 replicas. Nothing calls this deployment, so none
             # starts.
             {
@@ -451,8 +451,12 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
     )
     args = counted.model_dump(exclude_defaults=True)
     uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
+    of_encoders = {"role", "encode_seconds"}
     args["pools"] = {
-        name: pool.model_copy(update=uncounted).model_dump() for name, pool in resolved.items()
+        name: pool.model_copy(update=uncounted).model_dump(
+            exclude=of_encoders if pool.role == "engine" else None
+        )
+        for name, pool in resolved.items()
     }
     return args
 
@@ -465,25 +469,29 @@ def _uncounted(router: RouterConfig) -> RouterConfig:
     return router.model_copy(update={"replicas": 1})
 
 
-def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
+def _counts(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
     """Yield Serve's schema of each pool's deployment: its name and replica count."""
     for name, pool in resolved.items():
-        options = (
-            {"autoscaling_config": autoscaling.limits(pool)}
-            if autoscaling.scales(pool)
-            else {"num_replicas": pool.replicas}
-        )
-        yield {"name": deployment_name(name), **options}
+        encodes = pool.role == "encoder"
+        options: dict[str, Any] = {"num_replicas": pool.replicas}
+        if autoscaling.scales(pool):
+            limits = autoscaling.limits(pool)
+            if encodes:
+                limits = autoscaling.encoder_limits(pool, config.scaling.calm_seconds)
+            options = {"autoscaling_config": limits}
+        deployed = f"{autoscaling.ENCODER_PREFIX}{name}" if encodes else deployment_name(name)
+        yield {"name": deployed, **options}
 
 
 def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
     """Return the application's autoscaling policy in Serve's schema; {} if nothing scales."""
-    if not any(autoscaling.scales(pool) for pool in resolved.values()):
+    arguments = autoscaling.policy_arguments(config, resolved)
+    if not arguments["pools"]:
         return {}
     return {
         "autoscaling_policy": {
             "policy_function": "deployments.scaling.policy:PoolsPolicy",
-            "policy_kwargs": autoscaling.policy_arguments(config, resolved),
+            "policy_kwargs": arguments,
         }
     }
 

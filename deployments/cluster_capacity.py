@@ -117,7 +117,8 @@ def _demand(
     counted = f"pools.{kind}.{'min_replicas' if scales(pool) else 'replicas'}"
     least = pool.min_replicas if scales(pool) else pool.replicas
     # A model's only pool needs one replica for the first request.
-    count = max(least, 1) if len(resolved) == 1 else least
+    engines = [pool for pool in resolved.values() if pool.role == "engine"]
+    count = max(least, 1) if engines == [pool] else least
     resources = {"CPU": pool.num_cpus or 0.0, "GPU": pool.num_gpus or 0.0, **pool.resources}
     return _Demand(
         pool=f"pools.{kind}",

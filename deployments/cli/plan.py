@@ -19,6 +19,7 @@ from deployments.plan.memory import (
     Hardware,
     check_quantization,
     plan,
+    plan_encoder,
     ranks_that_fit,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
@@ -79,6 +80,8 @@ def _print(
         if device.kind == "cpu" and device.cores:
             for label, value in _nodes(by_name[name]):
                 print(f"  {label:<28} {value}")
+    for line in _encoders(config, model, device):
+        print(line)
     for line in _costs(config, model, priced, gpu):
         print(line)
 
@@ -182,7 +185,7 @@ def _costs(
     kinds: tuple[PoolKind, ...] = ("gpu", "cpu")
     if wanted:
         kinds = ("cpu",) if wanted == "cpu" else ("gpu",)
-    pools: dict[PoolKind, PoolConfig] = dict(config.pools.items()) or {
+    pools: dict[PoolKind, PoolConfig] = config.engine_pools or {
         kind: PoolConfig(replicas=config.replicas) for kind in kinds
     }
     for kind, pool in pools.items():
@@ -237,7 +240,7 @@ def _offer(offer: NodeOffer) -> str:
 def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
     """Yield (pool, engine configuration) for each pool that would run on the device."""
     wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
-    pools = {name: pool for name, pool in config.pools.items() if name == wanted}
+    pools = {kind: pool for kind, pool in config.engine_pools.items() if kind == wanted}
     if config.pools and not pools:
         raise ConfigError(
             f"the configuration has no {wanted} pool; give --gpu "
@@ -329,6 +332,19 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     if not memory.host_kv:  # a share of memory that is known at the start alone
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
     yield "host memory", text
+
+
+def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iterator[str]:
+    """Yield the lines of the encoder pool's memory, if the configuration has such a pool."""
+    for name, pool in config.encoders.items():
+        engine = EngineConfig(**config.encoder_options(pool))
+        kind = "GPU" if engine.device == "cuda" else "CPU"
+        if engine.device != device.kind:
+            device = Hardware(f"a {kind}", engine.device, 0)
+        rows = plan_encoder(model, engine, device)
+        yield f"Pool     {name} (encoder: the tower alone, on a {kind})"
+        for purpose, size in (*rows, ("in all", sum(size for _, size in rows))):
+            yield f"  {purpose:<28} {size / GIB:9.2f} GiB"
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:

@@ -19,11 +19,12 @@ from deployments.cli.serving.processes import kill, leftovers
 from deployments.cli.serving.start_checks import START_CHECKS
 from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
 from deployments.cli.target import read_target
-from deployments.config.load import MantaConfig
+from deployments.config.load import MantaConfig, check_encoders
 from deployments.config.tls import client_context
 from deployments.environment import asks_for_token, gpus_here
 from deployments.error_text import reason
 from deployments.haproxy.launch import complaint
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.shards import read_headers
 
@@ -106,6 +107,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     # A replica would report a fault in the headers only after a minute.
                     if not dummy:
                         read_headers(model_folder)
+                    check_encoders(part, ModelConfig.from_folder(model_folder))
                 for pool in part.pools_on(gpus_here()).values():
                     with_drafter(part.engine_options(pool), weights=not dummy)
     driver.ignore(signal.SIGINT)

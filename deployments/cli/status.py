@@ -25,7 +25,12 @@ from deployments.cli.serving.time_limit import within
 from deployments.environment import send_auth_token
 from deployments.model_applications import model_app
 from deployments.observe.metrics import RouterMetrics, quantile
-from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
+from deployments.scaling.policy import (
+    ENCODER_PREFIX,
+    ENGINE_PREFIX,
+    ROUTER,
+    scaling_decisions,
+)
 
 _POLL_SECONDS = 1.0  # seconds between the two polls of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
@@ -184,11 +189,11 @@ def poll(app: str) -> StatusSnapshot:
 def _counts(application: Any) -> dict[str, dict[str, int]]:
     """Return the number of replicas by pool and state. application: Serve's status of it."""
     return {
-        name.removeprefix(ENGINE_PREFIX): {
+        name.removeprefix(ENGINE_PREFIX).removeprefix(ENCODER_PREFIX): {
             _word(state): count for state, count in deployment.replica_states.items()
         }
         for name, deployment in application.deployments.items()
-        if name.startswith(ENGINE_PREFIX)
+        if name.startswith((ENGINE_PREFIX, ENCODER_PREFIX))
     }
 
 

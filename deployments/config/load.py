@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,6 +30,9 @@ from deployments.config.models import (
 )
 from deployments.config.tls import check_certificate
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config.model_config import ModelConfig
 
 __all__ = [
     "HttpConfig",
@@ -230,15 +233,27 @@ def _check_model(config: MantaConfig, complete: bool) -> None:
     from deployments.checkpoints import resolve as models
     from engine.config.model_config import ModelConfig
 
-    options = [config.engine_options(pool) for pool in config.pools.values()] or [config.engine]
+    pools = config.engine_pools.values()
+    options = [config.engine_options(pool) for pool in pools] or [config.engine]
     dummy = all(option.get("load_format") == "dummy" for option in options)
     if complete or not (Path(config.model) / "config.json").is_file():
         models.check_model(config.model, weights=not dummy)
     if Path(config.model).is_dir():
         try:
-            ModelConfig.from_folder(config.model)
+            model = ModelConfig.from_folder(config.model)
         except ConfigError as error:
             raise ConfigError(error.message, param="model") from None
+        check_encoders(config, model)
+
+
+def check_encoders(config: MantaConfig, model: "ModelConfig") -> None:
+    """Check that there is a tower for the encoder pool, if there is one. Raises ConfigError."""
+    for name in config.encoders if model.vision is None else ():
+        raise ConfigError(
+            "the model sees no images, so there is nothing to encode; leave the pool out, or take "
+            "a model that sees images, with its processor's files (docs/images.md)",
+            param=f"pools.{name}.role",
+        )
 
 
 def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) -> None:
@@ -344,7 +359,7 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
     if len(path) > 1 and path[0] == "models":
         section, path = ServedModelConfig, path[2:]
     if path == ("pools",):
-        return ["gpu", "cpu"]
+        return ["gpu", "cpu", "any other name with role: encoder"]
     if path and path[0] == "pools":
         return list(PoolConfig.model_fields)
     for part in path:

@@ -18,6 +18,8 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     create_model,
     field_validator,
     model_validator,
@@ -118,11 +120,27 @@ EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
 
 
 PoolKind = Literal["gpu", "cpu"]
+_ENCODE_SECONDS = 5.0
+_KINDS: tuple[PoolKind, ...] = typing.get_args(PoolKind)
+# Engine options that an encoder pool may have of its own, and others that it takes from `engine`.
+_OF_ENCODERS = ("num_threads", "image_cache_tokens")
+_OF_TOWERS = (*_OF_ENCODERS, "dtype", "load_format", "seed", "deterministic", "gpu_capability")
 
 
 class PoolConfig(Section):
-    """Engine replicas of one kind: one Serve deployment."""
+    """Engine replicas of one kind, or encoders: one Serve deployment."""
 
+    role: Literal["engine", "encoder"] = Field(
+        "engine",
+        description="encoder: actors with the tower alone, in a pool of any other name, on the CPU "
+        "unless num_gpus is set (docs/images.md).",
+    )
+    encode_seconds: float = Field(
+        _ENCODE_SECONDS,
+        gt=0,
+        le=600,
+        description="Of an encoder pool: longest wait of a replica for an image.",
+    )
     replicas: int = Field(
         1,
         ge=0,
@@ -200,7 +218,50 @@ class PoolConfig(Section):
                 f"engine.{name}: a request may move from pool to pool and keeps its text, so there "
                 "is one value for all of them; set it under the top level's engine"
             )
+        if self.role == "encoder":
+            self._check_encoder()
+        elif self.encode_seconds != _ENCODE_SECONDS:
+            raise ValueError("encode_seconds is of pools with role: encoder; leave it out here")
         return self
+
+    def _check_encoder(self) -> None:
+        """Raise ValueError for settings that mean nothing to a tower alone."""
+        for name in self.engine.keys() - {*_OF_ENCODERS, "device"}:
+            raise ValueError(
+                f"engine.{name}: an encoder has the model's tower alone, and of its own settings "
+                f"only {' and '.join(_OF_ENCODERS)}; set it under engine, or leave it out"
+            )
+        if (self.num_gpus or 0) > 1:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g}, and an encoder uses one GPU or a part of one; "
+                "raise replicas instead"
+            )
+
+
+def _pools(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Validate pools by name: replicas of engines are called gpu or cpu, encoders otherwise."""
+    errors: list[Any] = []
+    for name, pool in value.items() if isinstance(value, dict) else ():
+        role = pool.get("role") if isinstance(pool, dict) else getattr(pool, "role", None)
+        if role == "encoder" and name in _KINDS:
+            message = (
+                "gpu and cpu are pools of engines; give the encoder pool another name, such as "
+                "pools.pictures"
+            )
+            errors.append({"loc": (name, "role"), "msg": message, "type": "pool"})
+        elif role != "encoder" and name not in _KINDS:
+            errors.append({"loc": (name, "[key]"), "msg": "", "type": "pool"})
+    try:
+        result = validate(value)
+    except ValidationError as error:
+        errors += error.errors()
+    if errors:
+        raise PydanticCustomError("nested", "pools", {"errors": errors})
+    return result
+
+
+_PoolName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$")]
+Pools = Annotated[dict[_PoolName, PoolConfig], WrapValidator(_pools)]
 
 
 class ScalingConfig(Section):
@@ -282,7 +343,7 @@ class ServedModelConfig(Section):
         default_factory=dict, description="EngineConfig fields that differ from the top level's."
     )
     replicas: int = Field(1, ge=0, le=4096, description="Engine replicas of a model with one pool.")
-    pools: dict[PoolKind, PoolConfig] = Field(
+    pools: Pools = Field(
         default_factory=dict,
         description="Engine replicas of the model by kind, instead of `replicas`.",
     )
@@ -350,7 +411,7 @@ class MantaConfig(Section):
         le=4096,
         description="Engine replicas, where there is one pool: gpu if there is a GPU, else cpu.",
     )
-    pools: dict[PoolKind, PoolConfig] = Field(
+    pools: Pools = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
@@ -391,11 +452,13 @@ class MantaConfig(Section):
             self._check_models()
         if self.pools and "replicas" in self.model_fields_set:
             raise ValueError("replicas and pools are both set; give the counts in pools")
-        if self.pools and not any(p.max_replicas or p.replicas for p in self.pools.values()):
+        self._check_encoders()
+        engines = self.engine_pools
+        if engines and not any(p.max_replicas or p.replicas for p in engines.values()):
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
-        for kind, pool in self.pools.items():
+        for kind, pool in engines.items():
             self._check_ranks(kind, pool)
             if self.sleeps(pool):
                 _check_sleep(kind, pool)
@@ -407,7 +470,7 @@ class MantaConfig(Section):
             )
         if self.adapters != AdaptersConfig():
             self.adapters.check_names(self.name(), self.aliases)
-            for pool in self.pools.values() or [PoolConfig()]:
+            for pool in engines.values() or [PoolConfig()]:
                 if not self.engine_options(pool).get("max_loras"):
                     raise ValueError(
                         "adapters: engine.max_loras is 0, so no adapter could be loaded; set it to "
@@ -479,6 +542,45 @@ class MantaConfig(Section):
             return {name: self.of(name) for name in self.models}
         return {self.name(): self}
 
+    @property
+    def engine_pools(self) -> dict[PoolKind, PoolConfig]:
+        """The configured pools of engines, by kind."""
+        return {kind: self.pools[kind] for kind in self.pools if kind in _KINDS}
+
+    @property
+    def encoders(self) -> dict[str, PoolConfig]:
+        """The encoder pool by its name; none if the replicas encode all images."""
+        return {name: pool for name, pool in self.pools.items() if pool.role == "encoder"}
+
+    def _check_encoders(self) -> None:
+        """Check that there is at most one encoder pool, and who asks it. Raises ValueError."""
+        names = list(self.encoders)
+        if len(names) > 1:
+            raise ValueError(
+                f"pools.{names[1]}: pools.{names[0]} has role: encoder already; raise its replicas"
+            )
+        for name in names:
+            if not self.engine_pools:
+                raise ValueError(
+                    f"pools.{name}: encoders answer no requests; add pools.gpu or pools.cpu, whose "
+                    "replicas ask them"
+                )
+            if any(
+                self.engine_options(pool).get("images") == "off"
+                for pool in self.engine_pools.values()
+            ):
+                raise ValueError(
+                    f"pools.{name}: engine.images is off, so there is nothing to encode; leave one "
+                    "of them out"
+                )
+
+    def encoder_options(self, pool: PoolConfig) -> dict[str, Any]:
+        """Return EngineConfig's fields for an encoder pool, including model and revision."""
+        engine = {**self.engine, **pool.engine}
+        own = {name: engine[name] for name in _OF_TOWERS if name in engine}
+        top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
+        return {**top, **own, "device": "cuda" if pool.num_gpus else "cpu", "quantization": "none"}
+
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
         """Check that a replica's reserved GPUs and cores suit its ranks. Raises ValueError."""
         tensor, pipeline, nodes = self.divisions(pool)
@@ -520,6 +622,8 @@ class MantaConfig(Section):
 
     def divisions(self, pool: PoolConfig) -> tuple[int, int, int]:
         """Return tensor_parallel, pipeline_parallel and pipeline_nodes of a pool."""
+        if pool.role == "encoder":
+            return 1, 1, 1
         engine = {**self.engine, **pool.engine}
         keys = ("tensor_parallel", "pipeline_parallel", "pipeline_nodes")
         tensor, pipeline, nodes = (int(engine.get(key, 1)) for key in keys)
@@ -531,11 +635,11 @@ class MantaConfig(Section):
         return {**top, **self.engine, **pool.engine}
 
     def pools_on(self, gpus: float) -> dict[PoolKind, PoolConfig]:
-        """Return the pools by kind, with device and quantization resolved.
+        """Return the pools of engines by kind, with device and quantization resolved.
 
         gpus: GPUs of a machine, which decide the kind of a pool that is not configured.
         """
-        named: dict[PoolKind, PoolConfig] = dict(self.pools)
+        named = self.engine_pools
         if not named:
             device = self.engine.get("device", "auto")
             gpu = device == "cuda" or (device == "auto" and gpus > 0)

@@ -360,6 +360,18 @@ REPLICA_METRICS = (
         lambda s: s.image_cache_hits,
     ),
     ReplicaMetric(
+        "images_received_total",
+        "counter",
+        "Images whose embeddings came from the encoder pool.",
+        lambda s: s.images_received,
+    ),
+    ReplicaMetric(
+        "images_not_received_total",
+        "counter",
+        "Images whose embeddings should have come from the encoder pool: the replica encodes them.",
+        lambda s: s.images_not_received,
+    ),
+    ReplicaMetric(
         "image_cache_usage_perc",
         "gauge",
         "Share of the image cache in use, 0 to 1.",

@@ -279,6 +279,39 @@ def plan(
     )
 
 
+def plan_encoder(
+    model: ModelConfig, config: EngineConfig, device: Hardware
+) -> list[tuple[str, int]]:
+    """Return the bytes of an encoder pool's actor by purpose: a tower without its layers.
+
+    device: where it runs; of unknown size if `memory` is 0.
+
+    Raises DoesNotFit, and ConfigError for a model without a tower.
+    """
+    import torch
+
+    from engine.encoder import TowerAlone
+    from engine.resolve import decide
+
+    where = torch.device(device.kind)
+    resolved = decide(config, model, where, device.name, device.capability)
+    encoder = TowerAlone(resolved, torch.device("meta"))
+    rows = [
+        ("weights", encoder.num_bytes),
+        (f"activations ({encoder.largest:,} embeddings)", encoder.step_bytes),
+        _CUDA_CONTEXT if device.kind == "cuda" else _CPU_PROCESS,
+    ]
+    used = sum(size for _, size in rows)
+    if device.memory and used > device.memory:
+        raise DoesNotFit(
+            f"the encoder pool takes {used / GIB:.2f} GiB and {device.name} has "
+            f"{device.memory / GIB:.2f}; lower its engine.image_cache_tokens, the most embeddings "
+            "of an image that it takes",
+            param="pools",
+        )
+    return rows
+
+
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:
     """Return the checkpoint names of linear layers and of experts, without ".weight"."""
     linears = [part.name for spec in model.matrices() for part in spec.parts]

@@ -40,10 +40,14 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A router's request, and the connection that it came over."""
+    """A router's request, and the connection that it came over.
+
+    encoded: whether embeddings of its images were asked for.
+    """
 
     connection: ReplicaEnd
     message: Submit
+    encoded: bool = False
 
     @property
     def request(self) -> EngineRequest:

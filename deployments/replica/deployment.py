@@ -16,8 +16,11 @@ from typing import Any, cast
 import msgspec
 import ray
 from ray._private.state import state
+from ray.serve.handle import DeploymentHandle
 
 from deployments.checkpoints.resolve import ModelIdentity
+from deployments.encoder.deployment import asks
+from deployments.encoder.rows import EncoderPool
 from deployments.observe.logs import log_through_serve
 from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
@@ -54,6 +57,7 @@ class ReplicaSettings:
     loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
     sleep: SleepSettings | None = None  # None: the replica never sleeps
+    encode_seconds: float = 0.0  # longest wait for an image's embeddings from an encoder pool
 
 
 class EngineReplica:
@@ -63,10 +67,14 @@ class EngineReplica:
 
     settings: the replica's settings from the configuration.
     prepare: returns the EngineConfig for this machine; it finds or downloads the model.
+    encoders: the model's encoder pool, if it has one.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
+        self,
+        settings: ReplicaSettings,
+        prepare: Callable[[ReplicaSettings], EngineConfig],
+        encoders: DeploymentHandle[Any] | None = None,
     ) -> None:
         began = time.monotonic()
         log_through_serve(settings.engine.get("log_level", "info"))
@@ -81,11 +89,15 @@ class EngineReplica:
         self._drained = False
         self._rates = CounterRates(time.monotonic())
         remote = None if self._others is None else self._others.remote
+        pool = None
+        if encoders is not None:
+            pool = EncoderPool(asks(encoders, identity.weights), settings.encode_seconds)
         self._server = ReplicaServer(
             settings.channel,
             StallLimits(step=settings.stall_seconds),
             partial(EngineClient, remote=remote),
             settings.sleep,
+            pool,
         )
         # The address is never that of all interfaces; on a loopback cluster it is loopback.
         host = _address(settings.loopback)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from deployments.encoder.rows import EncoderPool, ImageRows
 from deployments.replica.adapters import ReplicaAdapters, SubmittedRequest
 from deployments.replica.sleep import ReplicaSleep, SleepSettings
 from deployments.replica.stream_memory import StreamMemory
@@ -124,10 +125,12 @@ class ReplicaServer:
         stall: StallLimits,
         make_engine: MakeEngine = EngineClient,
         sleep: SleepSettings | None = None,
+        encoders: EncoderPool | None = None,
     ) -> None:
         """Make the server; `start` starts its engine.
 
         sleep: settings of an engine that sleeps; None: it never sleeps.
+        encoders: the pool that encodes images for the engine; None: the engine does.
         """
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
@@ -138,6 +141,7 @@ class ReplicaServer:
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
         self._suspects = SuspectQueue(self._begin, asyncio.get_running_loop().call_later)
+        self._rows = None if encoders is None else ImageRows(encoders, self._begin)
         self._sleep: ReplicaSleep | None = None
         if sleep is not None:
             self._sleep = ReplicaSleep(
@@ -167,6 +171,8 @@ class ReplicaServer:
             await self._sleep.before_start()
         ready = await self._engine.start(config)
         self.stats = ready.stats or self.stats
+        if self._rows is not None:
+            self._rows.size = self.stats.image_cache_size
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         self._check_engine()
@@ -184,6 +190,8 @@ class ReplicaServer:
             connection.close("the replica has stopped")
         self._unauthenticated.close()
         self._adapters.close()
+        if self._rows is not None:
+            self._rows.close()
         if self._sleep is not None:
             self._sleep.stop()
         await self._engine.close()
@@ -269,6 +277,8 @@ class ReplicaServer:
         if self._draining:
             stats.draining = True
         stats.routers = len(self._routers)
+        if self._rows is not None:
+            stats.images_not_received = self._rows.failures
         self.stats = stats
         # No frame follows this one, so a router that missed it would see load until the next
         # heartbeat.
@@ -371,6 +381,8 @@ class ReplicaServer:
             connection.send(Recalled(message.ticket, records))
             return
         if isinstance(message, UpdateWeights | TransferWeights | Control):
+            if self._rows is not None and not isinstance(message, Control):
+                self._rows.stop()
             task = self._loop.create_task(self._carry_out(connection, message))
             self._orders.add(task)
             task.add_done_callback(self._orders.discard)
@@ -448,6 +460,8 @@ class ReplicaServer:
             self._sleep.take_back()
 
     def _begin(self, submitted: SubmittedRequest) -> None:
+        if self._rows is not None and self._rows.submit(submitted):
+            return
         if submitted.message.adapter is not None:
             self._adapters.submit(submitted)
         else:
@@ -461,6 +475,8 @@ class ReplicaServer:
         for id in ids:
             self._memory.end(id, self._loop.time())
         self._suspects.take_back(connection, ids)
+        if self._rows is not None:
+            self._rows.take_back(connection.live, ids)
         return self._adapters.take_back(connection, ids)
 
     def _start(self, request: EngineRequest) -> None:

@@ -20,7 +20,9 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.scaling.decide import (
@@ -37,6 +39,7 @@ from deployments.scaling.decide import (
 logger = logging.getLogger("ray.serve")
 
 ENGINE_PREFIX = "engine-"  # prefix of the names of the pools' deployments
+ENCODER_PREFIX = "encoder-"
 ROUTER = "router"
 _SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
@@ -44,6 +47,7 @@ _EVERY = 1.0  # seconds between two decisions
 # tokens/s of prompts and outputs, until measured
 _RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
+_IMAGES_AT_ONCE = 2.0  # images at an encoder, of which it encodes one, before another starts
 _REPORT_SECONDS = 1.0  # seconds between two reports of a replica
 _LOOK_BACK_SECONDS = 2.0  # seconds over which Serve averages reports
 
@@ -63,7 +67,7 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
                 "price": pool.price or _PRICES[name],
             }
             for name, pool in pools.items()
-            if scales(pool)
+            if scales(pool) and pool.role == "engine"
         },
         "objective": config.scaling.model_dump(),
     }
@@ -89,6 +93,15 @@ def limits(pool: PoolConfig) -> dict[str, Any]:
     """Return Serve's autoscaling_config of a pool, without a policy."""
     assert pool.max_replicas is not None
     return counts(pool.min_replicas, pool.max_replicas)
+
+
+def encoder_limits(pool: PoolConfig, calm_seconds: float) -> dict[str, Any]:
+    """Return Serve's autoscaling_config of an encoder pool, which follows the calls in progress.
+
+    calm_seconds: see ScalingConfig.
+    """
+    delays = {"upscale_delay_s": _EVERY, "downscale_delay_s": calm_seconds}
+    return {**limits(pool), **delays, "target_ongoing_requests": _IMAGES_AT_ONCE}
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
@@ -153,11 +166,16 @@ class PoolsPolicy:
             if ENGINE_PREFIX + name in by_name
         }
         decisions = {id: context.target_num_replicas for id, context in contexts.items()}
+        states: dict[Any, dict[str, Any]] = {}
+        for name, (id, context) in by_name.items():
+            if name.startswith(ENCODER_PREFIX):
+                # Serve delays what this wants, by the deployment's own settings.
+                wanted, states[id] = replica_queue_length_autoscaling_policy(cast(Any, context))
+                decisions[id] = math.ceil(wanted)
         if not engines:
-            return decisions, {}
+            return decisions, states
         router = by_name[ROUTER][1] if ROUTER in by_name else None
         plan = self.plan(engines, router)
-        states: dict[Any, dict[str, Any]] = {}
         for name, target in plan.targets.items():
             id = by_name[ENGINE_PREFIX + name][0]
             decisions[id] = target

@@ -18,6 +18,7 @@ from deployments.adapters.registry import AdapterSettings
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model, with_drafter
 from deployments.cluster_store import store
 from deployments.config.load import MantaConfig, PoolConfig
+from deployments.encoder.deployment import EncoderReplica
 from deployments.environment import gpus_here
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
 from deployments.replica.sleep import SleepSettings
@@ -33,6 +34,7 @@ _HEALTH_PERIOD = (
     2.0  # seconds; channels report a dead engine at once, but only this check replaces it
 )
 _HEALTH_TIMEOUT = 10.0
+_IMAGES_AT_ENCODER = 16  # most images at an encoder, and most that wait in a replica for one
 DRAIN_POLL = 0.2  # seconds between Serve's polls of an ending replica; its default of 2 only delays
 SURGE = 20  # percent, at least one: as many replicas as Serve's update stops at a time
 # Seconds after the drain until Serve kills a replica: time for the engine to stop.
@@ -68,9 +70,18 @@ def logs(config: MantaConfig) -> dict[str, Any]:
 def engine_deployments(
     config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
 ) -> list[Application]:
-    """Return one deployment for each pool of a model."""
+    """Return one deployment for each pool of engines of a model.
+
+    An encoder pool's deployment is an argument of theirs.
+    """
     engines = []
-    for name, pool in pools(config, machine).items():
+    prepare = prepare or prepare_engine
+    resolved = pools(config, machine)
+    encoders = {name: pool for name, pool in resolved.items() if pool.role == "encoder"}
+    asked = [_encoders(config, name, pool, prepare) for name, pool in encoders.items()]
+    for name, pool in resolved.items():
+        if pool.role == "encoder":
+            continue
         settings = ReplicaSettings(
             engine=config.engine_options(pool),
             stall_seconds=config.limits.stall_seconds,
@@ -78,6 +89,9 @@ def engine_deployments(
             loopback=config.http.loopback,
             channel=channel_limits(config),
             sleep=_sleep_settings(config, pool),
+            encode_seconds=max(
+                (encoder.encode_seconds for encoder in encoders.values()), default=0.0
+            ),
         )
         engine = deployment(EngineReplica).options(
             name=deployment_name(name),
@@ -92,8 +106,32 @@ def engine_deployments(
             request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
             **logs(config),
         )
-        engines.append(engine.bind(settings, prepare or prepare_engine))
+        engines.append(engine.bind(settings, prepare, *asked))
     return engines
+
+
+def _encoders(config: MantaConfig, name: str, pool: PoolConfig, prepare: Prepare) -> Application:
+    """Return the deployment of an encoder pool."""
+    scaling = (
+        {"autoscaling_config": autoscaling.encoder_limits(pool, config.scaling.calm_seconds)}
+        if autoscaling.scales(pool)
+        else {"num_replicas": pool.replicas}
+    )
+    encoders = deployment(EncoderReplica).options(
+        name=f"{autoscaling.ENCODER_PREFIX}{name}",
+        **scaling,
+        **_update_options(pool),
+        **_placement_options(pool, 1),
+        max_ongoing_requests=_IMAGES_AT_ENCODER,
+        max_queued_requests=_IMAGES_AT_ENCODER,
+        health_check_period_s=_HEALTH_PERIOD,
+        health_check_timeout_s=_HEALTH_TIMEOUT,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL,
+        graceful_shutdown_timeout_s=pool.encode_seconds,
+        **logs(config),
+    )
+    settings = ReplicaSettings(engine=config.encoder_options(pool))
+    return encoders.bind(partial(prepare, settings), config.limits.stall_seconds)
 
 
 def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | None:
@@ -170,13 +208,13 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
         ),
         start_seconds=_wake_seconds(config),
         app=app,
-        pools=tuple(map(deployment_name, config.pools)),
+        pools=tuple(map(deployment_name, config.engine_pools)),
     )
 
 
 def _wake_seconds(config: MantaConfig) -> float | None:
     """Return the assumed seconds of a replica's start if all pools may be empty; else None."""
-    pools = config.pools.values()
+    pools = config.engine_pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
         return None
     return max(pool.start_seconds for pool in pools)
@@ -245,20 +283,27 @@ def deployment_name(pool: str) -> str:
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """Return the pools with all open values resolved.
+    """Return the pools, encoders included, with all open values resolved.
 
     A CPU replica's step uses one thread per core, as more would make replicas wait for each other.
+    An encoder has one core unless the configuration says otherwise.
     A replica of several ranks is one actor with as many GPUs, or one actor on each of its nodes.
 
     Raises ConfigError if a replica's share of the machine has fewer cores than ranks.
     """
     resolved: dict[str, PoolConfig] = {}
+    for name, pool in config.encoders.items():
+        own = _encoder_cores(pool)
+        engine = {"num_threads": max(1, int(own)), **pool.engine}
+        resolved[name] = pool.model_copy(
+            update={"num_cpus": own, "num_gpus": pool.num_gpus or 0.0, "engine": engine}
+        )
     for name, pool in config.pools_on(machine.gpus).items():
         engine = dict(pool.engine)
         cores = pool.num_cpus
         if name == "cpu":
             if cores is None:
-                cores = float(max(1, machine.cores // max(1, pool.replicas)))
+                cores = float(max(1, (machine.cores - _encoding(config)) // max(1, pool.replicas)))
                 _check_share(config, pool, machine, cores)
             if not {**config.engine, **engine}.get("num_threads"):
                 engine["num_threads"] = max(1, int(cores) // config.node_ranks(pool))
@@ -288,10 +333,18 @@ def check_gpus(
 
     Raises ConfigError.
     """
+    for name, encoders in config.encoders.items():
+        if machine.gpus < (encoders.num_gpus or 0) and machine.grows is False:
+            raise ConfigError(
+                f"pools.{name}.num_gpus is {encoders.num_gpus:g}, the largest node has "
+                f"{machine.gpus:g}, and nothing starts other nodes; leave it out, so that encoders "
+                "run on the CPU",
+                param=f"pools.{name}.num_gpus",
+            )
     pool = resolved.get("gpu")
     if pool is None or machine.gpus >= (pool.num_gpus or 0):
         return
-    if len(resolved) > 1 and autoscaling.scales(pool) and not pool.min_replicas:
+    if "cpu" in resolved and autoscaling.scales(pool) and not pool.min_replicas:
         return
     assert pool.num_gpus is not None
     needs = f"a replica needs {pool.num_gpus:g} GPU{'s' * (pool.num_gpus != 1)} of one node"
@@ -372,12 +425,24 @@ def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
-    """Return the cores of the replicas with a known number of cores."""
-    return sum(
+    """Return the cores of the replicas with a known number of cores.
+
+    Encoders beside an open CPU pool take theirs from its share.
+    """
+    return (0.0 if _open_replicas(config, machine) else _encoding(config)) + sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
         for kind, pool in config.pools_on(machine.gpus).items()
         if kind != "cpu" or pool.num_cpus is not None
     )
+
+
+def _encoder_cores(pool: PoolConfig) -> float:
+    return 1.0 if pool.num_cpus is None else pool.num_cpus
+
+
+def _encoding(config: MantaConfig) -> float:
+    """Return the cores of all encoders."""
+    return sum(pool.replicas * _encoder_cores(pool) for pool in config.encoders.values())
 
 
 def _update_options(pool: PoolConfig) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def rayservice(
         )
     config = _labelled(config)
     groups = {
-        _group_name(config, model, kind): (kind, pool, part.divisions(pool)[-1])
+        _group_name(config, model, kind): (_kind(kind, pool), pool, part.divisions(pool)[-1])
         for model, part in config.by_model().items()
         for kind, pool in pools(part, NodeCapacity.here()).items()
     }
@@ -210,6 +210,13 @@ def _environment(config: MantaConfig) -> dict[str, str]:
         elif not value.startswith(folder) and not name.endswith("_PORT"):
             variables[name] = value
     return {**variables, _EDGE_PATH: _EDGE}
+
+
+def _kind(name: str, pool: PoolConfig) -> str:
+    """Return "gpu" or "cpu", by which a pool's pods have their memory."""
+    if pool.role == "engine":
+        return name
+    return "gpu" if pool.num_gpus else "cpu"
 
 
 def _resources(pool: PoolConfig) -> dict[str, str]:

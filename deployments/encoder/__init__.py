@@ -1,0 +1,1 @@
+"""Encoder pools: actors that make embeddings of images, and the replicas that ask for them."""

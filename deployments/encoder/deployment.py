@@ -1,0 +1,99 @@
+"""EncoderReplica: the Serve deployment of an encoder pool, and how replicas ask it.
+
+Serve places, checks, replaces and scales the actors, and shares the calls out among them.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from numpy.typing import NDArray
+from ray.serve.handle import DeploymentHandle
+
+from deployments.checkpoints.resolve import ModelIdentity
+from deployments.encoder.rows import AskEncoder
+from deployments.observe.logs import log_through_serve
+from engine.config.engine_config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.images.image import Image
+
+logger = logging.getLogger("manta.encoder")
+
+
+class EncoderReplica:
+    """An actor that has a model's tower alone, and encodes one image after the other."""
+
+    async def __init__(self, prepare: Callable[[], EngineConfig], stall_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the tower.
+
+        prepare: returns the tower's EngineConfig for this machine; it finds or downloads the model.
+        stall_seconds: longest time of one image.
+        """
+        from engine.encoder import ImageEncoder  # imports torch, which replicas and routers do not
+
+        config = await asyncio.to_thread(prepare)
+        log_through_serve(config.log_level)
+        identity = await asyncio.to_thread(ModelIdentity.of, config.model)
+        self._weights = identity.weights
+        self._stall_seconds = stall_seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._began = 0.0  # when the present image was begun; 0: there is none
+        self._failed = ""
+        self._images = 0
+        self._encoder = await self._run(ImageEncoder, config)
+        logger.info("encoder ready: %s", config.model)
+
+    async def encode(self, weights: str, image: Image) -> tuple[NDArray[Any], str]:
+        """Return the embeddings of an image, and their type: `Image.rows` and `rows_dtype`.
+
+        weights: those that the caller has; "" is unknown. Raises ValueError if they are others.
+        """
+        if weights and self._weights and weights != self._weights:
+            raise ValueError("this encoder has other weights than the replica")
+        return await self._run(self._encode, image), self._encoder.dtype
+
+    async def stats(self) -> dict[str, int]:
+        """Return the actor's process and the images that it has encoded, for operators."""
+        return {"pid": os.getpid(), "images": self._images}
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _encode(self, image: Image) -> NDArray[Any]:
+        self._began = time.monotonic()
+        try:
+            rows: NDArray[Any] = self._encoder.encode(image)
+            self._images += 1
+            return rows
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._began = 0.0
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if an image failed or does not end; Serve then replaces the actor."""
+        seconds = time.monotonic() - self._began
+        if self._began and seconds > self._stall_seconds:
+            self._failed = f"an image has not ended in {seconds:.0f} s"
+        if self._failed:
+            raise RuntimeError(self._failed)
+
+
+def asks(encoders: DeploymentHandle[Any], weights: str) -> AskEncoder:
+    """Return the function by which a replica asks its encoder pool.
+
+    weights: see `EncoderReplica.encode`.
+    """
+
+    async def ask(image: Image) -> tuple[NDArray[Any], str]:
+        answer: tuple[NDArray[Any], str] = await encoders.encode.remote(weights, image)
+        return answer
+
+    return ask

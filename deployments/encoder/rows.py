@@ -1,0 +1,161 @@
+"""ImageRows: gets embeddings of requests' images from an encoder pool before an engine has them.
+
+A request waits here for images that its engine does not hold, as far as this process knows. What an
+encoder does not give in time, the engine computes from the pixels, which stay with the request. So
+an encoder that is dead, slow or full costs time and nothing else. This module does not need Ray.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from engine.images.image import Image
+from engine.messages import EngineRequest
+
+logger = logging.getLogger("manta.replica")
+
+_PAUSE_SECONDS = 5.0  # in which nothing is asked, after an encoder did not answer in time
+
+# Asks an encoder; returns the embeddings' bytes and type, as `Image` has them. Raises any error.
+AskEncoder = Callable[[Image], Awaitable[tuple[NDArray[Any], str]]]
+_Key = tuple[str, bytes]  # (cache_salt, digest) of an image: tenants share no embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPool:
+    """The encoder pool of a replica. wait_seconds: longest wait for an image's embeddings."""
+
+    ask: AskEncoder
+    wait_seconds: float
+
+
+class WaitingRequest(Protocol):
+    """The parts of `deployments.replica.adapters.SubmittedRequest` that this module uses.
+
+    encoded: whether the request has been here.
+    """
+
+    encoded: bool
+
+    @property
+    def request(self) -> EngineRequest: ...
+    @property
+    def wanted(self) -> bool: ...
+
+
+class ImageRows:
+    """The requests of a replica that wait for embeddings of their images.
+
+    size: the most embeddings that the engine holds.
+    failures: images, since the start, whose embeddings should have come and did not.
+    """
+
+    def __init__(self, pool: EncoderPool, begin: Callable[[Any], None]) -> None:
+        """begin: goes on with a request, once its embeddings are there or given up."""
+        self.size = self.failures = 0
+        self._pool = pool
+        self._begin = begin
+        # What the engine holds, least recently used first, with the number of embeddings. A wrong
+        # guess costs an encode, or a transfer.
+        self._held: OrderedDict[_Key, int] = OrderedDict()
+        self._held_size = 0
+        self._asking: dict[_Key, asyncio.Task[None]] = {}
+        self._arrived: dict[_Key, Image] = {}  # for the first request that goes on
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # request's id -> its task
+        self._silent_until = 0.0
+        self._logged = -_PAUSE_SECONDS
+        self._stopped = False
+
+    def submit(self, submitted: WaitingRequest) -> bool:
+        """Ask for a request's images. Returns whether it waits, so that `begin` follows."""
+        if submitted.encoded or self._stopped or not submitted.request.images:
+            return False
+        submitted.encoded = True
+        request = submitted.request
+        asked = [
+            task
+            for image in request.images
+            if (task := self._ask((request.cache_salt, image.digest), image)) is not None
+        ]
+        if asked:
+            self._waiting[request.id] = asyncio.ensure_future(self._go_on(submitted, asked))
+        return bool(asked)
+
+    def _ask(self, key: _Key, image: Image) -> asyncio.Task[None] | None:
+        """Return the task that gets an image's embeddings; None if the engine holds them, or
+        computes them."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return None
+        if key not in self._asking:
+            if asyncio.get_running_loop().time() < self._silent_until:
+                self.failures += 1
+                return None
+            self._asking[key] = asyncio.ensure_future(self._get(key, image))
+        return self._asking[key]
+
+    async def _get(self, key: _Key, image: Image) -> None:
+        """Wait for an image's embeddings, and keep them for a request that goes on."""
+        pool = self._pool
+        try:
+            async with asyncio.timeout(pool.wait_seconds):
+                rows, dtype = await pool.ask(replace(image, start=0, rows=b""))
+            self._arrived[key] = replace(image, rows=rows.tobytes(), rows_dtype=dtype)
+        except Exception as error:
+            self.failures += 1
+            now = asyncio.get_running_loop().time()
+            if isinstance(error, TimeoutError):
+                self._silent_until = now + _PAUSE_SECONDS
+            if now >= self._logged + _PAUSE_SECONDS:
+                self._logged = now
+                said = f"{type(error).__name__}: {error}"[:300]
+                logger.warning("no encoder encodes an image, so the engine does: %s", said)
+        finally:
+            del self._asking[key]
+
+    async def _go_on(self, submitted: WaitingRequest, asked: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for a request's embeddings, and begin it unless it was aborted."""
+        request = submitted.request
+        await asyncio.wait(asked)
+        arrived = [
+            self._arrived.pop((request.cache_salt, image.digest), image) for image in request.images
+        ]
+        self._waiting.pop(request.id, None)
+        if not submitted.wanted:
+            return
+        if not self._stopped:
+            request.images = [
+                replace(image, rows=encoded.rows, rows_dtype=encoded.rows_dtype)
+                for image, encoded in zip(request.images, arrived, strict=True)
+            ]
+            for image in request.images:
+                self._hold((request.cache_salt, image.digest), image.size)
+        self._begin(submitted)
+
+    def _hold(self, key: _Key, size: int) -> None:
+        """Note that the engine holds an image's embeddings, as soon as it gets the request."""
+        if key not in self._held:
+            self._held[key] = size
+            self._held_size += size
+        while self._held_size > self.size:
+            _, size = self._held.popitem(last=False)
+            self._held_size -= size
+
+    def take_back(self, live: set[int], ids: Iterable[int]) -> None:
+        """Forget aborted requests that wait here. live: ids of unfinished requests; changed."""
+        live -= self._waiting.keys() & set(ids)
+
+    def stop(self) -> None:
+        """Ask for nothing any more: the engine gets weights that encoders do not have."""
+        self._stopped = True
+
+    def close(self) -> None:
+        self.stop()
+        for task in (*self._asking.values(), *self._waiting.values()):
+            task.cancel()
