@@ -63,13 +63,14 @@ def _record_of(name: str) -> Architecture | None:
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
     """Return the text model's config: text_config with the outer keys that also hold for it."""
     known = class_defaults(wrapper.name)
-    inner = config.inner("text_config").values
-    if config.get("text_config") is None:
+    key = wrapper.text_key
+    inner = config.inner(key).values
+    if config.get(key) is None:
         if wrapper.flat:
             flat = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
             return Reader({**flat, "model_type": known.text or wrapper.flat}, config.path)
         if not known.text:
-            raise config.error("text_config", "is missing")
+            raise config.error(key, "is missing")
         inner = dict(known.values)
     values = {key: config.values[key] for key in _OF_BOTH if config.get(key) is not None}
     tied = values.pop(_TIED, None)
@@ -80,7 +81,7 @@ def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
         values.setdefault(_TIED, False)
     if known.only_text or values.get("model_type") is None:
         values["model_type"] = known.text
-    return Reader(values, f"{config.path}: text_config")
+    return Reader(values, f"{config.path}: {key}")
 
 
 # Outer keys that mean something else, or nothing, to the text model.

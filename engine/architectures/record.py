@@ -220,6 +220,8 @@ class Wrapper:
         `engine.images.processor.FAMILIES` and `engine.models.vision.registry.TOWERS`; "" = its
         pictures are not supported.
     tower: model_type of the one vision_config that `images` is for; "" = of every one.
+    text_key: the key of config.json that has the text model's config.
+    place: what stands for a picture in a chat template that knows of none; "" = nothing does.
     """
 
     name: str
@@ -229,6 +231,8 @@ class Wrapper:
     flat: str = ""
     images: str = ""
     tower: str = ""
+    text_key: str = "text_config"
+    place: str = ""
 
     def family(self, config: Reader) -> str:
         """Return `images` for a config.json whose pictures are supported, else ""."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
+from engine.images.internvl_chat import CONTEXT
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.settings import ProcessorSettings
 from engine.images.tiles import cut, stacked, tile_layout
@@ -27,7 +28,7 @@ class InternImages:
     def __init__(self, settings: ProcessorSettings) -> None:
         values, config = settings.values, settings.config
         self.image_token_id = settings.token("image_token_id")
-        self.placeholder = settings.text(self.image_token_id, "<IMG_CONTEXT>")
+        self.placeholder = settings.text(self.image_token_id, CONTEXT)
         vision = config.inner("vision_config")
         self.tile = values.inner("size").size("height", vision.square("image_size", 448))
         unit = vision.square("patch_size", 14) * int(1 / config.number("downsample_ratio", 0.5))

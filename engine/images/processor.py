@@ -67,6 +67,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "gemma3": Gemma3Images,
     "idefics3": Idefics3Images,
     "internvl": InternImages,
+    "internvl_chat": InternImages,
     "llama4": Llama4Images,
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,

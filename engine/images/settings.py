@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.config_reader import Reader
 from engine.errors import ConfigError
+from engine.images.internvl_chat import chat_settings, is_chat
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -54,6 +55,9 @@ class ProcessorSettings:
     @staticmethod
     def values_of(folder: Path) -> Reader | None:
         """Return a reader of a folder's image processor settings; None without such a file."""
+        config = folder / "config.json"
+        if config.is_file() and is_chat(reader := Reader.from_file(config)):
+            return chat_settings(reader, special_tokens(folder))
         newer = folder / PROCESSOR
         if newer.is_file():
             inner = Reader.from_file(newer).inner("image_processor")
@@ -70,9 +74,12 @@ class ProcessorSettings:
         return int(number)
 
     def token(self, *keys: str) -> int:
-        """Return the token id under the first of the given keys that config.json has."""
+        """Return the token id under the first of the given keys that config.json has.
+
+        If it has none, `values` may have the first.
+        """
         key = next((key for key in keys if self.config.get(key) is not None), keys[0])
-        value = self.config.get(key)
+        value = self.config.get(key, self.values.get(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.config.error(key, f"must be a token id, got {value!r}")
         return value
@@ -93,21 +100,28 @@ class ProcessorSettings:
 
         default: the family's text, where the folder has no tokenizer.json that names the token.
         """
-        return self._special_tokens().get(token_id, default)
+        return special_tokens(self.folder).get(token_id, default)
 
     def ids(self, *tokens: tuple[str, int]) -> list[int]:
         """Return the ids of special tokens.
 
         tokens: text and the family's id, where the folder has no tokenizer.json with the text.
         """
-        ids = {text: token_id for token_id, text in self._special_tokens().items()}
+        ids = {text: token_id for token_id, text in special_tokens(self.folder).items()}
         return [ids.get(text, default) for text, default in tokens]
 
-    def _special_tokens(self) -> dict[int, str]:
-        """Return the texts of tokenizer.json's special tokens; empty where there are none."""
-        try:
-            file = self.folder / "tokenizer.json"
-            tokenizer: Any = json.loads(file.read_text(encoding="utf-8"))
-            return {token["id"]: str(token["content"]) for token in tokenizer["added_tokens"]}
-        except (OSError, ValueError, TypeError, KeyError):
-            return {}
+
+def special_tokens(folder: Path) -> dict[int, str]:
+    """Return the texts of a tokenizer's special tokens; empty where there are none.
+
+    They stand in tokenizer.json, or in added_tokens.json of a folder without one.
+    """
+    try:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            added: Any = json.loads((folder / "added_tokens.json").read_text(encoding="utf-8"))
+            return {int(token_id): str(text) for text, token_id in added.items()}
+        tokenizer: Any = json.loads(file.read_text(encoding="utf-8"))
+        return {token["id"]: str(token["content"]) for token in tokenizer["added_tokens"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}

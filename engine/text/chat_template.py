@@ -24,8 +24,16 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.architectures import WRAPPERS
+from engine.config_reader import Reader
 from engine.errors import ConfigError, InvalidRequest
-from engine.text.template_contents import Form, Opening, find_forms, shaped
+from engine.text.template_contents import (
+    Form,
+    Opening,
+    find_forms,
+    shaped,
+    with_image_places,
+)
 
 # CPU time of this thread, so that no request is refused on a busy machine; a thousand messages take
 # some 10 ms.
@@ -182,6 +190,9 @@ class ChatTemplate:
             sources["default"] = next(iter(sources.values()))
         if not sources:
             return None
+        place = _place_of_images(folder)
+        if place:
+            sources = {name: with_image_places(source, place) for name, source in sources.items()}
         template = cls(sources, special_tokens)
         if template.silent:
             logger.warning(
@@ -310,6 +321,14 @@ class ChatTemplate:
             knows = any("tool_calls" in source for source in self.sources.values())
             reason += "" if knows else "; this model's template knows no tool calls"
         return InvalidRequest(f"the chat template cannot render {named}{reason}", param=where)
+
+
+def _place_of_images(folder: Path) -> str:
+    """Return `Wrapper.place` of a model folder; "" without one."""
+    config = folder / "config.json"
+    names = Reader.from_file(config).get("architectures") if config.is_file() else None
+    wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
+    return "" if wrapper is None else wrapper.place
 
 
 def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:

@@ -8,7 +8,7 @@ from engine.architectures import WRAPPERS
 from engine.config.towers.gemma3 import read_gemma3
 from engine.config.towers.gemma4 import read_gemma4
 from engine.config.towers.idefics3 import read_idefics3
-from engine.config.towers.internvl import read_internvl
+from engine.config.towers.internvl import read_internvl, read_internvl_chat
 from engine.config.towers.llama4 import read_llama4
 from engine.config.towers.pixtral import read_pixtral
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, _Read] = {
     "gemma3": read_gemma3,
     "idefics3": read_idefics3,
     "internvl": read_internvl,
+    "internvl_chat": read_internvl_chat,
     "llama4": read_llama4,
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,

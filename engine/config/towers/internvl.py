@@ -1,12 +1,16 @@
 """The tower of InternVL: InternViT."""
 
-import logging
 from dataclasses import dataclass
 
-from engine.config.vision import CLIP_DEVIATION, CLIP_MEAN, TileVision, normalisation
+from engine.architectures.record import Renames
+from engine.config.vision import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
+    TileVision,
+    normalisation,
+    text_alone,
+)
 from engine.config_reader import Reader
-
-logger = logging.getLogger("manta.engine")
 
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
 _PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -41,34 +45,80 @@ def read_internvl(config: Reader, settings: Reader) -> InternVision | None:
     layer = config.get("vision_feature_layer", -1)
     strategy = config.get("vision_feature_select_strategy", "default")
     if layer != -1 or strategy != "default":
-        logger.warning(
-            "%s: vision_feature_layer is %r and vision_feature_select_strategy %r, and only -1 and "
-            "'default' are supported: the model takes text alone",
-            config.path,
-            layer,
-            strategy,
+        text_alone(
+            config,
+            f"vision_feature_layer is {layer!r} and vision_feature_select_strategy {strategy!r}, "
+            "and only -1 and 'default' are supported",
         )
         return None
+    names = tuple((before + part, part) for part in _PARTS for before in ("model.", ""))
+    text = config.inner("text_config")
+    return _tower(
+        "internvl", config, settings, text, names, qkv_bias="attention_bias", qk_norm="use_qk_norm"
+    )
+
+
+def read_internvl_chat(config: Reader, settings: Reader) -> InternVision | None:
+    """Read the tower of the publisher's format; None if its pictures are put together otherwise.
+
+    Raises ConfigError naming file and key.
+    """
+    wanted_values = {"select_layer": -1, "ps_version": "v2", "pad2square": False}
+    if settings.size("max_patches", 1) > 1:
+        wanted_values["use_thumbnail"] = True
+    defaults = {"select_layer": -1, "ps_version": "v1"}  # of the publisher's class
+    for key, wanted in wanted_values.items():
+        value = config.get(key, defaults.get(key, False))
+        if value != wanted:
+            text_alone(config, f"{key} is {value!r}, and only {wanted!r} is supported")
+            return None
+    if settings.get("image_token_id") == -1:
+        text_alone(config, "the tokenizer has no special token <IMG_CONTEXT>")
+        return None
+    names = tuple((part, part) for part in ("vision_model.", "mlp1."))
+    text = config.inner("llm_config")
+    return _tower(
+        "internvl_chat",
+        config,
+        settings,
+        text,
+        names,
+        qkv_bias="qkv_bias",
+        qk_norm="qk_normalization",
+    )
+
+
+def _tower(
+    family: str,
+    config: Reader,
+    settings: Reader,
+    text: Reader,
+    names: Renames,
+    *,
+    qkv_bias: str,
+    qk_norm: str,
+) -> InternVision:
+    """Return the tower of either format. qkv_bias, qk_norm: keys of vision_config."""
     vision = config.inner("vision_config")
     patch, side = vision.square("patch_size", 14), vision.square("image_size", 448)
     return InternVision(
-        family="internvl",
-        image_token_id=config.count("image_token_id", 151667),
-        names=tuple((before + part, part) for part in _PARTS for before in ("model.", "")),
+        family=family,
+        image_token_id=config.count("image_token_id", settings.count("image_token_id", 151667)),
+        names=names,
         hidden_size=vision.size("hidden_size", 1024),
         intermediate_size=vision.size("intermediate_size", 4096),
         num_layers=vision.size("num_hidden_layers", 24),
         num_heads=vision.size("num_attention_heads", 16),
         patch_size=patch,
         merge=int(1 / config.number("downsample_ratio", 0.5)),
-        out_size=config.inner("text_config").size("hidden_size"),
+        out_size=text.size("hidden_size"),
         activation=vision.one_of("hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
         norm_eps=vision.number("layer_norm_eps", 1e-6),
         tile=settings.inner("size").size("height", side),
         positions=side // patch if vision.flag("use_absolute_position_embeddings", True) else 0,
         norm=vision.one_of("norm_type", ("layer_norm", "rms_norm"), "layer_norm"),
-        qkv_bias=vision.flag("attention_bias"),
-        qk_norm=vision.flag("use_qk_norm"),
+        qkv_bias=vision.flag(qkv_bias),
+        qk_norm=vision.flag(qk_norm),
         last_norm=not vision.flag("use_mean_pooling", True),
         projector_activation=config.one_of("projector_hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
         **normalisation(settings, CLIP_MEAN, CLIP_DEVIATION),

@@ -1,5 +1,7 @@
 """The tower of InternVL: InternViT over tiles, and a projector of each 2 x 2 patches."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -15,27 +17,80 @@ _EPS = 1e-6  # epsilon of the norms of queries and keys
 _PROJECTOR_EPS = 1e-5
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of the tower's tensors in one format, without those of whole layers before them.
+
+    qkv: the projections to queries, keys and values, or one of all three.
+    projector: the norm and the two layers from the tower's width to the text model's.
+    """
+
+    patch: str
+    class_token: str
+    positions: str
+    layers: str
+    norms: tuple[str, str]
+    qkv: tuple[str, ...]
+    qk_norm: str
+    out: str
+    scales: tuple[str, str]
+    projector: tuple[str, str, str]
+
+
+_NAMES = {
+    "internvl": _Names(
+        patch="vision_tower.embeddings.patch_embeddings.projection",
+        class_token="vision_tower.embeddings.cls_token",
+        positions="vision_tower.embeddings.position_embeddings",
+        layers="vision_tower.encoder.layer",
+        norms=("layernorm_before", "layernorm_after"),
+        qkv=tuple(f"attention.{part}_proj" for part in "qkv"),
+        qk_norm="attention",
+        out="attention.projection_layer",
+        scales=("lambda_1", "lambda_2"),
+        projector=(
+            "multi_modal_projector.layer_norm",
+            "multi_modal_projector.linear_1",
+            "multi_modal_projector.linear_2",
+        ),
+    ),
+    "internvl_chat": _Names(
+        patch="vision_model.embeddings.patch_embedding",
+        class_token="vision_model.embeddings.class_embedding",
+        positions="vision_model.embeddings.position_embedding",
+        layers="vision_model.encoder.layers",
+        norms=("norm1", "norm2"),
+        qkv=("attn.qkv",),
+        qk_norm="attn",
+        out="attn.proj",
+        scales=("ls1", "ls2"),
+        projector=("mlp1.0", "mlp1.1", "mlp1.3"),
+    ),
+}
+
+
 class _Block(Block):
     """A layer whose attention and MLP are scaled, element by element, before they are added."""
 
     def __init__(self, tower: "InternTower", name: str) -> None:
-        config = tower.vision
+        config, names = tower.vision, tower.names
         width = config.hidden_size
-        projections = [f"{name}.attention.{part}_proj" for part in "qkv"]
-        self.plain = PlainMLP(tower, f"{name}.mlp.fc1", f"{name}.mlp.fc2")
-        super().__init__(
-            tower,
-            (tower.norm(f"{name}.layernorm_before"), tower.norm(f"{name}.layernorm_after")),
-            tower.linear(projections, width, width, bias=config.qkv_bias),
-            tower.closing(f"{name}.attention.projection_layer", width, width),
-            self.plain,
+        before, after = (tower.norm(f"{name}.{norm}") for norm in names.norms)
+        qkv = tower.linear(
+            [f"{name}.{part}" for part in names.qkv],
+            3 * width // len(names.qkv),
+            width,
+            bias=config.qkv_bias,
         )
+        out = tower.closing(f"{name}.{names.out}", width, width)
+        self.plain = PlainMLP(tower, f"{name}.mlp.fc1", f"{name}.mlp.fc2")
+        super().__init__(tower, (before, after), qkv, out, self.plain)
         self.scales = [
-            tower.vector(f"{name}.lambda_{part}", width, tower.activation_dtype, 0.0).tensor
-            for part in (1, 2)
+            tower.vector(f"{name}.{scale}", width, tower.activation_dtype, 0.0).tensor
+            for scale in names.scales
         ]
         self.qk_norms = [
-            tower.rms_norm(f"{name}.attention.{part}_norm", width, _EPS)
+            tower.rms_norm(f"{name}.{names.qk_norm}.{part}_norm", width, _EPS)
             for part in "qk"
             if config.qk_norm
         ]
@@ -53,25 +108,22 @@ class _Block(Block):
 
 class InternTower(TileTower):
     def __init__(self, build: Builder, config: InternVision) -> None:
-        name = "vision_tower.embeddings"
-        super().__init__(build, config, f"{name}.patch_embeddings.projection", bias=True)
+        self.names = names = _NAMES[config.family]
+        super().__init__(build, config, names.patch, bias=True)
         self.vision = config
         width, joined = config.hidden_size, config.hidden_size * config.merge**2
-        self.class_token = self.matrix(f"{name}.cls_token", 1, width)
+        self.class_token = self.matrix(names.class_token, 1, width)
         self.table: Tensor | None = None  # the class token's position first
         if config.positions:
-            rows = 1 + config.positions**2
-            self.table = self.matrix(f"{name}.position_embeddings", rows, width)
-        self.blocks = [
-            _Block(self, f"vision_tower.encoder.layer.{i}") for i in range(config.num_layers)
-        ]
+            self.table = self.matrix(names.positions, 1 + config.positions**2, width)
+        self.blocks = [_Block(self, f"{names.layers}.{i}") for i in range(config.num_layers)]
         self.last_norm: Norm | None = None
         if config.last_norm:
             self.last_norm = self.layer_norm("vision_tower.layernorm", width)
-        name = "multi_modal_projector"
-        self.projector_norm = self.layer_norm(f"{name}.layer_norm", joined, _PROJECTOR_EPS)
-        self.up = self.linear(f"{name}.linear_1", config.out_size, joined)
-        self.down = self.linear(f"{name}.linear_2", config.out_size, config.out_size)
+        norm, up, down = names.projector
+        self.projector_norm = self.layer_norm(norm, joined, _PROJECTOR_EPS)
+        self.up = self.linear(up, config.out_size, joined)
+        self.down = self.linear(down, config.out_size, config.out_size)
 
     def norm(self, name: str) -> Norm:
         make = self.layer_norm if self.vision.norm == "layer_norm" else self.rms_norm

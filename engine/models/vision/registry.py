@@ -18,6 +18,7 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "gemma3": Gemma3Tower,
     "idefics3": Idefics3Tower,
     "internvl": InternTower,
+    "internvl_chat": InternTower,
     "llama4": Llama4Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,
