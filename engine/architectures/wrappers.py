@@ -34,9 +34,9 @@ _OTHERS = (
 
 
 def _wrapper(
-    name: str, models: str, flat: str = "", *, images: str = "", tower: str = ""
+    name: str, models: str, flat: str = "", *, images: str = "", tower: str = "", place: str = ""
 ) -> Wrapper:
-    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images, tower)
+    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images, tower, place=place)
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -47,6 +47,7 @@ WRAPPERS: dict[str, Wrapper] = {
             "Mistral3ForConditionalGeneration",
             "Mistral Small 3.1 on, Ministral 3, Devstral",
             images="pixtral",
+            place="[IMG]",
         ),
         _wrapper(
             "Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", images="gemma4"
@@ -59,6 +60,7 @@ WRAPPERS: dict[str, Wrapper] = {
             "LLaVA, Pixtral (which alone sees images)",
             images="pixtral",
             tower="pixtral",
+            place="[IMG]",
         ),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
         _wrapper("LlavaNextVideoForConditionalGeneration", "LLaVA-NeXT-Video"),

@@ -10,6 +10,7 @@ from typing import Any
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.images.internvl_chat import chat_settings, is_chat
+from engine.images.mistral import mistral_settings
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -23,7 +24,8 @@ PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 class ProcessorSettings:
     """The settings of a folder's image processor, and the tokens of its pictures.
 
-    values: preprocessor_config.json, or image_processor of processor_config.json.
+    values: preprocessor_config.json, image_processor of processor_config.json, or what a
+        publisher's own files say, in the same terms.
     config: config.json.
     folder: the model's folder.
     encode: returns the tokens of a text with special tokens in it; None = there is no tokenizer.
@@ -64,7 +66,7 @@ class ProcessorSettings:
             if inner.values:
                 return inner
         older = folder / PREPROCESSOR
-        return Reader.from_file(older) if older.is_file() else None
+        return Reader.from_file(older) if older.is_file() else mistral_settings(folder)
 
     def filter(self, default: int) -> int:
         """Return the resampling filter, as Pillow numbers it."""

@@ -324,11 +324,13 @@ class ChatTemplate:
 
 
 def _place_of_images(folder: Path) -> str:
-    """Return `Wrapper.place` of a model folder; "" without one."""
-    config = folder / "config.json"
-    names = Reader.from_file(config).get("architectures") if config.is_file() else None
+    """Return `Wrapper.place` of a model folder that sees; "" without one."""
+    if not (folder / "config.json").is_file():
+        return ""
+    config = Reader.from_file(folder / "config.json")
+    names = config.get("architectures")
     wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
-    return "" if wrapper is None else wrapper.place
+    return "" if wrapper is None or not wrapper.family(config) else wrapper.place
 
 
 def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:

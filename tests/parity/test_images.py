@@ -1,6 +1,7 @@
 """Requests with images through a whole engine: the greedy text and log-probabilities of
 transformers, from pictures to tokens."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
+from deployments.checkpoints.tokenizer_files.folder import TokenizerFolder
+from deployments.checkpoints.tokenizer_files.templates import known_template
 from engine.batch import Batch
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
@@ -21,6 +24,7 @@ from engine.images.processor import ImageProcessor, prepare
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from engine.text.chat_template import ChatTemplate
 from tests.engine.images.folders import (
     CASES,
     Case,
@@ -215,6 +219,45 @@ def test_decodes_behind_images_are_graphs(
 
     monkeypatch.setattr(runner.eager, "launch", prompts_alone)
     seeing.run(core, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "key"),
+    [
+        ("Mistral 3", "tekken.json", "image"),
+        ("Mistral 3", "params.json", "vision_encoder"),
+        ("Pixtral", "tekken.json", "multimodal"),
+    ],
+)
+def test_mistrals_own_files(name: str, file: str, key: str, tmp_path: Path) -> None:
+    """Bug: Mistral Small 3.2, whose folder has no processor's file, sees nothing."""
+    longest = CASES[name].settings["size"]
+    case = replace(CASES[name], settings={**CASES[name].settings, "size": longest})
+    for colours in ("image_mean", "image_std"):  # of CLIP
+        case.settings.pop(colours, None)
+    theirs = save_model(tmp_path, case)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert ModelConfig.from_folder(tmp_path).vision is None
+    (tmp_path / file).write_text(json.dumps({"config": {}}))
+    assert ModelConfig.from_folder(tmp_path).vision is None
+    side = longest["longest_edge"]
+    settings = {"image_patch_size": 14, "max_image_size": side, "spatial_merge_size": 2}
+    (tmp_path / file).write_text(json.dumps({"config": {"version": "v7"}, key: settings}))
+    processor = load_processor(tmp_path)
+    assert processor is not None
+    Seeing(case, tmp_path, theirs, processor).run(engine(tmp_path, max_num_batched_tokens=64))
+    if file == "tekken.json":
+        known = known_template(TokenizerFolder(tmp_path), "tekken", {"model": {"vocab": {}}})
+        assert known is not None
+        (tmp_path / "chat_template.jinja").write_text(known.source)
+        template = ChatTemplate.load(tmp_path, {"bos_token": "<s>"})
+        assert template is not None
+        parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+        rendered = template.render([{"role": "user", "content": parts}])
+        assert rendered == "<s>[INST][IMG]What is it?[/INST]"
+    (tmp_path / file).write_text(json.dumps({key: {"max_image_size": "1540"}}))
+    with pytest.raises(ConfigError, match=rf"{file}: {key}: max_image_size: must be a positive"):
+        ModelConfig.from_folder(tmp_path)
 
 
 @pytest.mark.slow

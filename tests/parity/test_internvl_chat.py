@@ -146,7 +146,7 @@ def test_what_is_served_without_pictures(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_its_template_of_texts_has_places_for_pictures(tmp_path: Path) -> None:
     """Bug: the published templates know of texts alone, and a picture is refused."""
-    config = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+    config = {"architectures": ["InternVLChatModel"], "vision_config": {"image_size": 448}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(source)
