@@ -23,11 +23,13 @@ processor = build_processor(
         "id": row["id"],
         "answer": row["choices"][0]["message"]["content"],
     },
-    # Replicas may have reserved all cores, and these tasks only send.
+    # Replicas may have reserved all cores, and these tasks only send. A dataset from files is read
+    # by tasks that need one.
     preprocess_map_kwargs={"num_cpus": 0},
     postprocess_map_kwargs={"num_cpus": 0},
 )
 processor.get_stage_by_name("ServeDeploymentStage").map_batches_kwargs["num_cpus"] = 0
-rows = processor(ray.data.range(100)).take_all()
+questions = ray.data.from_items([{"id": number} for number in range(100)])
+rows = processor(questions).take_all()
 failed = [row for row in rows if row["__inference_error__"]]
 print(f"{len(rows) - len(failed)} answers, {len(failed)} errors; the last: {rows[-1]}")

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.deployments.on_ray.serve_cluster import end_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -366,62 +363,3 @@ def test_training_examples(default_model: Path) -> None:
     update, *_, exact = examples("rl.md")
     assert "('step 1'," in run(update)
     assert run(exact).strip() == "True"
-
-
-# -- examples that need a server
-
-
-@pytest.fixture(scope="module")
-def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """`manta serve` in its own cluster: its port, and the variables it tells other jobs to set."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "deployments.cli.main", "serve", "default"]
-    process = subprocess.Popen(
-        [*command, "--port", str(port), "--address", "local"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    output = ""
-    try:
-        while (match := re.search(r"Other Ray jobs: (.*?), ", output)) is None:
-            line = process.stdout.readline()
-            assert line, output
-            output += line
-        yield port, dict(re.findall(r"(\w+)=(\S+)", match[1]))
-    finally:
-        end_server(process)
-
-
-@pytest.mark.slow
-@pytest.mark.serve
-def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
-    """HTTP by the openai client, a Ray job with Manta installed, and one without."""
-    port, environment = served
-    for name in ("chat", "tools"):
-        code = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
-        assert run(code.replace("8000", str(port)), **environment).strip()
-    *_, installed, cut, plain, _ = examples("python.md")
-    # Unseeded, an answer may be one word; the example's own answer is not what is tried.
-    longer = 'max_tokens=20, extra_body={"min_tokens": 15}'
-    assert "max_tokens=20" in cut
-    cut = cut.replace("8000", str(port)).replace("max_tokens=20", longer)
-    for code in (installed, cut, plain):
-        assert len(run(code, **environment).strip()) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.serve
-def test_ray_data_examples(served: tuple[int, dict[str, str]]) -> None:
-    """A dataset that waits for ever for cores that the replicas hold, or that a full endpoint
-    ends. Runs where `ray[data]` is installed."""
-    pytest.importorskip("pyarrow")
-    pytest.importorskip("pandas")
-    _, environment = served
-    endpoint, engines = examples("ray-data.md")
-    for code, variables in ((endpoint, environment), (engines, {})):
-        assert "'prompt': '99 and 99 are', 'text': '" in run(code, **variables)

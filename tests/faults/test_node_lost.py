@@ -1,6 +1,7 @@
 """Ray itself is lost under `manta serve`: the GCS, or an agent, which takes the raylet along."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from deployments.cli.serving.processes import descendants, leftovers, read, table
 from tests.deployments.on_ray.live import ROOT
 from tests.faults.test_terminate import ready, served
+from tests.test_docs import run
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -47,12 +49,16 @@ def below(process: "subprocess.Popen[str]", title: str) -> int:
 
 def test_a_lost_node_is_started_again_and_then_given_up(tmp_path: Path) -> None:
     """The server stayed after either, for ever: nothing healed, or nothing answered, a SIGTERM
-    hung, and no supervisor was told. Beside it, in the same start: `manta status` without the token
-    that it needs tried for 22 s and said so in 20 lines of Ray's."""
+    hung, and no supervisor was told. Beside it, in the same start: the variables that it tells
+    other jobs to set do not let one in; `manta status` without the token that it needs tried for
+    22 s and said so in 20 lines of Ray's."""
     with served(tmp_path, "haproxy", restarts=1) as (process, port):
         assert process.stdout is not None
         line = next(line for line in process.stdout if "manta status" in line)
         address = line.split()[-1]
+        line = next(line for line in process.stdout if "Other Ray jobs" in line)
+        variables = dict(re.findall(r"(\w+)=([^\s,]+)", line))
+        assert run((ROOT / "examples" / "ray_job.py").read_text("utf-8"), **variables).strip()
         code, output, seconds = manta("status", "-1", "--address", address)
         assert code == 1 and seconds < 10 and len(output.splitlines()) == 1, (seconds, output)
         assert "RAY_AUTH_MODE=token" in output and "Traceback" not in output

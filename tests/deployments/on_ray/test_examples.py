@@ -1,4 +1,5 @@
-"""examples/: the programs against a deployed application, and the configurations as read."""
+"""examples/ and docs/python.md: the programs against a deployed application, and the configurations
+as read. Those of Ray Data are in test_ray_data.py."""
 
 import os
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 from deployments.app import assemble
 from deployments.config.load import parse_config
 from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+from tests.test_docs import examples, run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -59,14 +61,10 @@ def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         ("chat", "60 tokens"),
         ("ray_job", "(40 tokens)"),
         ("batch", "question-9"),
-        ("ray_data", "100 answers, 0 errors"),
     ],
 )
 def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
     """A sample that ends in a traceback is the first thing that a new user sees."""
-    if name == "ray_data":
-        pytest.importorskip("pyarrow")
-        pytest.importorskip("pandas")
     url = f"http://127.0.0.1:{served.port}/v1"
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), url],
@@ -77,3 +75,13 @@ def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert shown in done.stdout
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [-4, -3, -2], ids=["with Manta", "HTTP", "without Manta"])
+def test_a_program_of_the_docs_runs(served: Cluster, place: int) -> None:
+    """Another Ray job with Manta installed and one without, and an openai client that goes on after
+    a cut: a name that was changed in the code and not on the page."""
+    program = examples("python.md")[place].replace("8000", str(served.port))
+    assert len(run(program, RAY_ADDRESS=served.address).strip()) > 10

@@ -27,6 +27,7 @@ from tests.deployments.on_ray.live import (
     settled,
 )
 from tests.deployments.on_ray.live_load import BUSY, load
+from tests.test_docs import run
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -144,6 +145,13 @@ def test_the_official_client_drives_it(live: Live, generation: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     version = int(done.stdout.split(".")[0])
     assert version == 1 if generation == "1.x" else version > 1
+    settled(lambda: quiet(live), 5)
+
+
+def test_the_loop_of_tools_ends(live: Live) -> None:
+    """A call that the client cannot read, or a result that the template has no place for."""
+    program = (ROOT / "examples" / "tools.py").read_text("utf-8")
+    assert run(program.replace("http://127.0.0.1:8000", live.url)).strip()
     settled(lambda: quiet(live), 5)
 
 

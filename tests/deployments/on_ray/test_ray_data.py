@@ -1,20 +1,68 @@
-"""Ray Data's own processors against Manta: the Serve stage, HTTP, and engines in its actors. Runs
-where `ray[data]` is installed."""
+"""Ray Data's own processors against Manta: the Serve stage, HTTP, engines in its actors, and the
+programs of docs/ray-data.md and examples/. Runs where `ray[data]` is installed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from deployments.app import assemble
 from deployments.config.load import parse_config
+from tests.deployments.on_ray.live import ROOT
 from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
-from tests.deployments.on_ray.test_client import driver
+from tests.faults.agents import agent_model
+from tests.test_docs import examples
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
 pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
+# The line by which a program joins the cluster.
+JOINS = re.compile(
+    r'^ray\.init\(address="auto",.* runtime_env=\{"env_vars": loop\}\)\n', re.MULTILINE
+)
+# Runs programs from stdin, a JSON string a line, and answers whether they ended well, and what they
+# printed. Ray's own lines are no answer.
+RUNS = """
+import contextlib, io, json, os, sys, traceback
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+for line in sys.stdin:
+    output, good = io.StringIO(), True
+    with contextlib.redirect_stdout(output):
+        try:
+            exec(json.loads(line), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=output)
+            good = False
+    print(json.dumps([good, output.getvalue()]), file=answers)
+"""
+
+
+class Job:
+    """A process that has joined the cluster, and in which one program runs after the other: each
+    would start workers and Ray Data's own actors anew."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def run(self, program: str) -> str:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(textwrap.dedent(program)) + "\n")
+        self._process.stdin.flush()
+        good, output = json.loads(self._process.stdout.readline())
+        assert good, output[-3000:]
+        return str(output)
+
 
 @pytest.fixture(scope="module")
-def cluster(shared_cluster: Cluster, tmp_path_factory):
+def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     from ray import serve
 
     config = parse_config(
@@ -23,7 +71,7 @@ def cluster(shared_cluster: Cluster, tmp_path_factory):
             "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
             "router": {"replicas": 1},
             # A queue that a batch of rows overflows.
-            "engine": {"max_num_seqs": 2},
+            "engine": {"max_num_seqs": 16},
             "limits": {"drain_seconds": 2.0, "queue_tokens": 300},
         },
         {},
@@ -33,18 +81,78 @@ def cluster(shared_cluster: Cluster, tmp_path_factory):
     serve.delete("manta")
 
 
-def test_the_serve_stage(cluster, tmp_path):
+@pytest.fixture(scope="module")
+def job(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNS],
+        cwd=tmp_path_factory.mktemp("job"),
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            job = Job(process)
+            endpoint, _ = examples("ray-data.md")
+            line = JOINS.search(endpoint)
+            assert line
+            job.run(endpoint[: line.end()])
+            yield job
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def no_core(cluster: Cluster) -> Iterator[None]:
+    """All cores of the cluster are reserved, as by replicas."""
+    from ray.util import placement_group, remove_placement_group
+
+    groups = [placement_group([{"CPU": 1}])]
+    while groups[-1].wait(1):
+        groups.append(placement_group([{"CPU": 1}]))
+    assert len(groups) > 1
+    yield
+    for group in groups:
+        remove_placement_group(group)
+
+
+@pytest.mark.parametrize(
+    ("where", "shown"),
+    [
+        ("docs", "'prompt': '99 and 99 are', 'text': '"),
+        ("examples", "100 answers, 0 errors"),
+    ],
+)
+def test_programs_ask_an_endpoint(job: Job, no_core: None, where: str, shown: str) -> None:
+    """A dataset that waits for ever for cores that the replicas hold, or that a full endpoint
+    ends."""
+    program = (ROOT / "examples" / "ray_data.py").read_text("utf-8")
+    if where == "docs":
+        program, _ = examples("ray-data.md")
+    program, joined = JOINS.subn("", program)
+    assert joined == 1 and shown in job.run(program)
+
+
+def test_a_program_runs_engines_of_its_own(job: Job, tmp_path: Path) -> None:
+    """An example that ends in a traceback."""
+    _, engines = examples("ray-data.md")
+    model = agent_model(tmp_path / "model")
+    output = job.run(engines.replace('"default"', repr(str(model))))
+    assert "'prompt': '99 and 99 are', 'text': '" in output
+
+
+def test_the_serve_stage(job: Job) -> None:
     """Methods that the stage does not find, a batch that overflows the queue and ends the job, one
     bad row that ends it."""
-    out = driver(
-        cluster,
+    output = job.run(
         """
+        import ray
         from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
 
         config = ServeDeploymentProcessorConfig(
             deployment_name="router",
             app_name="manta",
-            batch_size=32,
+            batch_size=64,
             concurrency=1,
             should_continue_on_error=True,
         )
@@ -72,17 +180,15 @@ def test_the_serve_stage(cluster, tmp_path):
         print("rows", len(rows), "bad", bad)
         assert "temperature" in rows[7]["__inference_error__"]
         """,
-        tmp_path,
-        RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1",
     )
-    assert "rows 64 bad [7]" in out
+    assert "rows 64 bad [7]" in output
 
 
-def test_http(cluster, tmp_path):
+def test_http(cluster: Cluster, job: Job) -> None:
     """Door two: rows as bodies, with retries of what is refused."""
-    out = driver(
-        cluster,
+    output = job.run(
         f"""
+        import ray
         from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
         config = HttpRequestProcessorConfig(
@@ -98,18 +204,17 @@ def test_http(cluster, tmp_path):
         )
         print("rows", len(processor(ray.data.range(16)).take_all()))
         """,
-        tmp_path,
     )
-    assert "rows 16" in out
+    assert "rows 16" in output
 
 
-def test_the_engine_processor(shared_cluster: Cluster, tmp_path):
+def test_the_engine_processor(job: Job, tmp_path: Path) -> None:
     """Rows in another order than their answers, a bad row that ends the job, and
     a job that goes on and computes all rows again."""
     folder = tiny_model(tmp_path / "tiny")
-    out = driver(
-        shared_cluster,
+    output = job.run(
         f"""
+        import ray
         from ray.data.llm import build_processor
         from deployments.ray_data import MantaEngineProcessorConfig
 
@@ -147,6 +252,5 @@ def test_the_engine_processor(shared_cluster: Cluster, tmp_path):
         assert all(row["count"] == row["scored"] == 2 + row["id"] % 5 for row in good)
         print("rows", len(rows), "bad", bad)
         """,
-        tmp_path,
     )
-    assert "rows 40 bad [9]" in out
+    assert "rows 40 bad [9]" in output
