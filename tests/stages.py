@@ -28,7 +28,7 @@ import time
 import traceback
 import xml.etree.ElementTree as xml
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,8 +55,8 @@ class Stage:
         each, for tests that wait, such as those of clients and servers. Tests that start Ray, and
         tests of costs, have one: a neighbour spoils their clocks and caches.
     paths: the folders or files of its tests; empty for all.
-    without: the folders that are left out.
-    beside: the stage in whose idle time it runs if both are run.
+    without: the folders or files that are left out.
+    beside: stages in whose idle time it runs: the first of them that is run, too.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Stage:
     processes: int = 1
     paths: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
-    beside: str = ""
+    beside: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,9 +73,14 @@ INTERPRETER: dict[str, Any] = {
     "paths": ("tests/kernels",),
     "environment": {"TRITON_INTERPRET": "1"},
 }
-# Folders of tests that look at numbers and at no clock.
+# Folders and files of tests that look at numbers and at no clock.
 NUMBERS = (
+    "tests/bench/test_simulate.py",
+    "tests/bench/versus",
+    "tests/deployments/api/generation",
     "tests/deployments/api/output",
+    "tests/deployments/api/test_schemathesis.py",
+    "tests/deployments/tokenizer_files",
     "tests/kernels",
     "tests/parity",
     "tests/engine/lora",
@@ -84,6 +89,12 @@ NUMBERS = (
     "tests/engine/weights",
 )
 SLOW = "slow and not triton and not serve and not timed and not nightly"
+
+
+def front_of(stage: Stage, chosen: Iterable[Stage]) -> str:
+    """Return the name of the stage beside which it runs; "" if it has its own time."""
+    names = {other.name for other in chosen}
+    return next((name for name in stage.beside if name in names), "")
 
 
 def files_with(mark: str) -> tuple[str, ...]:
@@ -101,7 +112,7 @@ STAGES = {
             "Triton kernels in the interpreter",
             "triton and not slow and not nightly",
             processes=2,
-            beside="ray",
+            beside=("ray", "smoke"),
             **INTERPRETER,
         ),
         Stage(
@@ -131,7 +142,7 @@ STAGES = {
             SLOW,
             processes=2,
             paths=NUMBERS,
-            beside="ray",
+            beside=("ray",),
         ),
         Stage(
             "ray",
@@ -433,7 +444,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
     lines = []
     for outcome in outcomes:
         title = outcome.stage.title
-        if outcome.stage.beside in [other.stage.name for other in outcomes]:
+        if front_of(outcome.stage, [other.stage for other in outcomes]):
             title += ", beside others"
         state = "passed" if outcome.good else "FAILED"
         lines.append(f"{state}  {outcome.seconds:6.0f} s  {title}")
@@ -451,12 +462,11 @@ def in_turns(
 ) -> list[Outcome]:
     """One stage after the other, and beside each those that want to be."""
     global _beside
-    names = {stage.name for stage in chosen}
     outcomes = []
     for stage in chosen:
-        if stage.beside in names:
+        if front_of(stage, chosen):
             continue
-        if others := [other for other in chosen if other.beside == stage.name]:
+        if others := [other for other in chosen if front_of(other, chosen) == stage.name]:
             _beside = Beside(others, root, cache, long)
         outcomes.append(run(stage, root, cache, long))
         if _beside is not None:

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages import MOST_AGAIN, NUMBERS, ROOT, STAGES, Outcome, files_with, keep_flaky, summary
+from tests.stages import (
+    MOST_AGAIN,
+    NUMBERS,
+    ROOT,
+    STAGES,
+    Outcome,
+    files_with,
+    front_of,
+    keep_flaky,
+    summary,
+)
 
 RUN = """
 import os, pickle, sys
@@ -24,7 +34,7 @@ adopt_orphans()
 stages.ENDS_S = 1.0
 made = [stages.Stage("made", "Made", "not serve", processes=int(sys.argv[2]))]
 if sys.argv[3:]:
-    made.insert(0, stages.Stage("beside", "Beside", "serve", beside="made"))
+    made.insert(0, stages.Stage("beside", "Beside", "serve", beside=("made",)))
     stages.take_what_is_left = lambda: os.environ.update(LEFT="")  # the cores may be full
 outcomes = stages.in_turns(made, Path(sys.argv[1]), Path(sys.argv[1], "cache"))
 Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
@@ -242,5 +252,10 @@ def test_each_test_is_in_one_stage() -> None:
     triton = ("tests/kernels",)
     assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
     assert [stage.without for stage in stages if stage.without] == [NUMBERS]
-    assert all((ROOT / folder).is_dir() for folder in NUMBERS)
-    assert {stage.beside for stage in stages} == {"", "ray"}
+    assert all((ROOT / path).exists() for path in NUMBERS)
+    assert {stage.beside for stage in stages} == {(), ("ray",), ("ray", "smoke")}
+    fronts = {
+        part: {front_of(stage, STAGES[part]) for stage in STAGES[part]} for part in ("test", "rest")
+    }
+    assert fronts == {"test": {"", "smoke"}, "rest": {"", "ray"}}
+    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in stages} == {"", "ray"}

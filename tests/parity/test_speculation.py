@@ -77,12 +77,12 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 ADAPTED = "qwen 3 next"  # the hybrid model of which some requests have an adapter
 HYBRIDS = {**DELTA_NET, **MIXED}
-SLOW = ["gemma3", "qwen 3.5", "kimi linear", "lfm 2", "granite 4 h", "falcon h1", "jamba"]
+SLOW = [ADAPTED, "gemma3", "qwen 3.5", "kimi linear", "lfm 2", "granite 4 h", "falcon h1", "jamba"]
 
 
 @pytest.fixture(
     scope="module",
-    params=["llama", ADAPTED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)],
+    params=["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(request.param, tmp_path_factory.mktemp("models") / request.param)
