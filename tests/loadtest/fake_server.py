@@ -40,6 +40,7 @@ class FakeServer:
     """fault: (number of the request, from 0; its body) -> one of FAULTS or None.
 
     first: seconds to the first token; gap: between chunks; per_chunk: tokens in each.
+    until_seen: no answer begins before so many requests are there, or 30 s are over.
     seen: every generation's body, in the order of arrival; open: connections at this moment.
     """
 
@@ -52,11 +53,13 @@ class FakeServer:
         fault: Callable[[int, dict[str, Any]], str | None] | None = None,
         headers: dict[str, str] | None = None,
         tells_ids: bool = True,
+        until_seen: int = 0,
         timing: Any = None,
         port: int = 0,
     ) -> None:
         self.first, self.gap, self.per_chunk, self.fault = first, gap, per_chunk, fault
         self.headers, self.tells_ids, self.timing = headers or {}, tells_ids, timing
+        self.until_seen = until_seen
         self.seen: list[dict[str, Any]] = []
         self.seen_headers: list[dict[str, str]] = []
         self.broken_off = 0
@@ -153,6 +156,9 @@ class FakeServer:
             return False
         if fault == "hang":
             await asyncio.sleep(3600)
+        deadline = time.monotonic() + 30
+        while len(self.seen) < self.until_seen and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
         first = self.first(number) if callable(self.first) else self.first
         if first:
             await asyncio.sleep(first)

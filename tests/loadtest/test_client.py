@@ -162,14 +162,11 @@ def test_chat() -> None:
 
 def test_open_loop_does_not_wait() -> None:
     """A stalled server that slows the load down hides its own stall."""
-    with FakeServer(first=lambda number: 1.0 if number < 10 else 0.0) as server:
-        began = time.monotonic()
+    with FakeServer(until_seen=20) as server:
         records = load(server, tokens("kind: constant, rate: 40", count=20))
-        took = time.monotonic() - began
-    late = [r.sent_s - r.intended_s for r in records]
-    assert max(late) < SLACK and took < 1.0 + 2 * SLACK
-    slow = sorted(r.ttft_s for r in records)
-    assert slow[10] >= 0.99 and slow[9] < 0.9 + SLACK
+    last = records[-1].intended_s
+    assert all(record.sent_s < min(other.end_s for other in records) for record in records)
+    assert all(record.ttft_s > last - record.intended_s for record in records)
 
 
 def test_closed_loop_keeps_its_number() -> None:
@@ -194,7 +191,7 @@ def test_closed_loop_over_a_time() -> None:
         )
     a = [r for r in records if r.phase == "a"]
     b = [r for r in records if r.phase == "b"]
-    assert 4 <= len(a) <= 120 and max(r.intended_s for r in a) < 1.2
+    assert 2 <= len(a) <= 120 and max(r.intended_s for r in a) < 1.2
     assert [r.intended_s for r in b] == [pytest.approx(1.2, abs=1e-3)] * 4
 
 
