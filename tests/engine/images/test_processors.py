@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from engine.errors import ConfigError
 from engine.images.picture_file import PictureFile
-from engine.images.processor import ImageError, PixelCache, image_processor, prepare
+from engine.images.processor import ImageError, ImageProcessor, PixelCache, image_processor, prepare
 from tests.engine.images.files import saved
 from tests.engine.images.folders import (
     CASES,
@@ -37,6 +38,16 @@ def write_folder(folder: Path, case: Case) -> None:
     save_tokenizer(folder, case)
 
 
+def both(case: Case, folder: Path) -> tuple[ImageProcessor, Any]:
+    """Return our processor and transformers', which neither scales nor centres pixels."""
+    write_folder(folder, case)
+    ours = load_processor(folder)
+    assert ours is not None
+    theirs = their_processor(case)
+    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    return ours, theirs
+
+
 QWENS = [name for name in CASES if name.startswith("Qwen")]
 TILED = ["SmolVLM", "Idefics 3", "InternVL", "InternVL 6B"]
 
@@ -46,11 +57,7 @@ def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
     """A side rounded half up, a filter of torch's or rows read as columns: pixels that are nearly
     right, and another number of tokens than the model was trained with."""
     case = CASES[name]
-    write_folder(tmp_path, case)
-    ours = load_processor(tmp_path)
-    assert ours is not None
-    theirs = their_processor(case)
-    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    ours, theirs = both(case, tmp_path)
     patch = case.settings.get("patch_size", 14)
     for width, height in SIZES:
         image = picture(width, height)
@@ -69,12 +76,8 @@ def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
 def test_pixels_of_gemma3(tmp_path: Path) -> None:
     """Bug: a side of the processor's class, or a picture that keeps its shape."""
     case = CASES["Gemma 3"]
-    write_folder(tmp_path, case)
-    ours = image_processor(tmp_path)
-    assert ours is not None
+    ours, theirs = both(case, tmp_path)
     assert (ours.placeholder, ours.image_token_id) == ("<start_of_image>", 90)
-    theirs = their_processor(case)
-    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
     for width, height in SIZES:
         image = picture(width, height)
         layout = ours.layout(width, height)
@@ -102,11 +105,7 @@ def test_pixels_of_tiles(name: str, tmp_path: Path) -> None:
     """A resize that is left out, tiles column by column, the whole picture first: a picture that
     the model sees in pieces of which each is right."""
     case = CASES[name]
-    write_folder(tmp_path, case)
-    ours = load_processor(tmp_path)
-    assert ours is not None
-    theirs = their_processor(case)
-    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    ours, theirs = both(case, tmp_path)
     for width, height in [*SIZES, (16, 16), (48, 47), (1, 300)]:
         image = picture(width, height)
         layout = ours.layout(width, height)
@@ -200,11 +199,7 @@ def test_pixels_of_pixtral(name: str, tmp_path: Path) -> None:
     """A side that is rounded before it is divided, or a row's end left out of the count: the rows
     of a picture are torn."""
     case = CASES[name]
-    write_folder(tmp_path, case)
-    ours = image_processor(tmp_path)
-    assert ours is not None
-    theirs = their_processor(case)
-    theirs.image_mean, theirs.image_std, theirs.rescale_factor = [0.0] * 3, [1.0] * 3, 1.0
+    ours, theirs = both(case, tmp_path)
     unit = case.settings.get("patch_size", 16)
     for width, height in SIZES[:2] + SIZES[3:]:
         image = picture(width, height)
@@ -247,11 +242,7 @@ def test_pixels_of_gemma_4(tmp_path: Path) -> None:
     """A side that is rounded up, or a long picture without its one row: more tokens than the model
     takes."""
     case = CASES["Gemma 4 31B"]
-    write_folder(tmp_path, case)
-    ours = image_processor(tmp_path)
-    assert ours is not None
-    theirs = their_processor(case)
-    theirs.rescale_factor = 1.0
+    ours, theirs = both(case, tmp_path)
     for width, height in [*SIZES, (3000, 1), (1, 3000)]:
         image = picture(width, height)
         layout = ours.layout(width, height)

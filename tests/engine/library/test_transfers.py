@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from engine.weights import transfer as transfer_module
 from engine.weights.handles import read_handles, rebuild_arguments
 from engine.weights.nccl import pickled_id, read_id
 from engine.weights.transfer import UpdateInfo, WeightTransfer
-from tests.engine.library.test_updates import PROMPT, Trainer, answer, folders, greedy
+from tests.engine.library.trainers import PROMPT, Trainer, answer, folders, greedy
 
 
 def free_port() -> int:
@@ -36,19 +35,6 @@ def free_port() -> int:
 
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    return Trainer(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def llm(trainer: Trainer) -> Iterator[LLM]:
-    with LLM(
-        trainer.folder, dtype="float32", device="cpu", max_num_seqs=8, max_model_len=4096
-    ) as llm:
-        yield llm
 
 
 def joined(llm: LLM, **options: Any) -> WeightSender:

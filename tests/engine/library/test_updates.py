@@ -9,64 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from engine import LLM, SamplingParams
+from engine import LLM
 from engine.errors import InvalidRequest, UpdateFailed
 from engine.library.handle import RequestHandle
-from engine.library.outputs import CompletionOutput
-from engine.weights import staging
-from tests.engine.models.checkpoints import save_checkpoint
-
-SIZES = {"max_position_embeddings": 4096, "eos_token_id": None}
-PROMPT = list(range(3, 53))
-
-
-class Trainer:
-    """A trainer: the same model in transformers, whose weights change."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model: PreTrainedModel = save_checkpoint(folder, "qwen3", **SIZES)
-        self.count = 0
-
-    def train(self) -> list[tuple[str, Tensor]]:
-        """Change the weights; all of them by name."""
-        self.count += 1
-        generator = torch.Generator().manual_seed(self.count)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        return list(self.model.state_dict().items())
-
-    @torch.inference_mode()
-    def says(self, tokens: list[int], count: int) -> list[int]:
-        """The most likely tokens after these."""
-        ids = [*tokens]
-        for _ in range(count):
-            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(tokens) :]
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    return Trainer(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def llm(trainer: Trainer) -> Iterator[LLM]:
-    with LLM(
-        trainer.folder, dtype="float32", device="cpu", max_num_seqs=8, max_model_len=4096
-    ) as llm:
-        yield llm
-
-
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-
-
-def answer(llm: LLM, count: int = 8) -> CompletionOutput:
-    return llm.generate(PROMPT, greedy(count))[0].outputs[0]
+from tests.engine.library.trainers import PROMPT, Trainer, answer, folders, greedy
 
 
 def begun(llm: LLM, count: int) -> RequestHandle:
@@ -166,10 +113,6 @@ def test_pause_waits(llm: LLM) -> None:
     assert len(later.sync(10).outputs[0].token_ids) == 2
     with pytest.raises(InvalidRequest, match="mode is one of abort, wait, keep"):
         llm.pause("later")
-
-
-def folders() -> set[Path]:
-    return {path for root in staging.temporary_folders() for path in root.glob("manta-weights-*")}
 
 
 def test_failures_leave_the_old_weights(llm: LLM, trainer: Trainer, tmp_path: Path) -> None:
