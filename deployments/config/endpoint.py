@@ -49,7 +49,8 @@ class RouterConfig(Section):
         ge=0,
         le=100,
         description="Replicas killed from outside that a request may lose without one new token, "
-        "before it fails as their possible cause. Where engines die by themselves: two.",
+        "before it fails as their possible cause. Where engines die by themselves, it fails at "
+        "the second death.",
     )
     heartbeat_seconds: float = Field(
         0.5,
