@@ -31,17 +31,17 @@ class Streams:
 
     tokens: the length of an answer, from half of it up.
     longest: the longest gap between two tokens of any stream since `window`.
-    made: version of the weights -> the token that it makes.
+    token_of_version: version of the weights -> the token that it makes.
     """
 
     engine: AsyncEngine
     count: int
     tokens: int
     vocab: int
-    made: dict[str, int] = field(default_factory=dict)
+    token_of_version: dict[str, int] = field(default_factory=dict)
     longest: float = 0.0
     num_tokens: int = 0
-    wrong: int = 0  # tokens that another version made than the one that was told
+    wrong: int = 0  # tokens of another version than the one that was reported
     _last: dict[int, float] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Streams:
                 choice = output.outputs[0]
                 at = 0
                 for version, count in choice.versions:
-                    token = self.made.get(version)
+                    token = self.token_of_version.get(version)
                     new = choice.token_ids[at : at + count]
                     self.wrong += sum(item != token for item in new)
                     at += count
@@ -179,7 +179,7 @@ async def measure(
                     break
                 await asyncio.to_thread(trainer.order, "make", number)
                 version = f"v{number}"
-                load.made[version] = token_of(number, load.vocab)
+                load.token_of_version[version] = token_of(number, load.vocab)
                 without = 0.0
                 if number:
                     await load.window()

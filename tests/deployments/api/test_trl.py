@@ -120,14 +120,14 @@ def test_trl(root: str, folder: Path, version: str, monkeypatch: pytest.MonkeyPa
     assert outputs["prompt_ids"] == [PROMPT] * 33
     assert len(outputs["completion_ids"]) == 66
     never = missing_ids(folder, model.config.vocab_size)
-    for ids, told, told_ids in zip(
+    for ids, logprobs, logprob_ids in zip(
         outputs["completion_ids"], outputs["logprobs"], outputs["logprob_token_ids"], strict=True
     ):
-        assert told_ids == [[token] for token in ids]
+        assert logprob_ids == [[token] for token in ids]
         logits = scores(model, PROMPT + ids)[len(PROMPT) - 1 : -1]
         logits[:, never] = -torch.inf
         wanted = (logits / 0.5).log_softmax(-1)[range(len(ids)), ids]
-        assert torch.allclose(torch.tensor(told)[:, 0].double(), wanted, atol=1e-3)
+        assert torch.allclose(torch.tensor(logprobs)[:, 0].double(), wanted, atol=1e-3)
     with client.weight_update():
         for name, parameter in model.named_parameters():
             client.update_named_param(name, parameter.data * 0.5)

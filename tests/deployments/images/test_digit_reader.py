@@ -45,8 +45,8 @@ class Reader:
     ) -> float:
         """Return the share of chats that are answered so. streams: of them at a time."""
         with ThreadPoolExecutor(streams) as pool:
-            given = list(pool.map(lambda files: self.ask(*files), asked))
-        return sum(map(str.__eq__, given, answers)) / len(asked)
+            replies = list(pool.map(lambda files: self.ask(*files), asked))
+        return sum(map(str.__eq__, replies, answers)) / len(asked)
 
 
 @pytest.fixture(scope="module")
