@@ -31,6 +31,7 @@ MADE_BY = {
     "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
     "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
     "faults-flood": "`python -m tests.faults.flood`: ten times the load, real engines",
+    "faults-grpo": "`python -m tests.faults.grpo`: a GRPO loop whose replicas are killed",
     "faults-neighbours": "`python -m tests.faults.neighbours`: streams beside dear requests",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "cpu-steps": "`python -m bench.cpu_steps`: steps on the CPU beside their products and limits",

@@ -1,0 +1,179 @@
+"""examples/rollout_fleet.py on two replicas of the default model, one killed every minute: the same
+rollouts as without kills, and how many tokens were computed twice.
+
+    python -m tests.faults.grpo
+    python -m tests.faults.grpo --steps 40 --every 60
+
+Runs the loop twice, undisturbed and with kills. Tokens are counted by the engines' own figures:
+those of a victim are read just before its end. Writes bench/results/faults-grpo-<date>.json with
+each step in .jsonl. Exit status 1 if a rollout differs, 5 % of the tokens or more were computed
+twice, nothing was killed, or the reward did not rise.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.report.result_file import write
+from deployments.checkpoints.resolve import resolve_model
+from deployments.client import Client
+from tests.deployments.on_ray.serve_cluster import Cluster, ray_and_serve
+from tests.faults.cluster import NAME, Broken, deployed
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+ENGINE = {"deterministic": True, "num_threads": 1, "num_blocks": 600, "max_num_seqs": 32}
+MOST_TWICE = 0.05
+
+
+@dataclass
+class Loop:
+    """What a run of the loop has made.
+
+    computed: tokens of all engines, prompts and outputs, of those that were killed too.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: list[Any] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    computed: int = 0
+    kills: int = 0
+    seconds: float = 0.0
+
+
+def counts(broken: Broken) -> dict[int, int]:
+    """Return the tokens that each engine has computed, by its process id."""
+    replicas = asyncio.run(broken.states())["replicas"]
+    return {
+        replica["engine_pid"]: replica["prompt_tokens"] + replica["output_tokens"]
+        for replica in replicas
+    }
+
+
+@contextlib.contextmanager
+def killing(broken: Broken, loop: Loop, every: float) -> Iterator[None]:
+    """Kill an engine that has work every so many seconds, once its predecessor is replaced."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(every):
+            asyncio.run(broken.settled(300))
+            while not over.is_set():
+                replicas = asyncio.run(broken.states())["replicas"]
+                busy = [replica for replica in replicas if replica["running"]]
+                if busy:
+                    victim = max(busy, key=lambda replica: replica["running"])
+                    os.kill(victim["engine_pid"], signal.SIGKILL)
+                    loop.computed += victim["prompt_tokens"] + victim["output_tokens"]
+                    loop.kills += 1
+                    break
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=kill)
+    if every:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if every:
+            thread.join()
+
+
+def run(
+    cluster: Cluster, folder: Path, work: Path, steps: int, every: float, settings: dict[str, Any]
+) -> Loop:
+    """Run the loop on an application of its own.
+
+    work: where checkpoints go, which have to stay. every: seconds between kills; 0 = none.
+    """
+    example = runpy.run_path(str(ROOT / "examples" / "rollout_fleet.py"))
+    loop = Loop()
+
+    def on_step(step: int, rollouts: Any, reward: float) -> None:
+        loop.rollouts.append(rollouts)
+        loop.steps.append({"every_s": every, "step": step, "reward": reward, "kills": loop.kills})
+        print(loop.steps[-1], file=sys.stderr, flush=True)
+
+    engine = ENGINE | settings.pop("engine", {})
+    with deployed(cluster, folder, None, replicas=2, routers=1, num_cpus=0.5, engine=engine) as up:
+        asyncio.run(up.settled(300))
+        before = sum(counts(up).values())
+        began = time.monotonic()
+        with killing(up, loop, every):
+            loop.rewards = example["main"](
+                Client.connect(NAME), folder, work, steps, on_step=on_step, **settings
+            )
+        loop.seconds = time.monotonic() - began
+        asyncio.run(up.settled(300))
+        loop.computed += sum(counts(up).values()) - before
+    return loop
+
+
+def compared(quiet: Loop, killed: Loop) -> dict[str, Any]:
+    """Return the figures of both runs."""
+    half = len(quiet.rewards) // 2 or 1
+    first, last = quiet.rewards[:half], quiet.rewards[half:] or quiet.rewards
+    return {
+        "same": quiet.rollouts == killed.rollouts,
+        "kills": killed.kills,
+        "computed_twice": round(killed.computed / quiet.computed - 1, 4),
+        "tokens": quiet.computed,
+        "reward_first_half": round(sum(first) / len(first), 4),
+        "reward_second_half": round(sum(last) / len(last), 4),
+        "seconds": round(killed.seconds, 1),
+        "seconds_without": round(quiet.seconds, 1),
+    }
+
+
+def faults_of(figures: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a comparison, in words."""
+    wrong = {
+        "a rollout differs": not figures["same"],
+        "nothing was killed": not figures["kills"],
+        "too many tokens were computed twice": figures["computed_twice"] >= MOST_TWICE,
+        "the reward did not rise": figures["reward_second_half"] <= figures["reward_first_half"],
+    }
+    return [what for what, is_so in wrong.items() if is_so]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", default=os.environ.get("MANTA_TEST_MODEL", "default"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
+    parser.add_argument("--length", type=int, default=32, help="tokens of a rollout")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = resolve_model(args.model)
+    with tempfile.TemporaryDirectory() as work, ray_and_serve(6) as cluster:
+        quiet, killed = (
+            run(cluster, folder, Path(work), args.steps, every, {"length": args.length})
+            for every in (0.0, args.every)
+        )
+    figures = compared(quiet, killed)
+    wrong = faults_of(figures)
+    print(figures, wrong)
+    config = {"model": args.model, "every_s": args.every, "ours": ENGINE}
+    row = {"case": "grpo", **figures}
+    write(args.out, "faults-grpo", config, [row], quiet.steps + killed.steps)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
