@@ -46,6 +46,7 @@ MADE_BY = {
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
     "parallel": "`python -m bench.parallel`: ranks of a core each against one rank of all",
     "parity": "`python -m tests.parity.table`: each architecture's logits against transformers'",
+    "ray-batches": "`python -m bench.ray_batches`: Ray Data against the engine, and beside others",
     "rl": "`python -m bench.rl`: weights updated under streams, rollouts against a scorer",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
     "speculation": "`python -m bench.speculation`: drafts by look-up against none, in turns",
