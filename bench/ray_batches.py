@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest prompt")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=2, help="actors of the Serve stage")
+    parser.add_argument("--concurrency", type=int, default=4, help="actors of the Serve stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a phase of `beside`")
     parser.add_argument("--turns", type=int, default=2, help="of `beside`")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")

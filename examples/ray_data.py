@@ -8,7 +8,11 @@ from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
 loop = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1"}
 ray.init(address="auto", log_to_driver=False, runtime_env={"env_vars": loop})
 config = ServeDeploymentProcessorConfig(
-    deployment_name="router", app_name="manta", batch_size=64, should_continue_on_error=True
+    deployment_name="router",
+    app_name="manta",
+    batch_size=64,
+    concurrency=4,
+    should_continue_on_error=True,
 )
 processor = build_processor(
     config,
