@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
+from weakref import WeakSet
 
 from deployments.adapters.record_store import AdapterRecordStore
 from deployments.adapters.registry import AdapterRegistry, AdapterSettings
@@ -79,7 +80,10 @@ class Dispatcher:
         self.replicas = Replicas(limits.channel, name, vocabulary)
         base = "" if identity is None else identity.weights
         self.weights = FleetWeights(self.replicas, base, weights_store)
+        self.weights.on_deep_sleep = self._await_all_weights
         self.requests = RequestsInFlight(name, metrics)
+        # unfinished requests that are to end if no weights come
+        self._weightless: WeakSet[InflightRequest] = WeakSet()
         self._adapter_calls = calls = AdapterCalls(
             self.replicas, random, limits.wait_seconds, self.waking
         )
@@ -145,11 +149,20 @@ class Dispatcher:
             self._await_weights(inflight)
         return inflight
 
+    def _await_all_weights(self) -> None:
+        """Do the same for all requests that a sleep which drops weights has found running."""
+        for inflight in self.requests:
+            self._await_weights(inflight)
+
     def _await_weights(self, inflight: InflightRequest) -> None:
-        """Refuse a request if `wait_seconds` later no trainer has brought new weights."""
+        """End a request if `wait_seconds` later no trainer has brought new weights."""
+        if inflight in self._weightless:
+            return
+        self._weightless.add(inflight)
 
         def refuse() -> None:
-            if inflight.begun or not self.weights.dropped:
+            self._weightless.discard(inflight)
+            if not self.weights.dropped:
                 return
             if self.weights.paused:  # the trainer's step goes on
                 self._await_weights(inflight)

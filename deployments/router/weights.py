@@ -111,6 +111,7 @@ class FleetWeights:
     base: identity of the weights in the model's folder; "": unknown.
     version, paused, asleep: those of the record; asleep tells whether any part is.
     slept_deeply: whether the last sleep was one that drops weights, so that they may be missing.
+    on_deep_sleep: called without arguments when such a sleep is noted.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class FleetWeights:
         self._record = WeightsRecord(base=base)
         self.version, self.paused, self.asleep = self._record.version, False, False
         self.slept_deeply = False
+        self.on_deep_sleep: Callable[[], None] = lambda: None
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
 
     @property
@@ -146,6 +148,8 @@ class FleetWeights:
         self.version, self.paused = record.version, bool(record.paused)
         self.asleep = bool(record.asleep) or record.dozes
         self.slept_deeply = record.level > 1
+        if record.asleep and self.slept_deeply:
+            self.on_deep_sleep()
 
     async def _write(self, **fields: Any) -> None:
         """Change the record. Raises Overloaded if the store is unavailable."""

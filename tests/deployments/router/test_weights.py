@@ -479,12 +479,27 @@ def test_engines_that_cannot_sleep_go_on() -> None:
 
 
 def test_requests_without_weights_are_refused(tmp_path: Path) -> None:
-    """Requests hang after a sleep of level 2 and a wake, and nothing tells why."""
+    """Requests hang after a sleep of level 2 and a wake, those that a pause has kept too, and
+    nothing tells why."""
 
     async def main() -> None:
         limits = DispatchLimits(wait_seconds=0.3, channel=FAST)
         async with Fleet(2, rows=8, limits=limits) as fleet:
             weights = fleet.dispatcher.weights
+            running = [fleet.generate(n=2, max_tokens=LONG, ignore_eos=True) for _ in range(2)]
+            kept = [asyncio.create_task(read(generation)) for generation in running]
+            await until(lambda: all(generation.begun for generation in running))
+            await weights.pause("keep")
+            await weights.sleep(2, (), "keep")
+            await weights.wake(())
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in kept), "the trainer's step goes on"
+            await weights.resume()
+            for task in kept:
+                with pytest.raises(Overloaded, match="update_weights"):
+                    await asyncio.wait_for(task, 10)
+            await until(lambda: fleet.load() == {"r0": 0, "r1": 0})
+            await weights.update(str(tmp_path), "zero")
             await weights.sleep(2, (), "abort")
             early = fleet.generate(n=1, max_tokens=5, ignore_eos=True)
             await asyncio.sleep(0.5)
