@@ -55,6 +55,7 @@ class Choice:
     logprobs: as in the HTTP API.
     token_ids: the output as ids (`return_token_ids=True`).
     token_logprobs: the log-probability of each of token_ids (`logprobs` too).
+    weight_versions: (version, number of tokens) of the weights that made token_ids, in order.
     """
 
     index: int
@@ -63,6 +64,7 @@ class Choice:
     logprobs: Any = None
     token_ids: tuple[int, ...] | None = None
     token_logprobs: tuple[float, ...] | None = None
+    weight_versions: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +369,7 @@ def _completion(answer: dict[str, Any]) -> Completion:
                 logprobs=choice.get("logprobs"),
                 token_ids=_tuple(choice, "token_ids"),
                 token_logprobs=_tuple(choice, "token_logprobs"),
+                weight_versions=_versions(choice.get("weight_versions")),
             )
             for choice in answer["choices"]
         ),
@@ -379,6 +382,12 @@ def _completion(answer: dict[str, Any]) -> Completion:
         prompt_token_ids=_tuple(prompt, "prompt_token_ids"),
         prompt_logprobs=_tuple(prompt, "prompt_token_logprobs"),
     )
+
+
+def _versions(parts: list[dict[str, Any]] | None) -> tuple[tuple[str, int], ...] | None:
+    if parts is None:
+        return None
+    return tuple((part["version"], part["num_tokens"]) for part in parts)
 
 
 def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:

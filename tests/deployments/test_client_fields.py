@@ -11,6 +11,20 @@ from engine.errors import InvalidRequest
 CHAT = [{"role": "user", "content": "hi"}]
 
 
+def test_versions_of_a_choice() -> None:
+    """A trainer cannot tell which of a choice's tokens old weights made."""
+    choice = {"index": 0, "text": "ab", "finish_reason": "length"}
+    parts = [{"version": "0", "num_tokens": 3}, {"version": "1", "num_tokens": 2}]
+    answer = {
+        "id": "cmpl-1",
+        "model": "tiny",
+        "choices": [{**choice, "weight_versions": parts}, choice],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 10},
+    }
+    first, second = client._completion(answer).choices
+    assert first.weight_versions == (("0", 3), ("1", 2)) and second.weight_versions is None
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "code", "hint"),
     [

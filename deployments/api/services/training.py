@@ -33,7 +33,7 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.options import Training
 from deployments.api.route import NAMES, QUEUES, READS, Operation, Route
 from deployments.api.stream.logprobs import FLOOR, own_logprobs
-from deployments.api.stream.merge import failed
+from deployments.api.stream.merge import failed, weight_versions
 from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
 from engine.errors import UpdateFailed, context_too_long
@@ -369,10 +369,7 @@ def _answer(
                 "token_logprobs": None
                 if request.params.logprobs is None
                 else own_logprobs(choice.logprobs),
-                "weight_versions": [
-                    {"version": version, "num_tokens": count}
-                    for version, count in generation.versions(index)
-                ],
+                "weight_versions": weight_versions(generation, index, len(choice.token_ids)),
             }
             for index, choice in enumerate(choices)
         ],

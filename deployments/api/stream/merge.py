@@ -8,6 +8,7 @@ import msgspec
 
 from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.http.json_body import JsonObject
 from deployments.api.output.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
@@ -274,3 +275,16 @@ def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta
 
 def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
     return [*(a or ()), *(b or ())] if a or b else None
+
+
+def weight_versions(generation: Generation, choice: int, num_tokens: int) -> list[JsonObject]:
+    """Return the versions of the weights that made a choice's tokens, as answers tell them.
+
+    num_tokens: the choice's tokens in the answer; those that a stop string cut off are last.
+    """
+    parts: list[JsonObject] = []
+    for version, count in generation.versions(choice):
+        if shown := min(count, num_tokens):
+            parts.append({"version": version, "num_tokens": shown})
+        num_tokens -= shown
+    return parts

@@ -92,6 +92,7 @@ def test_the_typed_client(cluster):
             for choice in rollouts.choices:
                 assert len(choice.token_ids) == len(choice.token_logprobs) == 5
                 assert all(value < 0 for value in choice.token_logprobs)
+                assert choice.weight_versions == (("0", 5),)
             assert len(rollouts.prompt_logprobs) == len(rollouts.prompt_token_ids)
             # Fake engines score no prompts.
             assert set(rollouts.prompt_logprobs) == {None}

@@ -35,7 +35,12 @@ from deployments.api.stream.logprobs import (
     prompt_logprobs,
     with_first,
 )
-from deployments.api.stream.merge import ChoiceOutput, coalesce, ended_early
+from deployments.api.stream.merge import (
+    ChoiceOutput,
+    coalesce,
+    ended_early,
+    weight_versions,
+)
 from deployments.api.stream.replay import StreamReplay
 from deployments.backend import Generation, RecalledChoice
 from engine.batch import TokenLogprobs
@@ -119,11 +124,15 @@ class OpenAIResponse:
                     if left and not delta.finish:
                         generation.abort(index)
         usage = self.usage(generation)
-        return await in_thread(lambda: self._body(usage), self._logprobs_size())
+        return await in_thread(lambda: self._body(usage, generation), self._logprobs_size())
 
-    def _body(self, usage: JsonObject) -> bytes:
+    def _body(self, usage: JsonObject, generation: Generation) -> bytes:
         call = self.call
         shaped = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        if self.request.return_token_ids and not call.score_only:
+            for index, choice in enumerate(self.choices):
+                parts = weight_versions(generation, index, len(choice.token_ids))
+                shaped[index]["weight_versions"] = parts
         body = {**self.head, "choices": shaped, "usage": usage}
         if self.chat and call.prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
