@@ -106,13 +106,13 @@ def test_skyrl(root: str, folder: Path, client_module: Any) -> None:
             assert outputs["stop_reasons"] == ["length"] * 3 and all(outputs["responses"])
             await client.finish_session("a")
             greedy = {"max_tokens": 1, "temperature": 0.0}
-            one = {"prompt_token_ids": [PROMPT], "sampling_params": greedy, "session_ids": None}
-            assert (await client.generate(one, model="tiny"))["response_ids"] == [[first]]
+            body = {"prompt_token_ids": [PROMPT], "sampling_params": greedy, "session_ids": None}
+            assert (await client.generate(body, model="tiny"))["response_ids"] == [[first]]
             await client.sleep(level=2)
             await client.wake_up(["weights"])
             await send(client, sender)
             await client.wake_up(["kv_cache"])
-            assert (await client.generate(one, model="tiny"))["response_ids"] == [[first]]
+            assert (await client.generate(body, model="tiny"))["response_ids"] == [[first]]
             assert await client.tokenize(["the sea"]) and await client.detokenize([[70, 71]])
             with pytest.raises(Exception, match="method is one of"):
                 await client._call_all_servers("/collective_rpc", {"method": "exec"})
