@@ -460,7 +460,7 @@ class FakeRunner:
                     assert block >= 0, "computed a token that has no block"
                     self.kv[block, at % size] = key
         for image in step.ahead_images:
-            self.encoded[image.digest] = self.pictures[image.digest] = crc32(image.pixels)
+            self.encoded[image.digest] = self.pictures[image.digest] = crc32(drawn(image))
         result = StepResult(step.step, [])
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

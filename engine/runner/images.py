@@ -22,6 +22,7 @@ from engine.config.vision import VisionConfig
 from engine.images.image import Image
 from engine.models.image_rows import Encoder, ImageRows
 from engine.models.registry import Model
+from engine.parallel.group import TensorParallelGroup
 from engine.resolve import Resolved
 from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.encode_stream import EncodeStream, Encoding
@@ -29,6 +30,9 @@ from engine.runner.inputs import DeviceStep
 from engine.runner.memory import image_cache_shape
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, RotaryPlaces
+
+# On a GPU a tower takes about as long for fewer embeddings, in all, as for so many.
+_LEAST_SHARED = 256
 
 
 def axis_of_frequency(section: Sequence[int], interleaved: bool) -> list[int]:
@@ -84,6 +88,38 @@ class _Span:
     tokens: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Images that each rank has encoded a share of, until all ranks have all embeddings.
+
+    rows: [most, width], this rank's embeddings, padded to those of the largest share.
+    slots: [size] int64, the rows of the cache that the embeddings get, rank by rank.
+    places: [size] int64, their places in the gathered rows.
+    encoding: this rank's encode; None without a stream.
+    """
+
+    rows: Tensor
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+    encoding: Encoding | None
+
+
+def shares_of(images: Sequence[Image], ranks: int, least: int) -> list[list[Image]]:
+    """Divide images among ranks, about equally many embeddings each; one list if that pays not.
+
+    least: the fewest embeddings for which dividing pays.
+    """
+    if ranks == 1 or len(images) < 2 or sum(image.size for image in images) < least:
+        return [[*images]]
+    shares: list[list[Image]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for image in sorted(images, key=lambda image: -image.size):
+        rank = sizes.index(min(sizes))
+        shares[rank].append(image)
+        sizes[rank] += image.size
+    return shares
+
+
 class StepImages:
     """The device's cache of image embeddings, and the images of each batch row.
 
@@ -101,6 +137,7 @@ class StepImages:
         apart: bool = False,
         mutual: Collection[int] | None = None,
         stream: EncodeStream | None = None,
+        group: TensorParallelGroup | None = None,
     ) -> None:
         """Set up an empty cache of embeddings.
 
@@ -112,6 +149,7 @@ class StepImages:
         mutual: the groups of layers in which tokens of an image attend to each other, in a model
             that has such layers; None = all.
         stream: the stream of encodes, on CUDA; None = steps and encodes run in launch order.
+        group: the ranks that divide several images among them; None = this rank encodes all.
         """
         self._vision = vision
         self._rows = rows
@@ -123,6 +161,9 @@ class StepImages:
         self._mutual = () if not vision.bidirectional else everywhere if mutual is None else mutual
         self._device = rows.tokens.device
         self._stream = stream
+        self._group = group or TensorParallelGroup()
+        self._least = _LEAST_SHARED if stream is not None else 0
+        self._shares: _Shares | None = None  # of the newest encode, if ranks have not met
         self._slots: dict[bytes, NDArray[np.int64]] = {}  # digest -> rows of the cache
         # digest -> the encode of the image, until a step waits for it
         self._encodings: dict[bytes, Encoding] = {}
@@ -161,7 +202,15 @@ class StepImages:
         cuda = model.device.type == "cuda" and model.tower is not None
         stream = EncodeStream(model.device) if cuda else None
         return cls(
-            vision, rows, model.tower, cache, table, apart=apart, mutual=mutual, stream=stream
+            vision,
+            rows,
+            model.tower,
+            cache,
+            table,
+            apart=apart,
+            mutual=mutual,
+            stream=stream,
+            group=model.group,
         )
 
     @property
@@ -205,6 +254,7 @@ class StepImages:
         """Drop all images."""
         self._slots.clear()
         self._encodings.clear()
+        self._shares = None
         if self._stream is not None:
             self._stream.forget()
         self._free = np.arange(len(self._cache))
@@ -216,6 +266,7 @@ class StepImages:
         """
         if self._encoder is None:
             return
+        self._gather_shares()  # before their rows of the cache may be given away
         for digest in dropped:
             if digest in self._slots:
                 self._free = np.concatenate((self._free, self._slots.pop(digest)))
@@ -226,9 +277,12 @@ class StepImages:
         began = time.perf_counter()
         for image in [image for image in missing.values() if image.rows]:
             self._keep([missing.pop(image.digest)], partial(self._received, image))
-        groups = [[image] for image in missing.values()] if self._apart else [[*missing.values()]]
-        for group in groups if missing else ():
-            self._keep(group, partial(self._encoded, self._encoder, group))
+        shares = shares_of([*missing.values()], self._group.size, self._least)
+        if len(shares) > 1:
+            self._keep_share(self._encoder, shares)
+        else:
+            for group in self._together(shares[0]):
+                self._keep(group, partial(self._encoded, self._encoder, group))
         if self._stream is None:
             self._seconds += time.perf_counter() - began
 
@@ -282,6 +336,47 @@ class StepImages:
             if encoding is not None:
                 self._encodings[image.digest] = encoding
 
+    def _together(self, images: Sequence[Image]) -> list[Sequence[Image]]:
+        """Return the runs of the tower for these images."""
+        return [[image] for image in images] if self._apart else [images] if images else []
+
+    def _keep_share(self, encoder: Encoder, shares: Sequence[Sequence[Image]]) -> None:
+        """Encode this rank's share of images; `_gather_shares` brings those of the others.
+
+        Ranks meet on the stream of steps, where all their calls are in one order.
+        """
+        own = shares[self._group.rank]
+        sizes = [sum(image.size for image in share) for share in shares]
+        size, most = sum(sizes), max(sizes)
+        if size > len(self._free):
+            raise ValueError(f"{size} embeddings of images, {len(self._free)} free places")
+        with self._encoding() as encoding:
+            rows = self._cache.new_zeros(most, self._cache.shape[1])
+            parts = [self._encoded(encoder, images) for images in self._together(own)]
+            if parts:
+                rows[: sizes[self._group.rank]] = torch.cat(parts).to(rows.dtype)
+        taken, self._free = np.split(self._free, [size])
+        places = [most * rank + np.arange(count) for rank, count in enumerate(sizes)]
+        self._shares = _Shares(rows, taken, np.concatenate(places), encoding)
+        for image in [image for share in shares for image in share]:
+            self._slots[image.digest], taken = np.split(taken, [image.size])
+        if self._stream is None:
+            self._gather_shares()
+
+    def _gather_shares(self) -> None:
+        """Write the embeddings of all ranks' shares into the cache, if an encode was divided."""
+        shares, self._shares = self._shares, None
+        if shares is None:
+            return
+        if self._stream is not None and shares.encoding is not None:
+            self._stream.await_encoding(shares.encoding)
+            shares.rows.record_stream(torch.cuda.current_stream(self._device))
+        gathered = self._group.gather(shares.rows).flatten(0, 1)
+        rows = gathered.index_select(0, self._on_device(shares.places))
+        self._cache.index_copy_(0, self._on_device(shares.slots), rows)
+        if self._stream is not None:
+            self._stream.gathered()
+
     def _pixels(self, image: Image) -> Tensor:
         """Return the image's pixels on the device, uint8 [tiles, height, width, 3]."""
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(*image.shape, 3)
@@ -306,6 +401,7 @@ class StepImages:
         """Set the image embeddings and rotary positions of a step's tokens, if `within`."""
         if not self.within(batch):
             return
+        self._gather_shares()
         firsts = np.cumsum([0, *batch.lengths])
         tokens, slots = [], []
         for entry, (row, start) in enumerate(zip(batch.rows, batch.starts, strict=True)):

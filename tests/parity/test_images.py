@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.factory import build
 from engine.images.image import Image
 from engine.images.processor import ImageProcessor, prepare
+from engine.parallel.ranks import Ranks
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
@@ -36,7 +37,7 @@ from tests.engine.images.folders import (
 from tests.engine.images.test_processors import write_folder
 from tests.engine.models.test_launch_path import waits_are_errors
 from tests.engine.process.conftest import two_cores
-from tests.engine.process.ranked import start
+from tests.engine.process.ranked import start, two_gpus
 from tests.parity.engine_driver import Output, engine, run
 
 __all__ = ["two_cores"]  # a fixture
@@ -321,6 +322,31 @@ def test_ranks(name: str, ways: dict[str, Any], tmp_path: Path) -> None:
     core, others = start(settings(tmp_path, **ways))
     try:
         seeing.run(core)
+    finally:
+        assert others is not None
+        others.close()
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_encode_a_share_each(tmp_path: Path) -> None:
+    """Bugs: a rank reads rows that another has not sent, or ranks meet in another order."""
+    seeing = made("Qwen3-VL", tmp_path)
+    parts: list[list[int | Pillow.Image]] = [
+        [5, *(picture(64, 96, seed) for seed in range(50)), 7, 8 + number] for number in range(3)
+    ]
+    prompts = [seeing.prompt(some) for some in parts]
+    assert sum(image.size for image in prompts[0][1]) >= 256, "the ranks do not share it"
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", dtype="float32", tensor_parallel=2, num_blocks=512,
+        max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=512,
+    )  # fmt: skip
+    core, others = start(config, Ranks)
+    try:
+        ids = [list(prompt) for prompt, _ in prompts]
+        outputs = run(core, ids, GREEDY, images=[images for _, images in prompts])
+        for some, prompt, output in zip(parts, ids, outputs, strict=True):
+            seeing.check(some, prompt, output)
     finally:
         assert others is not None
         others.close()

@@ -419,7 +419,8 @@ def test_images_are_counted() -> None:
     assert core.scheduler.pace.limit(64, 1, 100) == 64
 
 
-def test_embeddings_that_came_take_no_encode_and_no_budget() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_embeddings_that_came_take_no_encode_and_no_budget(ahead: bool) -> None:
     """Bugs: a step that encodes nothing ends before the second image; embeddings fill the host's
     memory without bound; an image whose embeddings were dropped has no pixels left."""
     runner = Recording(
@@ -427,6 +428,7 @@ def test_embeddings_that_came_take_no_encode_and_no_budget() -> None:
         num_blocks=32,
         async_scheduling=False,
         images=replace(PLAN, cache_tokens=16),
+        encodes_ahead=ahead,
     )
     core = core_with(runner)
     prompt = make_prompt([9], 6, 5, [9] * 10)
