@@ -36,7 +36,6 @@ from engine.config.model_config import ModelConfig
 from engine.config.quantized import GGUF_BLOCKS
 from engine.config_reader import Reader
 from engine.images.settings import PREPROCESSOR
-from engine.text.template_contents import with_image_places
 
 # Tensors whose contents config.json has, or that follow from it.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_*.weight", "blk.*.attn_rot_embd")
@@ -77,8 +76,6 @@ def convert(
     _write_json(target / "generation_config.json", special | defaults)
     template = file.get("tokenizer.chat_template")
     if template:
-        if tower is not None:
-            template = with_image_places(template, tower.layout.place)
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     tensors = [_written(file, model, piece, dtype, types) for piece in pieces]
     if tower is not None:

@@ -46,7 +46,6 @@ class Mmproj:
     vision: the function that returns vision_config.
     settings: the function that returns the processor's settings, besides mean and deviation.
     outer: the function that returns further keys of config.json.
-    place: what a chat template writes for a picture.
     optional: names of `tensors` that some models of the family lack.
     plus_one: a norm to whose weights one was added.
     permuted: names whose rows are in pairs, as the text model's queries and keys are.
@@ -63,7 +62,6 @@ class Mmproj:
     out: tuple[str, int]
     vision: Callable[[Tower], Values]
     settings: Callable[[Tower], Values]
-    place: str
     outer: Callable[[Tower], Values] = lambda file: {}
     optional: tuple[str, ...] = ()
     plus_one: str = ""
@@ -296,7 +294,6 @@ _QWEN_TOKENS = {
     "vision_start_token_id": ("<|vision_start|>",),
     "vision_end_token_id": ("<|vision_end|>",),
 }
-_QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def _siglip(before: str, projector: Mapping[str, str]) -> dict[str, str]:
@@ -349,7 +346,6 @@ _PIXTRAL_FIELDS: Mapping[str, Any] = {
     "vision": _pixtral,
     "settings": _pixtral_settings,
     "outer": _pixtral_outer,
-    "place": "[IMG]",
     "permuted": (f"{_LAYER}attn_q", f"{_LAYER}attn_k"),
 }
 _INTERN = "model.vision_tower"
@@ -369,7 +365,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.2.weight", 0),
         _qwen2,
         _qwen_settings(56 * 56, 28 * 28 * 16384),
-        _QWEN_PLACE,
         sections=True,
     ),
     Mmproj(
@@ -391,7 +386,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.2.weight", 0),
         _qwen2_5,
         _qwen_settings(56 * 56, 28 * 28 * 16384),
-        _QWEN_PLACE,
         sections=True,
     ),
     Mmproj(
@@ -414,7 +408,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.2.weight", 0),
         _qwen3,
         _qwen_settings(256 * 256, 4096 * 4096),
-        _QWEN_PLACE,
         sections=True,
         levels=_deepstack,
     ),
@@ -440,7 +433,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.input_projection.weight", 1),
         _gemma3,
         _square,
-        "<start_of_image>",
         _gemma3_count,
         plus_one="mm.soft_emb_norm",
     ),
@@ -469,7 +461,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.model.fc.weight", 0),
         _idefics3,
         _idefics3_settings,
-        "<image>",
         lambda file: {"scale_factor": _scale(file)},
     ),
     Mmproj(
@@ -504,7 +495,6 @@ MMPROJS: tuple[Mmproj, ...] = (
         ("mm.model.mlp.3.weight", 0),
         _intern,
         _intern_settings,
-        "<IMG_CONTEXT>\n",
         lambda file: {"downsample_ratio": 1 / _scale(file), "projector_hidden_act": "gelu"},
         optional=("v.post_ln", f"{_LAYER}attn_q_norm", f"{_LAYER}attn_k_norm"),
     ),

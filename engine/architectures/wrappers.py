@@ -33,10 +33,27 @@ _OTHERS = (
 )
 
 
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+# Wrapper.images -> Wrapper.place
+_PLACES = {
+    "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
+    "idefics3": "<image>",
+    "internvl": "<IMG_CONTEXT>\n",
+    "llama4": "<|image|>",
+    "pixtral": "[IMG]",
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+}
+
+
 def _wrapper(
-    name: str, models: str, flat: str = "", *, images: str = "", tower: str = "", place: str = ""
+    name: str, models: str, flat: str = "", *, images: str = "", tower: str = ""
 ) -> Wrapper:
-    return Wrapper(name, models, _RENAMES, _OTHERS, flat, images, tower, place=place)
+    return Wrapper(
+        name, models, _RENAMES, _OTHERS, flat, images, tower, place=_PLACES.get(images, "")
+    )
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -47,7 +64,6 @@ WRAPPERS: dict[str, Wrapper] = {
             "Mistral3ForConditionalGeneration",
             "Mistral Small 3.1 on, Ministral 3, Devstral",
             images="pixtral",
-            place="[IMG]",
         ),
         _wrapper(
             "Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)", images="gemma4"
@@ -60,7 +76,6 @@ WRAPPERS: dict[str, Wrapper] = {
             "LLaVA, Pixtral (which alone sees images)",
             images="pixtral",
             tower="pixtral",
-            place="[IMG]",
         ),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
         _wrapper("LlavaNextVideoForConditionalGeneration", "LLaVA-NeXT-Video"),
@@ -74,7 +89,7 @@ WRAPPERS: dict[str, Wrapper] = {
             _OTHERS,
             images="internvl_chat",
             text_key="llm_config",
-            place="<IMG_CONTEXT>\n",
+            place=_PLACES["internvl"],
         ),
         _wrapper("Idefics2ForConditionalGeneration", "Idefics 2"),
         _wrapper("Idefics3ForConditionalGeneration", "Idefics 3", images="idefics3"),
