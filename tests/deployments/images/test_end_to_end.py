@@ -32,7 +32,7 @@ from engine.library.llm import LLM
 from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.asgi import Client
+from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.images.vision_backend import TEMPLATE, vision_tokenizer
 from tests.engine.images.files import saved
 from tests.engine.images.folders import CASES, Case, picture, save_model, their_processor
@@ -42,10 +42,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WIDE, TALL = picture(200, 90, 1), picture(70, 150, 2)
 PNG, JPEG = saved(WIDE, "PNG"), saved(TALL, "JPEG", quality=90)
 TOKENS = 24
+POSITIONS = 1000
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
-    "max_model_len": 400,
+    "max_model_len": POSITIONS,
     "num_blocks": 200,
     "max_num_seqs": 4,
 }
@@ -68,9 +69,9 @@ class Model:
         }
         ids["video_token_id"] = 0  # of no prompt here
         case = CASES["Qwen3-VL"]
-        self.case: Case = replace(
-            case, text=case.text | {"vocab_size": self.tokenizer.vocab_size}, outer=ids
-        )
+        text = case.text | {"max_position_embeddings": POSITIONS}
+        text |= {"vocab_size": self.tokenizer.vocab_size}
+        self.case: Case = replace(case, text=text, outer=ids)
         self.theirs: Any = save_model(folder, self.case)
         self.tokenizer.backend.save(str(folder / "tokenizer.json"))
         named = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
@@ -127,7 +128,9 @@ class Endpoint:
 async def endpoint(model: Model, replicas: int) -> AsyncIterator[Endpoint]:
     config = EngineConfig(model=str(model.folder), **OPTIONS)
     tokenizer = Tokenizer.load(model.folder)
-    card = ModelCard("m", 400, tokenizer.vocab_size, (2,), 0, images=image_processor(model.folder))
+    card = ModelCard(
+        "m", POSITIONS, tokenizer.vocab_size, (2,), 0, images=image_processor(model.folder)
+    )
     dispatcher = Dispatcher(card, tokenizer, DispatchLimits(wait_seconds=30.0), "router")
     front = ModelsBackend("router-1")
     front.set_dispatcher("m", dispatcher, 0.0)
@@ -203,6 +206,77 @@ async def test_a_killed_engine_changes_nothing(model: Model) -> None:
         assert reply.status == 200, reply.body
         tokens = reply.json()["choices"][0]["token_ids"]
         assert tokens == whole["choices"][0]["token_ids"]
+
+
+def sampled(seed: int, **fields: Any) -> dict[str, Any]:
+    return {**BODY, "temperature": 1.0, "seed": seed, **fields}
+
+
+async def test_seeds_grammars_and_tools(model: Model) -> None:
+    """Bug: what shapes an answer is lost beside images, or answers differ from turn to turn."""
+    async with endpoint(model, 1) as served:
+
+        async def answer(body: dict[str, Any]) -> Any:
+            reply = await served.client.post("/v1/chat/completions", body)
+            assert reply.status == 200, reply.body
+            return reply.json()["choices"]
+
+        async def tokens(body: dict[str, Any]) -> list[list[int]]:
+            return [choice["token_ids"] for choice in await answer(body)]
+
+        first, again, other = [
+            await tokens(sampled(seed, n=2, max_tokens=12)) for seed in (5, 5, 6)
+        ]
+        assert first == again and first[0] != first[1] and first != other
+        alone = await tokens(sampled(5, max_tokens=12))
+        together = await asyncio.gather(*(tokens(sampled(5, max_tokens=12)) for _ in range(3)))
+        assert together == [alone] * 3
+
+        plain = {**BODY, "ignore_eos": False, "max_tokens": 250}
+        schema = {
+            "type": "object",
+            "properties": {"animal": {"enum": ["cat", "dog"]}},
+            "required": ["animal"],
+            "additionalProperties": False,
+        }
+        named = {"name": "seen", "schema": schema, "strict": True}
+        formatted = {"type": "json_schema", "json_schema": named}
+        (choice,) = await answer({**plain, "response_format": formatted})
+        assert json.loads(choice["message"]["content"])["animal"] in ("cat", "dog")
+        (choice,) = await answer({**plain, "structured_outputs": {"choice": ["cat", "dog"]}})
+        assert choice["message"]["content"] in ("cat", "dog")
+        tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
+        called = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        (choice,) = await answer({**plain, **called})
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["animal"] in ("cat", "dog")
+
+
+async def test_a_kill_in_mid_stream(model: Model) -> None:
+    """Bug: a stream that moves goes on with other noise, or says a part twice."""
+    async with endpoint(model, 2) as served:
+        body = sampled(7, n=2, max_tokens=100, stream=True)
+
+        def texts(reply: Any) -> dict[int, str]:
+            parts: dict[int, str] = {}
+            for event in reply.events():
+                for choice in () if event == "[DONE]" else event["choices"]:
+                    text = choice["delta"].get("content") or ""
+                    parts[choice["index"]] = parts.get(choice["index"], "") + text
+            return parts
+
+        whole = texts(await served.client.post("/v1/chat/completions", body))
+        reply = Reply()
+        raw = json.dumps(body).encode()
+        path = "/v1/chat/completions"
+        asked = asyncio.create_task(served.client.request("POST", path, raw, reply=reply))
+        while len(reply.sends) < 20:
+            await asyncio.sleep(0.001)
+        busy = next(i for i, server in enumerate(served.servers) if server.in_flight)
+        os.kill(served.pids[busy], signal.SIGKILL)
+        await asked
+        assert reply.events()[-1] == "[DONE]"
+        assert texts(reply) == whole and len(whole) == 2
 
 
 def test_the_library(model: Model, tmp_path: Path) -> None:
