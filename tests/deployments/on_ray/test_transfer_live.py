@@ -24,6 +24,8 @@ from tests.deployments.on_ray.test_training_live import info, until
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 PROMPT = [5, 6, 7, 8]
+# Of its own: an application keeps a trainer's weights, for the next one of its name and model, too.
+APP = "transfer"
 
 
 class Trainer:
@@ -65,6 +67,7 @@ def served(shared_cluster: Cluster, folder: Path) -> Iterator[Cluster]:
     config = parse_config(
         {
             "model": str(folder),
+            "app_name": APP,
             "engine": {
                 "load_format": "dummy",
                 "dtype": "float32",
@@ -76,9 +79,9 @@ def served(shared_cluster: Cluster, folder: Path) -> Iterator[Cluster]:
         },
         {},
     )
-    serve.run(assemble(config), name="manta", route_prefix="/")
+    serve.run(assemble(config), name=APP, route_prefix="/")
     yield shared_cluster
-    serve.delete("manta")
+    serve.delete(APP)
 
 
 def says(cluster: Cluster, count: int = 6) -> set[tuple[tuple[int, ...], str]]:
@@ -133,7 +136,7 @@ def test_a_trainer_drives_the_fleet(served: Cluster, folder: Path) -> None:
 
     from ray import serve
 
-    victim = serve.get_deployment_handle("engine-cpu", "manta").stats.remote().result()
+    victim = serve.get_deployment_handle("engine-cpu", APP).stats.remote().result()
     before = set(info(served)["replicas"])
     os.kill(victim["engine_pid"], signal.SIGKILL)
 
