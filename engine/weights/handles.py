@@ -85,6 +85,25 @@ def read_handles(encoded: str) -> list[dict[str, Any]]:
     return handles
 
 
+def plain_handle(handle: Any) -> list[Any]:
+    """Return what torch's `reduce_tensor` gives as plain data, for `UpdateInfo.cuda_handles`."""
+    _, arguments = handle
+    return [_plain(argument) for argument in arguments]
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, type):
+        return f"{argument.__module__}.{argument.__qualname__}"
+    if isinstance(argument, torch.dtype):
+        return str(argument)
+    return list(argument) if isinstance(argument, tuple) else argument
+
+
+def from_plain(arguments: list[Any]) -> tuple[Any, ...]:
+    """Return the handle that `plain_handle` was given, as `read_handles` returns it."""
+    return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
+
+
 class _Reader:
     """Reads the plain data of one pickle."""
 

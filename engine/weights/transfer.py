@@ -17,7 +17,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError, UpdateFailed
 from engine.messages import NOT_JOINED
-from engine.weights.handles import DTYPES, SharedBytes, open_handle, read_handles
+from engine.weights.handles import (
+    DTYPES,
+    SharedBytes,
+    from_plain,
+    open_handle,
+    read_handles,
+)
 from engine.weights.staging import WeightStage
 from engine.weights.trainer_group import SECONDS, TrainerGroup, open_group
 
@@ -55,6 +61,7 @@ class UpdateInfo(msgspec.Struct):
         that takes them past packed_buffer_size_bytes; None: as InitInfo has it.
     ipc_handles: where each tensor lies in shared memory, under the key "cpu".
     ipc_handles_pickled: CUDA IPC handles of each, as a pickle in base64.
+    cuda_handles: the same as plain data, from a trainer in the engine's own program.
     tensor_sizes: bytes of each, where the handle is that of one buffer with all of them.
     sizes: the same in elements, as SkyRL has it.
     """
@@ -67,6 +74,7 @@ class UpdateInfo(msgspec.Struct):
     packed_num_buffers: int = 2
     ipc_handles: list[dict[str, SharedBytes]] | None = None
     ipc_handles_pickled: str | None = None
+    cuda_handles: list[dict[str, list[Any]]] | None = None
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
 
@@ -246,7 +254,7 @@ class WeightTransfer:
     def _tensors(self, message: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a message; one is valid until the next is asked for."""
         headers = message.headers()
-        if message.ipc_handles_pickled is not None:
+        if message.ipc_handles_pickled is not None or message.cuda_handles is not None:
             yield from self._shared_by_cuda(message)
         elif message.ipc_handles is not None:
             for (name, dtype, shape), places in zip(headers, message.ipc_handles, strict=True):
@@ -258,8 +266,14 @@ class WeightTransfer:
             yield from self._broadcast(message, headers)
 
     def _shared_by_cuda(self, message: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        assert message.ipc_handles_pickled is not None
-        headers, handles = message.headers(), read_handles(message.ipc_handles_pickled)
+        headers = message.headers()
+        if message.ipc_handles_pickled is not None:
+            handles = read_handles(message.ipc_handles_pickled)
+        else:
+            handles = [
+                {uuid: from_plain(arguments) for uuid, arguments in places.items()}
+                for places in message.cuda_handles or ()
+            ]
         if message.tensor_sizes is not None:
             if len(handles) != 1:
                 raise _wrong(f"tensor_sizes go with the handle of one buffer, not {len(handles)}")

@@ -13,6 +13,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from engine import LLM, WeightSender
 from engine.errors import ConfigError, UpdateFailed
 from engine.weights import staging
 from engine.weights import transfer as transfer_module
-from engine.weights.handles import read_handles, rebuild_arguments
+from engine.weights.handles import from_plain, plain_handle, read_handles, rebuild_arguments
 from engine.weights.nccl import pickled_id, read_id
 from engine.weights.transfer import UpdateInfo, WeightTransfer
 from tests.engine.library.trainers import PROMPT, Trainer, answer, folders, greedy
@@ -391,6 +392,19 @@ def test_handles_of_torch_are_read(protocol: int, with_function: bool) -> None:
     assert len(read_handles(encoded({UUID: shown[0]}))) == 1, "of a buffer"
 
 
+def test_handles_as_plain_data() -> None:
+    """The handles of a trainer in the same program cannot be opened, or come back as others."""
+    given = {UUID: plain_handle((rebuild_cuda_tensor, arguments()))}
+    names: dict[str, Any] = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[3, 4]]}
+    sent = msgspec.msgpack.encode({**names, "cuda_handles": [given]})
+    (received,) = msgspec.msgpack.decode(sent, type=UpdateInfo).cuda_handles or ()
+    handle = from_plain(received[UUID])
+    device = torch.device("cuda", 0)
+    assert rebuild_arguments(handle, device) == arguments(device=0)
+    with pytest.raises(UpdateFailed, match="none of torch"):
+        rebuild_arguments(from_plain(received[UUID][:-1]), device)
+
+
 def test_sizes_in_elements() -> None:
     """The tensors of SkyRL's buffers are cut at wrong places."""
     names: dict[str, Any] = {"names": ["a", "b"], "dtype_names": ["bfloat16", "bfloat16"]}
@@ -477,8 +491,8 @@ def same_as_from_a_folder(llm: LLM, trainer: Trainer, folder: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_cuda_ipc(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("form", ["one by one", "packed", "plain"])
+def test_cuda_ipc(tmp_path: Path, form: str) -> None:
     """A handle shows other bytes than the trainer's, or the mapping is closed too early."""
     trainer = Trainer(tmp_path / "model")
     uuid = str(torch.cuda.get_device_properties(0).uuid)
@@ -496,12 +510,14 @@ def test_cuda_ipc(tmp_path: Path, packed: bool) -> None:
                 "shapes": [list(tensor.shape) for _, tensor in tensors],
             }
             handles: Any = [{uuid: reduce_tensor(tensor)} for _, tensor in tensors]
-            if packed:
+            if form == "packed":
                 handles = {uuid: reduce_tensor(buffer)[1]}
                 info["tensor_sizes"] = [raw.numel() for raw in raws]
-            llm.update_weights(
-                {**info, "ipc_handles_pickled": encoded(handles)}, version=f"turn {turn}"
-            )
+            if form == "plain":
+                info["cuda_handles"] = [{uuid: plain_handle(place[uuid])} for place in handles]
+            else:
+                info["ipc_handles_pickled"] = encoded(handles)
+            llm.update_weights(info, version=f"turn {turn}")
             assert answer(llm).versions == [(f"turn {turn}", 8)]
             assert answer(llm).token_ids != old
             same_as_from_a_folder(llm, trainer, tmp_path / f"turn {turn}")
