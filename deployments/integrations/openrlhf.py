@@ -22,7 +22,11 @@ from engine.batch import TokenLogprobs
 from engine.errors import ConfigError, InvalidRequest, UpdateFailed
 from engine.weights.handles import plain_handle
 
-_SAMPLING = ["n", "temperature", "top_p", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs"]
+_SAMPLING = (
+    *("n", "temperature", "top_p", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 _REFUSED = ("allowed_token_ids", "bad_words", "logit_bias", "structured_outputs")
 
 
