@@ -248,7 +248,7 @@ class StepImages:
         self._places[row], delta = rotary_places(new.images)
         if delta != self._deltas[row]:
             self._deltas[row] = delta
-            self._rows.deltas[row] = delta
+            self._rows.deltas[row : row + 1].fill_(delta)  # setting an element would wait
 
     def clear(self) -> None:
         """Drop all images."""
