@@ -58,12 +58,13 @@ def write_pair(
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     *,
     swapped: bool = False,
+    text_quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **changes: Any,
 ) -> Path:
     """Write a checkpoint's model.gguf and mmproj-model.gguf; return the first.
 
-    quant: of the tower's matrices. swapped: as MLPs' halves were named once. changes: keys of the
-    tower's metadata, without "clip.".
+    quant, text_quant: of the tower's and the text model's matrices. swapped: as MLPs' halves were
+    named once. changes: keys of the tower's metadata, without "clip.".
     """
     projector, written = PAIRS[name]
     config = json.loads((checkpoint / "config.json").read_text())
@@ -84,7 +85,7 @@ def write_pair(
             more=written.more,
             tokens={number: token for token, number in case.tokens.items()},
         )
-    write(parts, folder / "model.gguf", written)
+    write(parts, folder / "model.gguf", written, text_quant)
     writer = gguf.GGUFWriter(folder / "mmproj-model.gguf", "clip")
     metadata = {"projector_type": projector, "has_vision_encoder": True}
     metadata |= _metadata(projector, case, config) | changes

@@ -20,9 +20,9 @@ from engine.errors import ConfigError
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_contents import with_image_places
 from tests.engine.images.folders import CASES, Case, load_processor, save_model
-from tests.parity.engine_driver import engine
+from tests.parity.engine_driver import engine, run
 from tests.parity.gguf_tower_files import PAIRS, write_pair
-from tests.parity.test_images import Seeing
+from tests.parity.test_images import GREEDY, PROMPTS, Seeing
 
 # What the format cannot say: another base of positions, an activation of the projector, tiles of
 # another size than the table.
@@ -80,6 +80,38 @@ def test_types_of_towers(kind: str, smol: Path, tmp_path: Path) -> None:
     values = torch.from_numpy(dequantize(quantize(stored.numpy(), quant), quant))
     assert written.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
     assert torch.equal(written, values.to(written.dtype))
+
+
+def test_a_tower_beside_blocks(tmp_path: Path) -> None:
+    """Bug: the tower of a file that is served as it is, as on CPUs, is taken for blocks."""
+    sizes = {"hidden_size": 64, "head_dim": 16}
+    case = replace(CASES["SmolVLM"], text=CASES["SmolVLM"].text | sizes)
+    theirs = save_model(tmp_path, case)
+    (tmp_path / "files").mkdir()
+    source = write_pair(
+        "SmolVLM", case, tmp_path, tmp_path / "files", text_quant=GGMLQuantizationType.Q8_0
+    )
+    stored = load_file(tmp_path / "model.safetensors")
+    values = []
+    for blocks in (False, True):
+        made = tmp_path / f"blocks-{blocks}"
+        made.mkdir()
+        convert(source, made, blocks=blocks)
+        config = ModelConfig.from_folder(made)
+        assert (config.quantized is not None) == blocks
+        processor = load_processor(made)
+        assert processor is not None
+        core = engine(made, max_num_batched_tokens=64)
+        seeing = Seeing(case, made, theirs, processor)
+        prompts = [seeing.prompt(parts) for parts in PROMPTS]
+        ids, images = [ids for ids, _ in prompts], [images for _, images in prompts]
+        outputs = run(core, ids, GREEDY, images=images)
+        written = load_file(made / "model.safetensors")
+        towers = [name for name in written if "vision" in name or "connector" in name]
+        assert len(towers) > 30
+        assert all(torch.equal(written[name], stored[name]) for name in towers)
+        values.append([output.logprobs[0].logprob for output in outputs])
+    assert values[0] == pytest.approx(values[1], abs=0.3)  # activations of 8 bits
 
 
 def test_mlps_that_older_files_name_the_other_way_round(smol: Path, tmp_path: Path) -> None:
