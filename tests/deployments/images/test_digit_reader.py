@@ -1,5 +1,8 @@
 """A trained model served on a real Ray: pictures go in over HTTP, and its answers are right."""
 
+import json
+import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -87,3 +90,23 @@ def test_two_pictures(reader: Reader) -> None:
     assert reader.right(asked[:100], answers[:100], 1) >= 0.95
     assert reader.right(asked, answers, 16) >= 0.95
     assert reader.right([pair[::-1] for pair in asked[:100]], answers[:100], 16) < 0.05
+
+
+def test_what_is_told(reader: Reader) -> None:
+    """Bug: an operator who cannot see what pictures cost, a client what the model takes."""
+
+    def metric(name: str) -> float:
+        text = reader.cluster.get("/digits/metrics")
+        values = re.findall(rf"^\w*?{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, values))
+
+    names = ("images_encoded_total", "image_tokens_encoded_total", "image_encode_seconds_total")
+    reader.ask(reader.files[0])
+    (listed,) = json.loads(reader.cluster.get("/digits/v1/models"))["data"]
+    assert listed["input_modalities"] == ["text", "image"]
+    deadline = time.monotonic() + 30
+    while not all(map(metric, (*names, "images_total"))):
+        assert time.monotonic() < deadline, reader.cluster.get("/digits/metrics")[-3000:]
+        time.sleep(0.5)
+    encoded, tokens = metric(names[0]), metric(names[1])
+    assert tokens == 4 * encoded
