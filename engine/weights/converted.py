@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.weights.index import CODES, read_index
+from engine.weights.index import file_header, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Loading
@@ -122,24 +121,13 @@ class Writer:
             self._begin(folder / f"{stem}-{number:05}.safetensors", shard)
 
     def _begin(self, file: Path, shard: Sequence[tuple[str, Parameter]]) -> None:
-        header: dict[str, Any] = {}
-        at = 0
-        for name, parameter in shard:
-            tensor = parameter.tensor
-            header[name] = {
-                "dtype": CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.nbytes],
-            }
-            at += tensor.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        header, offsets = file_header((name, parameter.tensor) for name, parameter in shard)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._open.append(descriptor)
-        start = os.write(descriptor, len(text).to_bytes(8, "little") + text)
-        os.ftruncate(descriptor, start + at)
+        start = os.write(descriptor, header)
+        os.ftruncate(descriptor, start + sum(parameter.tensor.nbytes for _, parameter in shard))
         for name, _ in shard:
-            self._places[name] = (descriptor, start + header[name]["data_offsets"][0])
+            self._places[name] = (descriptor, start + offsets[name])
             self.files[name] = file.name
 
     def write(self, parameter: Parameter) -> None:

@@ -3,10 +3,14 @@
 An error for a damaged file names it.
 """
 
+import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.shards import PICKLED, Entry, file_error, find_shards, read_header, read_shards
@@ -30,6 +34,21 @@ DTYPES = {
     "I64": torch.int64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def file_header(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, dict[str, int]]:
+    """Return what begins a safetensors file of these tensors, and each one's offset behind it."""
+    entries: dict[str, dict[str, Any]] = {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors:
+        offsets[name], end = end, end + tensor.nbytes
+        place = [offsets[name], end]
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": place}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:

@@ -2,7 +2,7 @@
 
 An update of weights is read from such a folder by every rank of the engine, so that a half-sent
 update is never in the model. An engine of one rank need not wait for the files: it holds the
-tensors on its device, and the files, which replicas read that join later, are written meanwhile.
+tensors on its device, and writes the files, which replicas read that join later, once it has them.
 """
 
 import contextlib
@@ -14,17 +14,16 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.private_folder import temporary_folders, why_unusable
 from engine.shards import weight_files
-from engine.weights.index import CODES
+from engine.weights.index import CODES, file_header
 
 logger = logging.getLogger("manta.engine")
 
@@ -69,7 +68,7 @@ class WeightStage:
         self.held: dict[str, Tensor] = {}
         self._hold_on = hold_on
         self._writer: threading.Thread | None = None
-        self._over = threading.Event()  # the held tensors are not needed any more
+        self._over = threading.Event()  # the engine has the held tensors, or nobody needs them
         self._discarded = False
         if hold_on is not None:
             (self.folder / _WRITING).touch()
@@ -108,7 +107,7 @@ class WeightStage:
             self._write()
 
     def close(self) -> None:
-        """Write what waits; held tensors are written in the background. Raises ConfigError."""
+        """Write what waits; held tensors are written after `release`. Raises ConfigError."""
         if not self._names:
             raise ConfigError("no tensor was sent", param="weights")
         if self._hold_on is not None:
@@ -122,7 +121,8 @@ class WeightStage:
         (self.folder / _WRITING).unlink(missing_ok=True)
 
     def _write_held(self) -> None:
-        """Write the held tensors, and free them once they are not needed; a thread's body."""
+        """Write the held tensors once the engine has them, and free them; a thread's body."""
+        self._over.wait()  # streams would wait for the copies and files
         marker, device = self.folder / _WRITING, self._hold_on
         assert device is not None
         cuda = device.type == "cuda"
@@ -143,21 +143,20 @@ class WeightStage:
                 logger.warning("weights of a trainer were not written: %s", why)
                 with contextlib.suppress(OSError):
                     marker.write_text(why)
-        self._over.wait()
         self.held.clear()
         if cuda:
             torch.cuda.empty_cache()
 
     def release(self) -> None:
-        """Free the held tensors once their files are written."""
+        """Write the files of the held tensors in the background, then free these."""
         self._over.set()
 
     def _write(self) -> None:
         self._files += 1
         try:
             save_file(self._waiting, self.folder / f"model-{self._files:05}.safetensors")
-        except Exception as error:  # safetensors has an error of its own
-            full = getattr(error, "errno", 0) == errno.ENOSPC or "No space" in str(error)
+        except OSError as error:
+            full = error.errno == errno.ENOSPC
             way = "; make /dev/shm larger (docker: --shm-size) or set TMPDIR" if full else ""
             raise ConfigError(f"{self.folder}: {error}{way}", param="weights") from None
         self._waiting, self._bytes = {}, 0
@@ -173,6 +172,18 @@ class WeightStage:
             os.close(self._lock)
             self._lock = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write contiguous tensors in host memory as a safetensors file.
+
+    Other threads run meanwhile, as they do not beside safetensors' own writer. Raises OSError.
+    """
+    header, _ = file_header(tensors.items())
+    with file.open("wb") as stream:
+        stream.write(header)
+        for tensor in tensors.values():
+            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def wait_until_written(folder: Path, seconds: float = _WRITE_SECONDS) -> None:

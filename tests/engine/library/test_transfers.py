@@ -266,10 +266,12 @@ class Slow:
     """A writer of files that waits for an event."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self._save = threading.Event(), staging.save_file
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._save = staging.save_file
         monkeypatch.setattr(staging, "save_file", self)
 
     def __call__(self, tensors: dict[str, Tensor], file: Path) -> None:
+        self.begun.set()
         assert self.go.wait(20)
         self._save(tensors, file)
 
@@ -305,14 +307,15 @@ def equals(trainer: Trainer, tensors: dict[str, Tensor]) -> bool:
     )
 
 
-def test_held_tensors_are_written_meanwhile(
+def test_held_tensors_are_written_afterwards(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update waits for its files, a replica that joins reads half of them, or the tensors stay
-    in memory for ever."""
+    """An update waits for its files or shares the host with their writer, a replica that joins
+    reads half of them, or the tensors stay in memory for ever."""
     slow = Slow(monkeypatch)
     transfer, folder, held = taken(trainer, 2000)
     assert equals(trainer, held[str(folder)]), "at once"
+    assert not slow.begun.wait(0.2), "the engine has them not yet"
     with pytest.raises(ConfigError, match="send them again"):
         staging.wait_until_written(folder, 0.2)
     transfer.in_place(str(folder))
@@ -346,10 +349,11 @@ def test_files_that_cannot_be_written(trainer: Trainer, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(staging, "save_file", full)
     transfer, folder, held = taken(trainer, 2000)
+    assert held[str(folder)], "this engine can go on"
+    transfer.in_place(str(folder))
     with pytest.raises(ConfigError, match=r"No space left.*make /dev/shm larger"):
         while True:
             staging.wait_until_written(folder, 20)
-    assert held[str(folder)], "this engine can go on"
     transfer.close()
 
 
