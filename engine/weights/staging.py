@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from engine.weights.index import CODES, file_header
 logger = logging.getLogger("manta.engine")
 
 _FILE_BYTES = 256 << 20
+_PIECE_BYTES = 16 << 20
 _PREFIX, _LOCK = "manta-weights-", "owner.lock"
 _WRITING = "writing"  # the file of a folder whose tensors are not all written, or why not
 _WRITE_SECONDS = 120.0  # longest wait for the files of another
@@ -100,7 +101,10 @@ class WeightStage:
         """Copy a tensor to the host, for the next file."""
         # a view of a larger storage, or of one that others share, is copied too
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
-        copied.copy_(tensor.detach())
+        self._add(name, copied.copy_(tensor.detach()))
+
+    def _add(self, name: str, copied: Tensor) -> None:
+        """Add a tensor in host memory to the next file."""
         self._waiting[name] = copied
         self._bytes += copied.nbytes
         if self._bytes >= _FILE_BYTES:
@@ -127,13 +131,12 @@ class WeightStage:
         assert device is not None
         cuda = device.type == "cuda"
         try:
-            stream = torch.cuda.stream(torch.cuda.Stream(device)) if cuda else None
-            with stream or contextlib.nullcontext():
-                for name, tensor in list(self.held.items()):
-                    if self._discarded:
-                        break
-                    self._take(name, tensor)
-                    del tensor
+            copy: Callable[[Tensor], Tensor] = _PinnedCopy(device) if cuda else torch.clone
+            for name, tensor in list(self.held.items()):
+                if self._discarded:
+                    break
+                self._add(name, copy(tensor))
+                del tensor
             if self._waiting:
                 self._write()
             marker.unlink()
@@ -172,6 +175,29 @@ class WeightStage:
             os.close(self._lock)
             self._lock = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _PinnedCopy:
+    """A copy of tensors to the host on a stream of its own, in pieces that hold up no step.
+
+    The driver lets no other thread launch while it copies to pageable memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pinned = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        source, target = (both.reshape(-1).view(torch.uint8) for both in (tensor, copied))
+        with torch.cuda.stream(self._stream):
+            for piece, place in zip(
+                source.split(_PIECE_BYTES), target.split(_PIECE_BYTES), strict=True
+            ):
+                pinned = self._pinned[: len(piece)].copy_(piece, non_blocking=True)
+                self._stream.synchronize()
+                place.copy_(pinned)
+        return copied
 
 
 def save_file(tensors: Mapping[str, Tensor], file: Path) -> None:
