@@ -39,6 +39,7 @@ MADE_BY = {
     "operate": "`python -m bench.operate`: a wheel, a second model, a model that is added",
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",
     "gpu-checks": "`python -m bench.gpu_checks`: the tests that need a GPU, what they measured",
+    "image-intake": "`python -m bench.image_intake`: a picture's cost to a router, by stage",
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
     "cpu-mixers": "`python -m bench.kernels.cpu_mixers`: recurrent layers against transformers",
     "loading": "`python -m bench.loading`: reading weights against copying as many bytes",
