@@ -65,7 +65,7 @@ def test_methods_of_openrlhf() -> None:
 
 def params(**fields: Any) -> Any:
     """vLLM's SamplingParams, as OpenRLHF's generator of samples makes them."""
-    given = {
+    arguments = {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
@@ -74,7 +74,7 @@ def params(**fields: Any) -> Any:
         "skip_special_tokens": False,
         "logprobs": 1,
     }
-    return SimpleNamespace(**given | {"n": 1, "stop": [], "bad_words": [], **fields})
+    return SimpleNamespace(**arguments | {"n": 1, "stop": [], "bad_words": [], **fields})
 
 
 def test_what_openrlhf_asks_for_is_refused() -> None:

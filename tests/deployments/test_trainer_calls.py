@@ -83,7 +83,7 @@ def test_every_call_reaches_its_route(tmp_path: Path) -> None:
 def test_both_clients_have_the_same_calls() -> None:
     """A call that only one of the two clients has, or with other fields."""
     assert issubclass(Client, TrainerCalls) and issubclass(AsyncClient, AsyncTrainerCalls)
-    one, two = (
+    first, second = (
         {
             name: [str(parameter) for parameter in inspect.signature(call).parameters.values()]
             for name, call in vars(calls).items()
@@ -91,4 +91,4 @@ def test_both_clients_have_the_same_calls() -> None:
         }
         for calls in (TrainerCalls, AsyncTrainerCalls)
     )
-    assert one == two and len(one) == 14
+    assert first == second and len(first) == 14

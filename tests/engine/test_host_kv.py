@@ -161,10 +161,10 @@ def test_states_return_to_other_slots() -> None:
 def caches(folder: Path, num_blocks: int, device: str) -> list[KVCache]:
     groups = kv_groups(resolve(config_of(folder, PLAIN, dtype="float32")).model)
     cpu = torch.device(device)
-    made = [KVCache.allocate(groups, num_blocks, 4, torch.float32, cpu) for _ in range(2)]
-    for cache in made:
+    caches = [KVCache.allocate(groups, num_blocks, 4, torch.float32, cpu) for _ in range(2)]
+    for cache in caches:
         cache.storage.copy_(torch.randn(cache.storage.shape))
-    return made
+    return caches
 
 
 def finish(copies: Copies) -> list[tuple[int, bool]]:

@@ -166,12 +166,12 @@ class Seeing:
         levels = [list(part) for part in zip(*(r.split(HIDDEN, 1) for r in rows), strict=True)]
         encoded = transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=levels[0])
         encoded.deepstack_features = levels[1:]
-        given: dict[str, Any] = {"mm_token_type_ids": inside[None], "image_grid_thw": grids}
+        inputs: dict[str, Any] = {"mm_token_type_ids": inside[None], "image_grid_thw": grids}
         if self.vision.mrope_section is None:
-            given = {"token_type_ids": inside[None]}
+            inputs = {"token_type_ids": inside[None]}
             encoded.pooler_output = torch.cat(levels[0])
         return self.theirs(
-            input_ids=torch.tensor([ids]), mm_encoder_outputs={"image": encoded}, **given
+            input_ids=torch.tensor([ids]), mm_encoder_outputs={"image": encoded}, **inputs
         ).logits[0]
 
 
@@ -496,9 +496,9 @@ def test_dropped_images_make_room(seeing: Seeing) -> None:
     assert images is not None
     big = [replace_digest(IMAGES[1], bytes([n]) * 16) for n in range(6)]
     before: list[bytes] = [*images.held]
-    for one in big:
+    for image in big:
         ids = [5, *[PAD] * 8, 7]
-        moved = [Image(one.digest, 1, 8, 8, one.grid, one.shape, one.pixels)]
+        moved = [Image(image.digest, 1, 8, 8, image.grid, image.shape, image.pixels)]
         batch = seeing.batch(
             [(0, 0, len(ids))],
             new_rows=[with_images(0, ids, moved)],
@@ -506,7 +506,7 @@ def test_dropped_images_make_room(seeing: Seeing) -> None:
             dropped_images=before,
         )
         close(seeing.logits(batch), seeing.wanted(ids, moved))
-        before = [one.digest]
+        before = [image.digest]
 
 
 def replace_digest(old: Image, digest: bytes) -> Image:

@@ -91,13 +91,13 @@ def test_states_are_those_of_accepted_tokens(accepted: dict[int, int], graphed: 
     for entry, row in enumerate(step.rows[len(ROWS) :], start=len(ROWS)):
         at[row].append(entry)
     for row, entries in at.items():
-        kept = accepted.get(row, 1 if row == 4 else 0)
+        count = accepted.get(row, 1 if row == 4 else 0)
         tail = before.clone()
         for number, entry in enumerate(entries):
             alone = layout([row], [step.starts[entry]], 1)
             want = KERNELS.causal_conv(x[entry : entry + 1], plain.weights, None, tail, alone)
             assert torch.equal(actual[entry : entry + 1], want), (row, number)
-            if number + 1 == kept:
+            if number + 1 == count:
                 plain.tail[row] = tail[row]
     states.settle(list(accepted.items()))
     assert torch.equal(ours.tail[:PAD], plain.tail[:PAD])

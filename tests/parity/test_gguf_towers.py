@@ -94,19 +94,19 @@ def test_a_tower_beside_blocks(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     values = []
     for blocks in (False, True):
-        made = tmp_path / f"blocks-{blocks}"
-        made.mkdir()
-        convert(source, made, blocks=blocks)
-        config = ModelConfig.from_folder(made)
+        folder = tmp_path / f"blocks-{blocks}"
+        folder.mkdir()
+        convert(source, folder, blocks=blocks)
+        config = ModelConfig.from_folder(folder)
         assert (config.quantized is not None) == blocks
-        processor = load_processor(made)
+        processor = load_processor(folder)
         assert processor is not None
-        core = engine(made, max_num_batched_tokens=64)
-        seeing = Seeing(case, made, theirs, processor)
+        core = engine(folder, max_num_batched_tokens=64)
+        seeing = Seeing(case, folder, theirs, processor)
         prompts = [seeing.prompt(parts) for parts in PROMPTS]
         ids, images = [ids for ids, _ in prompts], [images for _, images in prompts]
         outputs = run(core, ids, GREEDY, images=images)
-        written = load_file(made / "model.safetensors")
+        written = load_file(folder / "model.safetensors")
         towers = [name for name in written if "vision" in name or "connector" in name]
         assert len(towers) > 30
         assert all(torch.equal(written[name], stored[name]) for name in towers)

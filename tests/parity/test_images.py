@@ -79,9 +79,9 @@ class Seeing:
 
     def run(self, core: EngineCore, max_tokens: int = 6) -> list[Output]:
         """Run the prompts and check them against transformers."""
-        made = [self.prompt(parts) for parts in PROMPTS]
+        prompts = [self.prompt(parts) for parts in PROMPTS]
         params = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
-        ids, images = [list(ids) for ids, _ in made], [images for _, images in made]
+        ids, images = [list(ids) for ids, _ in prompts], [images for _, images in prompts]
         outputs = run(core, ids, params, images=images)
         for parts, prompt, output in zip(PROMPTS, ids, outputs, strict=True):
             self.check(parts, prompt, output)
@@ -92,11 +92,11 @@ class Seeing:
         assert not output.error and output.token_ids
         ids = torch.tensor([prompt + output.token_ids])
         pictures = [part for part in parts if not isinstance(part, int)]
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if pictures:
-            given = their_inputs(self.case, pictures, self.processor)
-            given[self.case.types] = (ids == self.processor.image_token_id).int()
-        logits = self.theirs(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
+            inputs = their_inputs(self.case, pictures, self.processor)
+            inputs[self.case.types] = (ids == self.processor.image_token_id).int()
+        logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
         for row, ours in zip(logits.double().log_softmax(-1), output.logprobs, strict=True):
             assert abs(float(row[ours.token_id]) - ours.logprob) < TIE
             assert float(row.max()) - float(row[ours.token_id]) < TIE

@@ -134,8 +134,8 @@ def test_what_is_served_without_pictures(tmp_path: Path, caplog: pytest.LogCaptu
         assert key in caplog.text
     write_chat(theirs, folder, case, use_thumbnail=False, dynamic_image_size=False)
     assert ModelConfig.from_folder(folder).vision is not None
-    one = load_processor(folder)
-    assert one is not None and one.layout(400, 20).shape[0] == 1
+    processor = load_processor(folder)
+    assert processor is not None and processor.layout(400, 20).shape[0] == 1
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<IMG_CONTEXT>", "<unused>"))
     assert ModelConfig.from_folder(folder).vision is None

@@ -284,8 +284,8 @@ def test_checkpoints_without_such_a_layer_are_refused(tmp_path: Path) -> None:
     others = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     assert "no layout of MTP layers is known for Qwen2ForCausalLM" in refusal(**others)
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".mtp_layers." not in name}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    without = {name: tensor for name, tensor in tensors.items() if ".mtp_layers." not in name}
+    save_file(without, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "its files have no tensor of it" in refusal()
 
 

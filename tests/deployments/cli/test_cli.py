@@ -443,8 +443,8 @@ def test_doctor_says_whether_the_engine_drafts(tmp_path: Path) -> None:
         engine = {"speculation": speculation, **engine}
         config = parse_config({"model": str(tmp_path), "engine": engine}, check_files=False)
         checks = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
-        found = {check.name: check for check in checks}
-        return found.get("speculation", found["model"])
+        by_name = {check.name: check for check in checks}
+        return by_name.get("speculation", by_name["model"])
 
     assert check("off").name == "model"
     auto = check("auto")

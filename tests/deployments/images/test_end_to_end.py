@@ -82,12 +82,12 @@ class Model:
     def answer(self, prompt: list[int], pictures: list[Pillow.Image]) -> list[int]:
         """Return the greedy tokens of transformers."""
         pad = self.case.outer["image_token_id"]
-        given = dict(their_processor(self.case)(images=pictures, return_tensors="pt"))
+        inputs = dict(their_processor(self.case)(images=pictures, return_tensors="pt"))
         ids = list(prompt)
         for _ in range(TOKENS):
             tokens = torch.tensor([ids])
-            given["mm_token_type_ids"] = (tokens == pad).int()
-            ids.append(int(self.theirs(input_ids=tokens, **given).logits[0, -1].argmax()))
+            inputs["mm_token_type_ids"] = (tokens == pad).int()
+            ids.append(int(self.theirs(input_ids=tokens, **inputs).logits[0, -1].argmax()))
         return ids[len(prompt) :]
 
 

@@ -50,7 +50,7 @@ async def test_a_burst_of_images() -> None:
     limits = DispatchLimits(channel=channel_limits(MantaConfig()))
     async with Fleet(1, limits=limits) as fleet:
         large = [image(mark, 10_000_000) for mark in (1, 2)]
-        requests = [fleet.dispatcher.generate(asked([one])) for one in large]
+        requests = [fleet.dispatcher.generate(asked([picture])) for picture in large]
         for tokens in await asyncio.gather(*map(read, requests)):
             assert len(tokens[0]) == len(tokens[1]) == 40
         assert fleet.dispatcher.metrics.migrations.values[()] == 0

@@ -559,8 +559,8 @@ async def test_lying_files_harm_nobody_else(path: str) -> None:
     server.backend.pause = 0.02
 
     async def stream() -> str:
-        told = user(text("a"), part(WIDE))
-        body = {"model": MODEL, "messages": [told], "max_tokens": 60, "stream": True}
+        message = user(text("a"), part(WIDE))
+        body = {"model": MODEL, "messages": [message], "max_tokens": 60, "stream": True}
         reply = await server._client.post("/v1/chat/completions", body)
         events = [event for event in reply.events() if event != "[DONE]"]
         return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)

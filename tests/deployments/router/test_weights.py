@@ -370,8 +370,8 @@ def test_single_requests_end_with_what_they_have() -> None:
         first, second = [(await task).json()["choices"] for task in running]
         for choice in first:
             assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < LONG
-            told = sum(part["num_tokens"] for part in choice["weight_versions"])
-            assert told == len(choice["token_ids"])
+            num_tokens = sum(part["num_tokens"] for part in choice["weight_versions"])
+            assert num_tokens == len(choice["token_ids"])
         assert {choice["finish_reason"] for choice in second} == {"length"}
         assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
@@ -394,8 +394,8 @@ def test_a_pause_with_its_mode_in_the_body() -> None:
             place, _, query = path.partition("?")
             assert (await post(client, place, wrong, query.encode())).status == 400, wrong
         assert not fleet.dispatcher.weights.paused
-        kept = await post(client, "/pause", {"mode": "keep", "clear_cache": False})
-        assert kept.status == 200 and fleet.dispatcher.weights.paused
+        answer = await post(client, "/pause", {"mode": "keep", "clear_cache": False})
+        assert answer.status == 200 and fleet.dispatcher.weights.paused
         assert (await post(client, "/resume")).status == 200
         for _, task in running:
             assert all(len(ids) == LONG for ids in (await task).values())
@@ -487,15 +487,15 @@ def test_requests_without_weights_are_refused(tmp_path: Path) -> None:
         async with Fleet(2, rows=8, limits=limits) as fleet:
             weights = fleet.dispatcher.weights
             running = [fleet.generate(n=2, max_tokens=LONG, ignore_eos=True) for _ in range(2)]
-            kept = [asyncio.create_task(read(generation)) for generation in running]
+            tasks = [asyncio.create_task(read(generation)) for generation in running]
             await until(lambda: all(generation.begun for generation in running))
             await weights.pause("keep")
             await weights.sleep(2, (), "keep")
             await weights.wake(())
             await asyncio.sleep(0.5)
-            assert not any(task.done() for task in kept), "the trainer's step goes on"
+            assert not any(task.done() for task in tasks), "the trainer's step goes on"
             await weights.resume()
-            for task in kept:
+            for task in tasks:
                 with pytest.raises(Overloaded, match="update_weights"):
                     await asyncio.wait_for(task, 10)
             await until(lambda: fleet.load() == {"r0": 0, "r1": 0})

@@ -33,9 +33,9 @@ def backend() -> Backend:
     lines = ["\n" * count for count in range(1, 7)]
     vocab = {text: number for number, text in enumerate([*letters, *lines])}
     merges = [("\n" * count, "\n") for count in range(1, 6)]
-    made = Backend(models.BPE(vocab, merges))
-    made.add_special_tokens([AddedToken(text) for text in (BEGIN, SOFT, END)])
-    return made
+    backend = Backend(models.BPE(vocab, merges))
+    backend.add_special_tokens([AddedToken(text) for text in (BEGIN, SOFT, END)])
+    return backend
 
 
 @pytest.fixture

@@ -389,18 +389,18 @@ def test_handles_of_torch_are_read(protocol: int, with_function: bool) -> None:
     parameter = arguments(cls=torch.nn.Parameter, dtype=torch.float32, grad=True)
     handles = [arguments(), parameter]
     shown = [(rebuild_cuda_tensor, handle) if with_function else handle for handle in handles]
-    (one, two) = read_handles(encoded([{UUID: handle} for handle in shown], protocol))
+    (first, second) = read_handles(encoded([{UUID: handle} for handle in shown], protocol))
     device = torch.device("cuda", 0)
-    assert rebuild_arguments(one[UUID], device) == arguments(device=0)
-    assert rebuild_arguments(two[UUID], device) == arguments(device=0, dtype=torch.float32)
+    assert rebuild_arguments(first[UUID], device) == arguments(device=0)
+    assert rebuild_arguments(second[UUID], device) == arguments(device=0, dtype=torch.float32)
     assert len(read_handles(encoded({UUID: shown[0]}))) == 1, "of a buffer"
 
 
 def test_handles_as_plain_data() -> None:
     """The handles of a trainer in the same program cannot be opened, or come back as others."""
-    given = {UUID: plain_handle((rebuild_cuda_tensor, arguments()))}
+    handles = {UUID: plain_handle((rebuild_cuda_tensor, arguments()))}
     names: dict[str, Any] = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[3, 4]]}
-    sent = msgspec.msgpack.encode({**names, "cuda_handles": [given]})
+    sent = msgspec.msgpack.encode({**names, "cuda_handles": [handles]})
     (received,) = msgspec.msgpack.decode(sent, type=UpdateInfo).cuda_handles or ()
     handle = from_plain(received[UUID])
     device = torch.device("cuda", 0)

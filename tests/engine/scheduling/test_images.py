@@ -154,22 +154,22 @@ def test_hashes_of_texts_stay_and_those_of_images_differ_by_what_overlaps() -> N
     before a block is not in its chain."""
     text = chain()
     assert text[2].hex() == "7516caae27c11dc85915555505f03f30"
-    one = Image(b"a" * 16, 2, 4, 4, (2, 2), (1, 2, 2), b"")
+    first = Image(b"a" * 16, 2, 4, 4, (2, 2), (1, 2, 2), b"")
     other, later = (
-        msgspec.structs.replace(one, digest=b"b" * 16),
-        msgspec.structs.replace(one, start=3),
+        msgspec.structs.replace(first, digest=b"b" * 16),
+        msgspec.structs.replace(first, start=3),
     )
     chains = [
         text,
-        chain(one),
+        chain(first),
         chain(other),
         chain(later),
-        chain(one, msgspec.structs.replace(one, start=8)),
+        chain(first, msgspec.structs.replace(first, start=8)),
     ]
     for blocks in zip(*chains, strict=True):
         assert len(set(blocks)) == len(chains) - (blocks[0] is not text[2])
     ids = list(range(3 * STRIDE + 1))
-    far = msgspec.structs.replace(one, start=STRIDE + 5)
+    far = msgspec.structs.replace(first, start=STRIDE + 5)
     assert hash_prefix(ids)[0] == hash_prefix(ids, images=[far])[0]
     assert not set(hash_prefix(ids)[1:]) & set(hash_prefix(ids, images=[far]))
 

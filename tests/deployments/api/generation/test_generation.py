@@ -745,8 +745,8 @@ def test_a_choice_that_a_trainer_aborts(client: Client, backend: FakeBackend) ->
         answer = run(ask(n=2, return_token_ids=True)).json()
         parts = [(choice["token_ids"], choice["finish_reason"]) for choice in answer["choices"]]
         assert parts == [([75], "abort")] * 2
-        told = [choice["weight_versions"] for choice in answer["choices"]]
-        assert told == [[{"version": "initial", "num_tokens": 1}]] * 2
+        spans = [choice["weight_versions"] for choice in answer["choices"]]
+        assert spans == [[{"version": "initial", "num_tokens": 1}]] * 2
         assert answer["usage"]["completion_tokens"] == 2
         *events, done = run(ask(n=2, stream=True)).events()
         reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
