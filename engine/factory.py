@@ -68,15 +68,15 @@ from engine.runner.warm_up import capture_graphs, launch_everything, warm_up, wa
 from engine.sampling.sampler import Masked, Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
-from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.host_tier import HostCopies, HostPlan, HostTier
-from engine.scheduling.image_plan import ImagePlan
-from engine.scheduling.sleeping import Sleeper
-from engine.scheduling.snapshots import SnapshotPlan
+from engine.scheduling.memory.block_manager import FreeList
+from engine.scheduling.memory.host_tier import HostCopies, HostPlan, HostTier
+from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.snapshots import SnapshotPlan
+from engine.scheduling.orders.sleeping import Sleeper
+from engine.scheduling.orders.updates import WeightLoader
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import SchedulerCounters
-from engine.scheduling.updates import WeightLoader
 from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 from engine.structured.compiler import Vocabulary

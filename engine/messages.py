@@ -75,7 +75,7 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
         "reset_prefix_cache", "sleep" (once no request runs), "wake", "pause", "resume" or "stop".
         An Answer follows once a sleep, a wake or a pause has been carried out.
     ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
-    argument: the mode of a pause, see `engine.scheduling.updates.Pause`.
+    argument: the mode of a pause, see `engine.scheduling.orders.updates.Pause`.
     level: of a sleep: 1 keeps the weights in host memory, 2 drops them; 0 only asks whether the
         engine would refuse.
     tags: the parts of the memory to free or to take, of PARTS; none = all.

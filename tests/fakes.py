@@ -23,8 +23,8 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.host_tier import HostPlan, HostTier, Pairs
-from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.memory.host_tier import HostPlan, HostTier, Pairs
+from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.speculation import Speculation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

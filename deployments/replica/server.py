@@ -48,7 +48,7 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.process.client import EngineClient
-from engine.scheduling.sleeping import CHECK
+from engine.scheduling.orders.sleeping import CHECK
 
 logger = logging.getLogger("manta.replica")
 

@@ -26,8 +26,8 @@ from engine.messages import (
     TransferWeights,
     UpdateWeights,
 )
-from engine.scheduling.sleeping import CHECK
-from engine.scheduling.updates import MODES
+from engine.scheduling.orders.sleeping import CHECK
+from engine.scheduling.orders.updates import MODES
 
 logger = logging.getLogger("manta.router")
 
@@ -293,7 +293,7 @@ class FleetWeights:
     # -- pauses and sleeps
 
     async def pause(self, mode: str) -> None:
-        """Pause all replicas; see `engine.scheduling.updates.Pause`. Raises MantaError."""
+        """Pause all replicas; see `engine.scheduling.orders.updates.Pause`. Raises MantaError."""
         if mode not in MODES:
             raise InvalidRequest(f"mode is one of {', '.join(MODES)}", param="mode")
         await self._write(paused=mode)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from engine.images.image import Image
-from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 
 # Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
 STRIDE = 64

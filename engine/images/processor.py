@@ -11,16 +11,16 @@ from PIL import Image as Pillow
 
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
-from engine.images.gemma3 import Gemma3Images
-from engine.images.gemma4 import Gemma4Images
-from engine.images.idefics3 import Idefics3Images
+from engine.images.families.gemma3 import Gemma3Images
+from engine.images.families.gemma4 import Gemma4Images
+from engine.images.families.idefics3 import Idefics3Images
+from engine.images.families.internvl import InternImages
+from engine.images.families.llama4 import Llama4Images
+from engine.images.families.pixtral import PixtralImages
+from engine.images.families.qwen_vl import QwenImages
 from engine.images.image import Image
-from engine.images.internvl import InternImages
 from engine.images.layout import ImageError, ImageLayout
-from engine.images.llama4 import Llama4Images
 from engine.images.picture_file import PictureFile
-from engine.images.pixtral import PixtralImages
-from engine.images.qwen_vl import QwenImages
 from engine.images.settings import Encode, ProcessorSettings
 
 if TYPE_CHECKING:  # the library imports this module where no picture comes

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.images.internvl_chat import chat_settings, is_chat
-from engine.images.mistral import mistral_settings
+from engine.images.families.internvl_chat import chat_settings, is_chat
+from engine.images.families.mistral import mistral_settings
 
 Encode = Callable[[str], Sequence[int]]
 

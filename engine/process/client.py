@@ -169,7 +169,7 @@ class EngineClient:
     async def pause(self, mode: str) -> None:
         """Pause the engine; return once no step runs. Requests that come meanwhile wait.
 
-        mode: see `engine.scheduling.updates.Pause`.
+        mode: see `engine.scheduling.orders.updates.Pause`.
         Raises InvalidRequest, EngineDead.
         """
         await self._order(lambda ticket: Control("pause", ticket, mode))

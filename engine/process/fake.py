@@ -41,10 +41,10 @@ from engine.messages import (
     TransferWeights,
     UpdateWeights,
 )
+from engine.scheduling.orders.sleeping import KEEP, EngineSleep
+from engine.scheduling.orders.transfers import WeightTransfers
+from engine.scheduling.orders.updates import Pause, WeightUpdates
 from engine.scheduling.pacing.step_timer import StepTimer
-from engine.scheduling.sleeping import KEEP, EngineSleep
-from engine.scheduling.transfers import WeightTransfers
-from engine.scheduling.updates import Pause, WeightUpdates
 
 PREFIX = "fake:"
 STEP_TOKENS = 2048  # reported value; a step takes whatever waits

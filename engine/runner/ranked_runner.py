@@ -19,7 +19,7 @@ _NOTICED = 0.5  # seconds; sending to a rank that has ended fails before its end
 
 
 class RankedCopies:
-    """The copies of all ranks to their host memory (`engine.scheduling.host_tier.HostCopies`).
+    """The copies of all ranks to their host memory: `HostCopies` of `engine.scheduling.memory`.
 
     A load has succeeded when rank 0's copy is done and the other ranks have begun theirs, for which
     their next steps wait.
@@ -76,7 +76,7 @@ class RankedCopies:
 
 
 class RankedRefill:
-    """The replacement of the weights on all ranks (`engine.scheduling.updates.WeightLoader`)."""
+    """The replacement of all ranks' weights: `WeightLoader` of `engine.scheduling.orders`."""
 
     def __init__(self, refill: Refill, ranks: Ranks, copies: RankedCopies | None = None) -> None:
         """Set up the replacement.
@@ -107,7 +107,7 @@ class RankedRefill:
 
 
 class RankedMemory:
-    """The memory that all ranks free for a sleep (`engine.scheduling.sleeping.Sleeper`)."""
+    """The memory that all ranks free for a sleep (`engine.scheduling.orders.sleeping.Sleeper`)."""
 
     def __init__(self, memory: SleepMemory, ranks: Ranks) -> None:
         self._memory = memory

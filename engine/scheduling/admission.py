@@ -26,9 +26,9 @@ from engine.config.kv_groups import Full, KVKind, blocks_for
 from engine.scheduling.pacing.chunking import steps_until_computed
 
 if TYPE_CHECKING:
+    from engine.scheduling.memory.snapshots import SnapshotPlan
     from engine.scheduling.queue import WaitingQueue
     from engine.scheduling.request import Request
-    from engine.scheduling.snapshots import SnapshotPlan
 
 
 class Footprint(NamedTuple):

@@ -48,18 +48,18 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.scheduling.bisect_failure import FailureBisection
-from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.host_tier import HostTier
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
+from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.orders.sleeping import KEEP, EngineSleep, Sleeper
+from engine.scheduling.orders.transfers import WeightReceiver, WeightTransfers
+from engine.scheduling.orders.updates import Pause, WeightLoader, WeightUpdates
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
 from engine.scheduling.step_failure import MemoryShortages, StepBlame
-from engine.scheduling.transfers import WeightReceiver, WeightTransfers
-from engine.scheduling.updates import Pause, WeightLoader, WeightUpdates
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
 from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from engine.config.kv_groups import Full, KVKind
 from engine.pooling import PoolingHead
-from engine.scheduling.image_plan import ImagePlan
-from engine.scheduling.snapshots import SnapshotPlan
+from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.snapshots import SnapshotPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from engine.messages import Delta, EngineRequest
 from engine.pooling import PooledText
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.image_plan import check_images
-from engine.scheduling.prefix_hash import root_hash
-from engine.scheduling.snapshots import Marks
+from engine.scheduling.memory.image_plan import check_images
+from engine.scheduling.memory.prefix_hash import root_hash
+from engine.scheduling.memory.snapshots import Marks
 from engine.structured.constraint import Constraint
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.scheduling.admission import Fits, Footprint, KVMemory, fits_now
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request
-from engine.scheduling.snapshots import Snapshots
 
 
 class Start(NamedTuple):

@@ -39,11 +39,13 @@ from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
-from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup, next_group
-from engine.scheduling.host_tier import HostTier
-from engine.scheduling.image_cache import ImageCache
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
+from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.memory.image_cache import ImageCache
+from engine.scheduling.memory.request_memory import RequestMemory
+from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
@@ -53,9 +55,7 @@ from engine.scheduling.pacing.chunking import (
 from engine.scheduling.pacing.step_target import StepTarget
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.request_memory import RequestMemory
 from engine.scheduling.request_start import find_start
-from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 

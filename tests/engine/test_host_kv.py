@@ -20,7 +20,7 @@ from engine.runner.caches.host_copies import Copies, CpuCopies, HostSlots, host_
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.state_cache import StateCache
 from engine.scheduling.core import EngineCore
-from engine.scheduling.host_tier import HostTier
+from engine.scheduling.memory.host_tier import HostTier
 from tests.engine.models.test_programs import DEEPSEEK, QWEN, SHAPES
 from tests.engine.test_memory import config_of
 from tests.fakes import make_request, run

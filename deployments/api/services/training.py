@@ -38,7 +38,7 @@ from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
 from engine.errors import UpdateFailed, context_too_long
 from engine.sampling_params import SamplingParams
-from engine.scheduling.updates import MODES
+from engine.scheduling.orders.updates import MODES
 
 GENERATE = "/inference/v1/generate"
 

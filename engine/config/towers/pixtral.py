@@ -10,7 +10,7 @@ from engine.config.vision import (
     text_alone,
 )
 from engine.config_reader import Reader
-from engine.images.pixtral_config import merges, patch_and_merge
+from engine.images.families.pixtral_config import merges, patch_and_merge
 
 _ACTIVATIONS = ("gelu", "silu", "gelu_pytorch_tanh")
 _PARTS = ("vision_tower.", "multi_modal_projector.")

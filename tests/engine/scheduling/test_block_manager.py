@@ -6,9 +6,9 @@ import pytest
 
 from engine.lora.tiers.adapter import Adapter
 from engine.messages import AdapterInfo
-from engine.scheduling import block_manager as module
-from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.memory import block_manager as module
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 from engine.scheduling.request import Request
 from tests.fakes import make_config, make_request
 

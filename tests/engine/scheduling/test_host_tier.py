@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engine.config.kv_groups import Chunked, Full, Window
-from engine.scheduling.host_tier import HostPlan, HostTier
-from engine.scheduling.snapshots import SnapshotPlan
+from engine.scheduling.memory.host_tier import HostPlan, HostTier
+from engine.scheduling.memory.snapshots import SnapshotPlan
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import FakeCopies
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.images.image import Image
-from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.memory.image_plan import ImagePlan
 from tests.fakes import make_core, make_request, run
 
 TOKEN = 3

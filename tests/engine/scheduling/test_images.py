@@ -17,11 +17,12 @@ from engine.batch import Batch, OutOfMemory, StepResult
 from engine.config.kv_groups import Full, Window
 from engine.images.image import Image
 from engine.messages import EngineRequest, UpdateWeights
-from engine.scheduling import block_manager, request, scheduler
+from engine.scheduling import request, scheduler
 from engine.scheduling.core import EngineCore
-from engine.scheduling.image_cache import ImageCache
-from engine.scheduling.image_plan import ImagePlan
-from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.memory import block_manager
+from engine.scheduling.memory.image_cache import ImageCache
+from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 from tests.drafters import computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import (

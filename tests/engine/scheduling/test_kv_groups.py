@@ -11,7 +11,7 @@ from engine.config.kv_groups import Chunked, Full, KVKind, Window, blocks_for, k
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.runner.caches.kv_cache import KVCache, in_views
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.request import Request
 from kernels.kv.format import KVFormat
 from kernels.metadata import AttentionMeta

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling import block_manager, core, queue, request, request_memory, scheduler
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling import core, queue, request, scheduler
 from engine.scheduling.core import EngineCore
 from engine.scheduling.decode_group import DecodeGroup
-from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.memory import block_manager, request_memory
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.memory.request_memory import DeferredRelease, RequestMemory
 from engine.scheduling.request import Request
-from engine.scheduling.request_memory import DeferredRelease, RequestMemory
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling import test_block_manager, test_core, test_scheduler
 from tests.engine.scheduling.driver import random_run

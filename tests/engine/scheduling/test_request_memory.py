@@ -7,8 +7,8 @@ import pytest
 from engine.config.kv_groups import Full, Window
 from engine.scheduling.admission import optimistic
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.request_memory import RequestMemory
 from engine.scheduling.request_start import find_start
 from tests.fakes import make_config, make_request
 

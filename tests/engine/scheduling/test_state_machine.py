@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.scheduling.host_tier import HostPlan
-from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.memory.host_tier import HostPlan
+from engine.scheduling.memory.image_plan import ImagePlan
 from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import IMAGE_TOKEN, make_prompt

@@ -9,8 +9,8 @@ import torch
 
 from engine.runner.caches.token_pool import TokenPool
 from engine.scheduling.admission import ADMISSION
-from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core import EngineCore
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from tests.fakes import FakeRunner, expected, make_config, make_request, make_store, run
 
 

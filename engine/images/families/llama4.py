@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
+from engine.images.families.tiles import cut, stacked, tile_layout
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.settings import ProcessorSettings
-from engine.images.tiles import cut, stacked, tile_layout
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
+from engine.images.families.pixtral_config import patch_and_merge
 from engine.images.layout import ImageLayout, check_sides
-from engine.images.pixtral_config import patch_and_merge
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:

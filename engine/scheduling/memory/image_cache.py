@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from engine.batch import Batch
 from engine.images.image import Image
-from engine.scheduling.image_plan import ImagePlan
+from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.request import Request
 
 

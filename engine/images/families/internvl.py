@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
-from engine.images.internvl_chat import CONTEXT
+from engine.images.families.internvl_chat import CONTEXT
+from engine.images.families.tiles import cut, stacked, tile_layout
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.settings import ProcessorSettings
-from engine.images.tiles import cut, stacked, tile_layout
 
 if TYPE_CHECKING:
     import numpy as np

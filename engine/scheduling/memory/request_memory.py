@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.admission import Footprint, KVMemory
-from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.host_tier import HostTier
+from engine.scheduling.memory.block_manager import BlockManager, FreeBlocks, FreeList
+from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
-from engine.scheduling.snapshots import Snapshots
 
 
 @dataclass(slots=True)

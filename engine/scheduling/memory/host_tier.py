@@ -33,9 +33,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request
-from engine.scheduling.snapshots import Snapshots
 
 _REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
 _LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and back into the queue

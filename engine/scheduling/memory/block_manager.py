@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
-from engine.scheduling.prefix_hash import extend_hashes
+from engine.scheduling.memory.prefix_hash import extend_hashes
 from engine.scheduling.request import Request
 
 
