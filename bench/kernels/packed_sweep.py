@@ -299,9 +299,7 @@ def layer_lines(found: Found) -> Iterator[str]:
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
-    """Yield the best launch of each shape and the current one, and the best common tile of all
-    four.
-    """
+    """Yield lines: each shape's best and current launch, and the best tile for all of SHAPES."""
     for (what, case), shapes in found.items():
         if not what.endswith(".tile"):
             continue

@@ -287,7 +287,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
     largest = max(kv_heads * dim for _, _, kv_heads, dim, _ in classes)
-    # The number of layers of each class that fit into one place.
+    # The number of layers of each class that fit into the space of the largest layer.
     fit = {key: largest // (key[2] * key[3]) for key in classes}
     needed = {key: -(-len(layers) // fit[key]) for key, layers in classes.items()}
     slots = max(min(needed.values()), -(-sum(needed.values()) // MOST_GROUPS))

@@ -130,7 +130,7 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
 
 class Places:
-    """The nodes that engines of this user have taken on this machine.
+    """The NUMA nodes of this machine that this user's engines have taken.
 
     Each engine locks a file, and the lock ends with its process in any case.
 

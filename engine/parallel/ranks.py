@@ -146,7 +146,7 @@ class RankProcesses:
             pass_fds=passed,
         )
         assert process.stdin is not None
-        # it has ended already, which the watch will notice
+        # the process may have ended already, which `_watch` will notice
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             process.stdin.flush()

@@ -72,7 +72,8 @@ class _State:
     slots: list[list[Tensor]]  # [2][size] uint8
     kernel: Meeting | None  # None: this machine cannot compile it
     dry: bool = False  # all-reduces change nothing
-    agrees: bool = False  # in `least`, where another rank may still read weights for minutes
+    # Whether `least` is running: other ranks may load weights for minutes, and are no stragglers.
+    agrees: bool = False
     round: int = 0
     fence: threading.Lock = field(default_factory=threading.Lock)
 

@@ -333,7 +333,7 @@ class EngineCore:
             seconds = self._timer.between
             if self.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
-            if result is not None:  # a chunk's size does not change what its images take
+            if result is not None:  # encodes take as long, whatever the size of a prompt's chunk
                 seconds = max(0.0, seconds - result.encode_wait)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
             if scheduler.tier is not None:

@@ -72,7 +72,7 @@ class Answers:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all tables."""
+        """The number of tokens in the answers of all keys, waiting ones included."""
         return sum(len(t.suffixes.tokens) + t.num_waiting for t in self._tables.values())
 
     def find(self, key: bytes) -> "Suffixes[array[int]] | None":

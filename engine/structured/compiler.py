@@ -113,7 +113,7 @@ class Vocabulary:
 
         Llama 2's vocabulary, for example, writes a space as "▁".
         """
-        if self._is_outline:  # an outline has all bytes
+        if self._is_outline:  # it has a token for each byte
             return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         data = text.encode("utf-8", "replace")

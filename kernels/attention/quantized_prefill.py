@@ -69,7 +69,7 @@ def _numbers(k_word, v_word, KIND: tl.constexpr):
 @triton.jit
 def _walk(
     query,
-    total,  # sum of each row's elements
+    total,  # [rows]: the sum of each row of `query`
     factor,  # of each row's scores
     k_codes,
     v_codes,

@@ -65,7 +65,7 @@ def _sort_kernel(
 def _count_kernel(
     ids,  # [pairs]
     earlier,  # [runs * BLOCKS, WIDE]: of the blocks before it in its run
-    counts,  # [runs, WIDE]: of a run, the blocks of one program
+    counts,  # [runs, WIDE]: each expert's pairs in a run, the blocks of one program
     pairs,
     EXPERTS: tl.constexpr,
     WIDE: tl.constexpr,  # a power of two, at least EXPERTS

@@ -96,7 +96,7 @@ class Known(Shape, Generic[V]):
 
     @classmethod
     def kind_of(cls, value: Any) -> type[msgspec.Struct] | None:
-        """Return the Struct of a value; None: it is left out. Raises Fault."""
+        """Return the Struct that a value's `type` selects; None: to be ignored. Raises Fault."""
         kind = value.get("type", cls.DEFAULT) if isinstance(value, dict) else None
         return cls.KINDS.get(kind) if isinstance(kind, str) else None
 

@@ -101,7 +101,7 @@ class OutputParser(StepParser):
         return True
 
     def _begin(self) -> bool:
-        """Choose the step for the text after the reasoning."""
+        """Choose the method that parses the text after the reasoning."""
         if self._limited:
             return self._begin_limited()
         if self._format is None or self._format.trigger:

@@ -227,7 +227,7 @@ async def pooled_call(
 async def _admitted(
     context: ApiContext, exchange: HttpExchange, body: T, queue: QueueFields, model: str | None
 ) -> PooledCall[T]:
-    """Return the call of a body, after the checks that all routes have."""
+    """Make the PooledCall of a body, after the checks that all pooling routes share."""
     place = queue_place(exchange, queue, context.options)
     card = await context.admit(place.key, model, exchange.caller)
     if card.pooling is None:

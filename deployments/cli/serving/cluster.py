@@ -121,7 +121,7 @@ class Cluster:
     def note_deployment(self, app_name: str) -> None:
         """Record that our application runs, so that `close` leaves a later deployment by others
         alone."""
-        # Without the time, `close` deletes any deployment of the name.
+        # If the time of deployment is unknown, `close` deletes whatever runs under this name.
         with contextlib.suppress(TimeoutError, OSError):
             self._deployed = _deployed_at(app_name)
 

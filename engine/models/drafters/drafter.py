@@ -44,7 +44,7 @@ class ModelDrafter(Loadable, Protocol):
     def forward(
         self, token_ids: Tensor, states: Tensor, kv: Mapping[int, KV], meta: AttentionMeta
     ) -> Tensor:
-        """Compute rows [n, drafter's hidden size], which are also the states of the next pass.
+        """Compute the tokens' hidden states [n, drafter's hidden size], the next pass's `states`.
 
         token_ids: [n] int64, the token after each row's own; its own without states.
         states: of `fused`, or rows of the last pass; may be overwritten.

@@ -315,7 +315,8 @@ def _scores(
             # Scores of the next tile. After the last tile they are of stale keys, and unused.
             mbarrier.wait(full_first.index(other), other_turn, pred=after < end)
             score = _score_first(q_first, first.index(other), ROWS, KEYS, SCORES)
-            # `taking` needs no wait; without it ptxas gives 64 heads other registers, untimed.
+            # `taking` is here for ptxas alone, which else allocates registers for 64 heads in a
+            # way that was not timed.
             acc = warpgroup_mma_wait(1, deps=[acc, taking])[0]
             barrier()
             mbarrier.arrive(free_first.index(place), count=1)
