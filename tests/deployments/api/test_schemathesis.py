@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from deployments.api.app import build_asgi
 from deployments.api.batch_folder import BatchFolder, BatchSettings
-from deployments.api.options import ApiOptions
+from deployments.api.options import ApiOptions, EngineFacts
 from deployments.api.routes import ROUTES
 from engine.pooling import Pooling
 from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
@@ -81,6 +81,9 @@ class FakeTraining:
             "weight_version": self.version, "is_paused": self.paused, "is_sleeping": self.paused,
             "weights_dropped": False, "replicas": {"r0": replica},
         }  # fmt: skip
+
+    async def engine(self, model: str) -> EngineFacts:
+        return EngineFacts(model, 256, "float32", "raw_logprobs", 1)
 
 
 async def nobody() -> list[dict[str, Any]]:
