@@ -180,7 +180,7 @@ class WeightStage:
 class _PinnedCopy:
     """A copy of tensors to the host on a stream of its own, in pieces that hold up no step.
 
-    The driver lets no other thread launch while it copies to pageable memory.
+    While the driver copies a large tensor to pageable memory, launches of other threads may wait.
     """
 
     def __init__(self, device: torch.device) -> None:
