@@ -104,6 +104,19 @@ class Harness:
             )
         return left, failed
 
+    def run_sides(
+        self, sides: Iterable[str], run_piece: Callable[[Piece], Iterable[Line]]
+    ) -> dict[str, Any]:
+        """Run each side that is missing; return the configuration of each.
+
+        For a harness whose pieces are sides alone. Raises SystemExit if a side fails.
+        """
+        try:
+            self.run([(side,) for side in sides], run_piece)
+        except SideFailed as failure:
+            raise SystemExit(str(failure)) from None
+        return {line["side"]: line["config"] for line in self.raw.all if "config" in line}
+
     def _piece(self, line: Line) -> Piece:
         return tuple(line.get(field) for field in self._fields)
 

@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image as Pillow
 
 from bench.report.result_file import Line, print_ratios, versions
-from bench.versus.harness import Harness, Piece, SideFailed, lines_of
+from bench.versus.harness import Harness, Piece, lines_of
 from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
 
 TEXT = "manta-text"  # Manta with the language model alone
@@ -229,12 +229,8 @@ def main() -> None:
             command += [f"--{name}", str(getattr(args, name))]
         return lines_of(command)
 
-    try:
-        harness.run([(side,) for side in args.sides], run_piece)
-    except SideFailed as failure:
-        raise SystemExit(str(failure)) from None
+    configs = harness.run_sides(args.sides, run_piece)
     raw = harness.raw
-    configs = {line["side"]: line["config"] for line in raw.all if "config" in line}
     rows = rows_of(args.name, raw.all)
     peers = {side: config for side, config in configs.items() if side != "manta"}
     raw.finish({"ours": configs["manta"], "peers": peers}, rows)

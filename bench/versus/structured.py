@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import Line, print_ratios, versions
-from bench.versus.harness import Harness, Piece, SideFailed, lines_of
+from bench.versus.harness import Harness, Piece, lines_of
 
 SIDES = ("manta", "vllm")
 KINDS = ("none", "schema")
@@ -225,12 +225,8 @@ def main() -> None:
         command += ["--tokens", str(args.tokens), "--turns", str(args.turns)]
         return lines_of(command)
 
-    try:
-        harness.run([(side,) for side in args.sides], run_piece)
-    except SideFailed as failure:
-        raise SystemExit(str(failure)) from None
+    configs = harness.run_sides(args.sides, run_piece)
     raw = harness.raw
-    configs = {line["side"]: line["config"] for line in raw.all if "config" in line}
     rows = rows_of(args.name, args.streams, raw.all, args.sides)
     peers = {side: configs[side] for side in args.sides[1:]}
     raw.finish({"ours": configs[args.sides[0]], "peers": peers, "schema": SCHEMA}, rows)
