@@ -1,6 +1,8 @@
 """Engines in several ranks that are threads of the test, and requests that ask for everything."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,10 +26,32 @@ from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text import small_tokenizers
 from tests.fakes import Output, collect
 
+ROOT = Path(__file__).parents[3]
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def run_ranks(code: str, count: int, *arguments: str) -> None:
+    """Run a program in a process for each rank, which gets its number and the arguments.
+
+    All must end with status 0 within three minutes.
+    """
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), *arguments], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for rank in range(count)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=180)
+            assert rank.returncode == 0, errors.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 class Threads(Ranks):

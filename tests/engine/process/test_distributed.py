@@ -1,13 +1,12 @@
 """Places as GPUs have them, whose groups and links are torch.distributed's: on processes of the CPU
 with gloo in NCCL's place."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.engine.process.ranked import run_ranks
+
 RANK = """
 import os
 import sys
@@ -51,18 +50,4 @@ os._exit(0)  # as ranks do: gloo's threads may still run when the interpreter ta
 def test_two_stages_of_two_ranks(tmp_path: Path) -> None:
     """Bugs: a sum over another stage's ranks; activations of another rank, or of another step;
     ranks that make their groups in orders of their own and wait for each other for ever."""
-    run = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen(
-            [*run, str(rank), "4", "2", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE
-        )
-        for rank in range(4)
-    ]
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=180)
-            assert rank.returncode == 0, said.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(RANK, 4, "4", "2", str(tmp_path / "store"))

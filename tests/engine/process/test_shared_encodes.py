@@ -1,13 +1,11 @@
 """Two ranks that divide the images of a step among them, on processes of the CPU with gloo."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from engine.images.image import Image
 from engine.runner.images import shares_of
+from tests.engine.process.ranked import run_ranks
 
-ROOT = Path(__file__).parents[3]
 RANK = """
 import os
 import sys
@@ -79,18 +77,4 @@ def test_shares() -> None:
 def test_two_ranks_encode_a_share_each(tmp_path: Path) -> None:
     """Bugs: both ranks encode all images, rows of one rank under another's digests, or places of
     dropped images that are never free again."""
-    run = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen(
-            [*run, str(rank), str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=180)
-            assert rank.returncode == 0, said.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(RANK, 2, str(tmp_path / "store"))
