@@ -296,6 +296,23 @@ _QWEN_TOKENS = {
 }
 
 
+def _qwen2_merged(
+    projector: str, wrapper: str, vision: Callable[[Tower], Values], **mlp: str
+) -> Mmproj:
+    """Return the record of Qwen2-VL's or Qwen2.5-VL's tower. mlp: names of a layer's MLP."""
+    return Mmproj(
+        projector,
+        wrapper,
+        ("qwen2vl",),
+        {**_QWEN_PATCH, **_QWEN_LAYER, **_layer("model.visual.blocks", **mlp), **_QWEN2_MERGER},
+        _QWEN_TOKENS,
+        ("mm.2.weight", 0),
+        vision,
+        _qwen_settings(56 * 56, 28 * 28 * 16384),
+        sections=True,
+    )
+
+
 def _siglip(before: str, projector: Mapping[str, str]) -> dict[str, str]:
     """Return the names of SigLIP's tensors. before: of all of the folder's."""
     return {
@@ -351,42 +368,20 @@ _PIXTRAL_FIELDS: Mapping[str, Any] = {
 _INTERN = "model.vision_tower"
 
 MMPROJS: tuple[Mmproj, ...] = (
-    Mmproj(
+    _qwen2_merged(
         "qwen2vl_merger",
         "Qwen2VLForConditionalGeneration",
-        ("qwen2vl",),
-        {
-            **_QWEN_PATCH,
-            **_QWEN_LAYER,
-            **_layer("model.visual.blocks", ffn_up="mlp.fc1", ffn_down="mlp.fc2"),
-            **_QWEN2_MERGER,
-        },
-        _QWEN_TOKENS,
-        ("mm.2.weight", 0),
         _qwen2,
-        _qwen_settings(56 * 56, 28 * 28 * 16384),
-        sections=True,
+        ffn_up="mlp.fc1",
+        ffn_down="mlp.fc2",
     ),
-    Mmproj(
+    _qwen2_merged(
         "qwen2.5vl_merger",
         "Qwen2_5_VLForConditionalGeneration",
-        ("qwen2vl",),
-        {
-            **_QWEN_PATCH,
-            **_QWEN_LAYER,
-            **_layer(
-                "model.visual.blocks",
-                ffn_gate="mlp.gate_proj",
-                ffn_up="mlp.up_proj",
-                ffn_down="mlp.down_proj",
-            ),
-            **_QWEN2_MERGER,
-        },
-        _QWEN_TOKENS,
-        ("mm.2.weight", 0),
         _qwen2_5,
-        _qwen_settings(56 * 56, 28 * 28 * 16384),
-        sections=True,
+        ffn_gate="mlp.gate_proj",
+        ffn_up="mlp.up_proj",
+        ffn_down="mlp.down_proj",
     ),
     Mmproj(
         "qwen3vl_merger",
