@@ -6,8 +6,8 @@ delta (`RequestRows.deltas`), which graphs read.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -296,14 +296,6 @@ class StepImages:
         seconds, self._seconds = self._seconds, 0.0
         return (lambda: (seconds, seconds)) if seconds else None
 
-    @contextmanager
-    def _encoding(self) -> Iterator[Encoding | None]:
-        if self._stream is None:
-            yield None
-            return
-        with self._stream.encoding() as encoding:
-            yield encoding
-
     def _encoded(self, encoder: Encoder, images: Sequence[Image]) -> Tensor:
         """Return the embeddings of images by the tower, [sum of sizes, width]."""
         return encoder.encode([self._pixels(image) for image in images])
@@ -318,7 +310,7 @@ class StepImages:
 
         make: launches what makes the embeddings.
         """
-        with self._encoding() as encoding:
+        with nullcontext() if self._stream is None else self._stream.encoding() as encoding:
             rows = make()
             size = sum(image.size for image in images)
             if size > len(self._free) or size != len(rows):
@@ -350,7 +342,7 @@ class StepImages:
         size, most = sum(sizes), max(sizes)
         if size > len(self._free):
             raise ValueError(f"{size} embeddings of images, {len(self._free)} free places")
-        with self._encoding() as encoding:
+        with nullcontext() if self._stream is None else self._stream.encoding() as encoding:
             rows = self._cache.new_zeros(most, self._cache.shape[1])
             parts = [self._encoded(encoder, images) for images in self._together(own)]
             if parts:
