@@ -43,7 +43,8 @@ from tests.parity.engine_driver import Output, engine, run
 __all__ = ["two_cores"]  # a fixture
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
-TIE = 3e-4
+TIE = 2e-4
+GPU_TIE = 3e-4  # its sums have another order
 SMALL, WIDE, TALL = picture(64, 96), picture(200, 90, 1), picture(70, 150, 2)
 # What a prompt is made of: token ids, and pictures.
 PROMPTS: list[list[int | Pillow.Image]] = [
@@ -63,6 +64,7 @@ class Seeing:
     folder: Path
     theirs: Any
     processor: ImageProcessor
+    tie: float = TIE
 
     def prompt(self, parts: Sequence[int | Pillow.Image]) -> tuple[list[int], list[Image]]:
         """The token ids and images of a prompt, as a router makes them."""
@@ -98,8 +100,8 @@ class Seeing:
             inputs[self.case.types] = (ids == self.processor.image_token_id).int()
         logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
         for row, ours in zip(logits.double().log_softmax(-1), output.logprobs, strict=True):
-            assert abs(float(row[ours.token_id]) - ours.logprob) < TIE
-            assert float(row.max()) - float(row[ours.token_id]) < TIE
+            assert abs(float(row[ours.token_id]) - ours.logprob) < self.tie
+            assert float(row.max()) - float(row[ours.token_id]) < self.tie
 
 
 def made(name: str, folder: Path) -> Seeing:
@@ -138,7 +140,8 @@ def test_greedy_text_equals_transformers(seeing: Seeing) -> None:
 @pytest.mark.parametrize("cut", [{}, {"deterministic": True}], ids=str)
 def test_on_a_gpu(seeing: Seeing, cut: dict[str, Any]) -> None:
     """Bugs: a kernel of the tower mixes pictures up; a graph reads a step's rotary table."""
-    seeing.run(engine(seeing.folder, device="cuda", max_num_batched_tokens=64, **cut), 16)
+    core = engine(seeing.folder, device="cuda", max_num_batched_tokens=64, **cut)
+    replace(seeing, tie=GPU_TIE).run(core, 16)
 
 
 def encoding_ahead(core: EngineCore, *, ahead: bool) -> tuple[EngineCore, list[Batch]]:
