@@ -1,4 +1,4 @@
-"""What a picture costs a router: base64, header, decoding, resizing and hashing of a JPEG.
+"""Measures what a picture costs a router: base64, header, decoding, resizing and hashing of a JPEG.
 
     python -m bench.image_intake --model bench/models/qwen3-vl-8b --out bench/results
 

@@ -179,10 +179,10 @@ def _formats_table() -> str:
         devices = " and ".join(DEVICES[device] for device in quant.devices)
         size = quant.name.rpartition("-")[2]
         meaning = quant.describe.replace(f"for {size} inputs", "for so many inputs")
-        rest = f"{devices} | {quant.checkpoint or '-'} | {meaning}"
-        names.setdefault(rest, []).append(f"`{quant.name}`")
+        columns = f"{devices} | {quant.checkpoint or '-'} | {meaning}"
+        names.setdefault(columns, []).append(f"`{quant.name}`")
     lines = ["| `quantization` | devices | `convert` | what it is |", "| --- | --- | --- | --- |"]
-    lines += [f"| {', '.join(name)} | {rest} |" for rest, name in names.items()]
+    lines += [f"| {', '.join(name)} | {columns} |" for columns, name in names.items()]
     return "\n".join(lines) + "\n"
 
 

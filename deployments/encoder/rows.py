@@ -114,8 +114,8 @@ class ImageRows:
                 self._silent_until = now + _PAUSE_SECONDS
             if now >= self._logged + _PAUSE_SECONDS:
                 self._logged = now
-                said = f"{type(error).__name__}: {error}"[:300]
-                logger.warning("no encoder encodes an image, so the engine does: %s", said)
+                reason = f"{type(error).__name__}: {error}"[:300]
+                logger.warning("no encoder encodes an image, so the engine does: %s", reason)
         finally:
             del self._asking[key]
 

@@ -127,15 +127,15 @@ class Steps:
     def __init__(self) -> None:
         self.rows = RequestRows.allocate(2, 16, 4, DEVICE)
         self.tower, self.cache, self.stream = Tower(), Cache(), EncodeStream(DEVICE)
-        images: Any = StepImages(
+        stream: Any = self.stream
+        self.images = StepImages(
             tower_config(PAD, WIDTH),
             self.rows,
             self.tower,
             self.cache,
             None,
-            stream=self.stream,  # type: ignore
+            stream=stream,
         )
-        self.images: StepImages = images
         self.inputs = CpuInputs(self.rows, 4)
 
     def step(self, image: Image) -> list[float]:

@@ -41,7 +41,7 @@ MOST_TWICE = 0.05
 
 @dataclass
 class Loop:
-    """What a run of the loop has made.
+    """The outcome of a run of the loop.
 
     computed: tokens of all engines, prompts and outputs, of those that were killed too.
     """

@@ -49,7 +49,7 @@ _PARTS = {
 
 
 def write_chat(theirs: Path, folder: Path, case: Case, **changes: Any) -> None:
-    """The same model as its publisher writes it."""
+    """Write the same model as its publisher does."""
     tensors = {}
     for name, tensor in load_file(theirs / "model.safetensors").items():
         if "language_model" not in name and "lm_head" not in name:

@@ -101,7 +101,7 @@ def scores(model: LlamaForCausalLM, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.28.0"])
 def test_trl(root: str, folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client does not find a route or a key, or the weights that it sends are not served."""
+    """Bugs: TRL's client finds no route or key, or the weights that it sends are not served."""
     client = load_client(monkeypatch, version)(base_url=root, group_port=free_port())
     assert client.get_server_info()["model_config"] == {
         "model": "tiny",

@@ -134,8 +134,9 @@ def test_the_plan_counts_the_tower_alone(
     encoder = "pictures: {role: encoder, engine: {image_cache_tokens: 512}}"
     file.write_text(f"model: m\npools:\n  cpu: {{}}\n  {encoder}\n")
     plan.run(str(file), "cpu", None, 8.0)
-    said = capsys.readouterr().out
-    pool = said.partition("Pool     pictures (encoder: the tower alone, on a CPU)")[2]
+    pool = capsys.readouterr().out.partition(
+        "Pool     pictures (encoder: the tower alone, on a CPU)"
+    )[2]
     lines = pool.splitlines()[1:5]
     assert [line.split()[0] for line in lines] == ["weights", "activations", "Python", "in"]
     assert "512 embeddings" in lines[1] and "0.7" in lines[3]

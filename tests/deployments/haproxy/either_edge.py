@@ -1,4 +1,4 @@
-"""What must hold behind either proxy, and behind haproxy alone."""
+"""Checks of what must hold behind either proxy, and behind haproxy alone."""
 
 import contextlib
 import json

@@ -317,10 +317,10 @@ def test_audio_and_video(server: Server, kind: str) -> None:
     reply = server.post(path, turns)
     assert reply.status == 400
     message = reply.json()["error"]["message"]
-    taken = f'messages[0].content[1]: the model "{MODEL}" takes text'
-    assert message == f'{taken} and images, no "{kind}"'
+    begin = f'messages[0].content[1]: the model "{MODEL}" takes text'
+    assert message == f'{begin} and images, no "{kind}"'
     alone = Server(FakeBackend()).post(path, turns).json()["error"]["message"]
-    assert alone == f"{taken} only"
+    assert alone == f"{begin} only"
 
 
 def test_tokens_are_counted_before_pixels(server: Server) -> None:
@@ -579,8 +579,8 @@ async def test_lying_files_harm_nobody_else(path: str) -> None:
         *(server._client.post(path, body(data)) for data in files.values())
     )
     for name, reply in zip(files, replies, strict=True):
-        taken = "a row more" in name or name == "gif, zero"
-        assert reply.status == 400 or (taken and reply.status == 200), (name, reply.body)
+        decodable = "a row more" in name or name == "gif, zero"
+        assert reply.status == 400 or (decodable and reply.status == 200), (name, reply.body)
     assert set(await asyncio.gather(*streams)) == {server.backend.script}
     server.backend.requests.clear()
     gc.collect()

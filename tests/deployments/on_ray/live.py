@@ -69,7 +69,7 @@ class Live:
         return self._ask("endpoints", "port")
 
     def by_handle(self) -> tuple[list[Any], int]:
-        """What `either_edge.by_handle` returns in the process that holds the cluster."""
+        """Return what `either_edge.by_handle` does in the process that holds the cluster."""
         choices, pieces = self._answer("handle")
         return choices, pieces
 

@@ -59,8 +59,8 @@ def test_answers_are_the_same_with_without_and_after_an_encoder(
                 body = body | {"messages": [{"role": "user", "content": content}]}
             answer = shared_cluster.post("/pictures/v1/chat/completions", **body)
             (choice,) = answer["choices"]
-            said = [token["logprob"] for token in choice["logprobs"]["content"]]
-            return choice["token_ids"], said
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            return choice["token_ids"], logprobs
 
         settled(lambda: ask("warm", [{"type": "text", "text": "the answer"}]), 60)
         single = [{"type": "text", "text": "the number of"}, part(JPEG)]

@@ -1,4 +1,4 @@
-"""Behind Serve's own proxy. Behind haproxy: tests/faults/test_edge.py."""
+"""Requests behind Serve's own proxy. Behind haproxy: tests/faults/test_edge.py."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 
 def test_clients_get_what_they_get_behind_haproxy(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """Where there is no haproxy: an error of its own, an id that is told twice."""
+    """Bugs where there is no haproxy: an error of its own, an id that is told twice."""
     from ray import serve
 
     config = parse_config(

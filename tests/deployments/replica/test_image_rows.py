@@ -87,7 +87,7 @@ class Scene:
 
     @property
     def came(self) -> list[list[bool]]:
-        """Of each request that went on, whether its images have embeddings."""
+        """Return whether its images have embeddings, for each request that went on."""
         return [[bool(image.rows) for image in waiting.request.images] for waiting in self.begun]
 
 
