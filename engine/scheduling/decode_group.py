@@ -98,9 +98,17 @@ class DecodeGroup:
 
     def advance(self, request: Request, count: int) -> None:
         """Move a member forward between steps, by tokens that were accepted beyond its decode's."""
-        self.leave(request)
-        request.num_computed += count
-        self.join(request)
+        base = request.base
+        key = request.limit - 2 - base
+        members = self._last_sample.get(key)
+        if members is not None:  # else `last_samples` has returned it
+            members.pop(request, None)
+            if not members:
+                del self._last_sample[key]
+        self._last_sample.setdefault(key - count, {})[request] = None
+        request.base = self.bases[request.group_index] = base + count
+        self._sum_of_bases += count
+        self._expect_block(request)
 
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.
