@@ -19,7 +19,7 @@ draft samples what the row would sample next, if the draft is what the decode be
                sampler has written over the drafts
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,9 @@ from engine.sampling_params import SamplingParams
 if TYPE_CHECKING:  # routers and the command line import this module, and have no use for NumPy
     import numpy as np
     from numpy.typing import NDArray
+
+
+ON_DEVICE = -1  # a draft that the drafter has left in its row, and that the host does not know yet
 
 
 class OutOfMemory(Exception):
@@ -77,15 +80,19 @@ class Proposal:
 
     entry: the row's decode, or its chunk that samples.
     first_draft: entry of the first of `drafts`; has no meaning without any.
-    drafts: the row's drafts in this step. Where some are accepted, the new drafts follow these.
+    verified: number of the row's drafts in this step. Where some are accepted, the new drafts
+        follow these.
     count: number of new drafts, at least 1. The row has blocks for as many further tokens.
+    synthetic: how many drafts of this step count as accepted, whatever was sampled; -1 = those
+        that equal the samples.
     """
 
     row: int
     entry: int
     first_draft: int
-    drafts: Sequence[int]
+    verified: int
     count: int
+    synthetic: int = -1
 
 
 @dataclass(slots=True)
@@ -104,10 +111,14 @@ class Batch:
     new_rows: list[NewRow] = field(default_factory=list)  # applied before anything else
     # (row, index in its block table, entry of the table as in block_manager.py)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # (row, position of the first id, draft ids): written into rows before anything reads them
+    # (row, position of the first id, draft ids): written into rows before anything reads them; of a
+    # model's drafts, which are there already, all ids are ON_DEVICE
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    # rows to draft for after sampling; no step is launched before this one's result is known
+    # Rows to draft for after sampling. The next step is launched when the samples are known, while
+    # the drafts are still computed.
     proposals: list[Proposal] = field(default_factory=list)
+    # whether no draft is due for long, so that a drafter need not read this step's tokens
+    dormant: bool = False
     prefixes: list[PrefixCopy] = field(default_factory=list)  # copied before anything reads them
     # (row, n): the last step verified drafts of the row, and n of its decode and drafts are text.
     # Recurrent states take these before anything reads them. Other rows of that step have ended.
@@ -156,7 +167,8 @@ class StepResult:
     pooled: entry index -> the chunk's part of its request's embedding, [hidden_size] float32: the
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
-    drafts: the new drafts of each of the batch's proposals, in their order.
+    drafts: returns the new drafts of each of the batch's proposals, in their order. It waits for
+        their computation, which is done before the next step's samples.
     encode_seconds: time that encodes of images took which have ended since the last result.
     encode_wait: the part of it in which steps waited for these encodes.
     """
@@ -167,6 +179,6 @@ class StepResult:
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
-    drafts: Sequence[list[int]] = ()
+    drafts: Callable[[], Sequence[Sequence[int]]] = tuple
     encode_seconds: float = 0.0
     encode_wait: float = 0.0

@@ -113,9 +113,11 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
     seen: Watched = []
     receive = Speculation.receive
 
-    def watched(self: Speculation, request: Request, drafts: list[int]) -> None:
-        seen.append((request.token_ids.copy(), list(drafts)))
-        receive(self, request, drafts)
+    def watched(
+        self: Speculation, request: Request, count: int, read: Callable[[], Sequence[int]]
+    ) -> None:
+        seen.append((request.token_ids.copy(), list(read())))
+        receive(self, request, count, read)
 
     monkeypatch.setattr(Speculation, "receive", watched)
     return seen

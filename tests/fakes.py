@@ -14,7 +14,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from engine.batch import Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
+from engine.batch import ON_DEVICE, Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
 from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
 from engine.images.image import Image
@@ -226,6 +226,7 @@ class FakeRunner:
         self.encoded: dict[bytes, int] = {}  # digest -> CRC of the pixels, of embeddings it has
         self.pictures: dict[bytes, int] = {}  # the same of all that it ever had
         self.launch_encoded: dict[bytes, int] = {}  # digest -> size, as of the last launch
+        self.computed: dict[int, list[int]] = {}  # row -> drafts that the last step computed
         self.num_encoded = 0
         self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
         self.in_flight: list[_Step] = []
@@ -335,10 +336,10 @@ class FakeRunner:
             end = batch.starts[entry] + batch.lengths[entry]
             assert batch.rows[entry] == row and batch.samples[entry] and proposal.count > 0
             first, own = verified.get(row, (end, ()))
-            assert first == end and list(own) == list(proposal.drafts)
-            for at, draft in enumerate(own):
+            assert first == end and len(own) == proposal.verified
+            for at in range(len(own)):
                 place = proposal.first_draft + at
-                assert (batch.rows[place], batch.starts[place]) == (row, end + at), draft
+                assert (batch.rows[place], batch.starts[place]) == (row, end + at)
             last = end + len(own) + proposal.count  # the text is never longer than this
             assert last < config.max_model_len, "drafts beyond the longest text"
             for index in range(end // config.block_size, (last - 1) // config.block_size + 1):
@@ -417,8 +418,12 @@ class FakeRunner:
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
+        verified: dict[int, list[int]] = {}  # row -> its drafts
         for row, first, drafts in step.drafts:
-            self.tokens[row, first : first + len(drafts)] = drafts
+            computed = drafts[0] == ON_DEVICE
+            verified[row] = self.computed[row][: len(drafts)] if computed else drafts
+            self.tokens[row, first : first + len(drafts)] = verified[row]
+        self.computed = {}  # only the step after a proposal can verify its drafts
         for prefix in step.prefixes:
             key = 0
             for at in range(prefix.stop):
@@ -503,14 +508,19 @@ class FakeRunner:
             self.tokens[row, end] = max(token, 0)
             result.tokens.append(token)
         result.logprobs, result.prompt_logprobs, result.errors = logprobs, prompt_logprobs, errors
-        result.drafts = [self._draft(step, proposal) for proposal in step.proposals]
+        drafted = [self._draft(step, p, verified.get(p.row, ())) for p in step.proposals]
+        self.computed = {p.row: ids for p, ids in zip(step.proposals, drafted, strict=True)}
+        result.drafts = lambda: drafted
         return result
 
-    def _draft(self, step: _Step, proposal: Proposal) -> list[int]:
-        """What continues the row's text, after the drafts of the step that are right."""
+    def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:
+        """What continues the row's text, after the drafts of the step that are right.
+
+        verified: the row's drafts in this step.
+        """
         row, start, length, _ = step.entries[proposal.entry]
         end = start + length
-        for draft in proposal.drafts:
+        for draft in verified:
             if self.tokens[row, end] != draft:
                 break
             end += 1

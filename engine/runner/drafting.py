@@ -4,9 +4,12 @@ A drafter (engine/models/drafters/) first gets all tokens of the step, so that i
 each, those of rejected drafts until the next step writes over them. Where the batch has proposals,
 the row of the text's last token gives the first draft, and passes of one token the others. A draft
 model, which reads no states, reads chunks in their own steps, and other tokens of a row only when
-it is to draft for it; at rest it costs nothing. Drafts
-are drawn as the model's tokens are, with the noise of the same seed, choice and position, so that
-they agree wherever the distributions do. Nothing here waits for the device.
+it is to draft for it; at rest it costs nothing. Another drafter reads each token, except in dormant
+steps, and requests whose tokens it has not read get worse drafts.
+
+Drafts are drawn as the model's tokens are, with the noise of the same seed, choice and position, so
+that they agree wherever the distributions do. They stay on the device, in their rows, where the
+next step reads them. Nothing here waits for the device.
 """
 
 from collections.abc import Sequence
@@ -24,10 +27,9 @@ from engine.runner.inputs import CpuInputs, CudaInputs
 from engine.runner.request_rows import RequestRows
 from engine.sampling.device_result import DeviceResult
 from engine.sampling.sampler import Sampler
+from engine.speculation.settings import MAX_TOKENS
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta, RotaryPlaces
-
-_FIELDS = 5  # rows of a proposals' table before the drafts
 
 
 class Drafting:
@@ -59,6 +61,9 @@ class Drafting:
         self._read = [-1] * (rows.pad_row + 1)
         self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
         self._rows, self.kv, self._group = rows, kv, group
+        # by row: the newest drafts, as the step that verifies them samples over those in rows
+        shape = rows.pad_row + 1, MAX_TOKENS
+        self._drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
         self._attention = kv.groups.groups[0].attention
         self.reads_states = drafter.reads_states
         # positions by which the token that a row reads lies after the row's own
@@ -76,6 +81,8 @@ class Drafting:
         """
         if not self.reads_states:
             return self._follow(batch)
+        if batch.dormant:
+            return None
         meta = metas[self._group]
         meta = meta.elsewhere(meta.slots, meta.block_table)
         meta.window = meta.chunk = 0
@@ -103,7 +110,7 @@ class Drafting:
         share = self._max_tokens - sum(end - start for start, end in spans.values())
         share = max(0, share) // max(1, len(batch.proposals))
         for proposal in batch.proposals:
-            entry, drafts = proposal.entry, len(proposal.drafts)
+            entry, drafts = proposal.entry, proposal.verified
             start, known = batch.starts[entry], batch.starts[entry] + batch.lengths[entry] + 1
             end = known + drafts  # after the token that follows the last draft
             if entry not in spans:
@@ -124,7 +131,7 @@ class Drafting:
         if not batch.proposals:
             return None
         ends = dict(zip(spans, accumulate(lengths), strict=True))
-        places = [(at := ends[p.entry] - 1 - len(p.drafts), at + 1) for p in batch.proposals]
+        places = [(at := ends[p.entry] - 1 - p.verified, at + 1) for p in batch.proposals]
         return self._propose(batch, out, places)
 
     def _pass(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
@@ -151,18 +158,21 @@ class Drafting:
         """
         tokens = self._rows.tokens
         table = self._uploaded(_table(batch, places))
-        row, last, index, first_draft, counts = table[:_FIELDS].unbind(0)
-        drafts = table[_FIELDS:].T
-        if drafts.shape[1]:
-            after = last[:, None] + 1 + torch.arange(drafts.shape[1], device=tokens.device)
-            accepted = (tokens[row[:, None], after] == drafts).long().cumprod(1).sum(1)
+        row, last, index, first_draft, counts, verified, synthetic = table.unbind(0)
+        most_verified = max(proposal.verified for proposal in batch.proposals)
+        if most_verified:
+            steps = torch.arange(most_verified, device=tokens.device)
+            sampled = tokens[row[:, None], last[:, None] + 1 + steps]
+            agree = (sampled == self._drafts[row, :most_verified]) & (steps < verified[:, None])
+            accepted = agree.long().cumprod(1).sum(1)
+            accepted = torch.where(synthetic >= 0, synthetic, accepted)
             index = torch.where(accepted > 0, first_draft + accepted - 1, index)
             last = last + accepted
         plan = replace(self._sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
         states = rows.index_select(0, index)
         longest = int(max(batch.starts[p.entry] + batch.lengths[p.entry] for p in batch.proposals))
         most = max(proposal.count for proposal in batch.proposals)
-        longest += drafts.shape[1] + most
+        longest += most_verified + most
         drawn: list[Tensor] = []
         for number in range(1, most + 1):
             wanted = counts >= number
@@ -174,9 +184,11 @@ class Drafting:
             sampled = self._sampler.sample(logits, row, position, tokens, plan).tokens
             # a start that only collects kernels leaves any number here
             drawn.append(sampled.clamp(0, self._vocab - 1))
-            if plan.penalised:  # penalties count the drafts before
-                tokens[row, torch.where(wanted, position, last + 2)] = drawn[-1].to(tokens.dtype)
-        return torch.stack(drawn, 1)
+            own = torch.where(wanted, row, self._rows.pad_row)
+            tokens[own, position] = drawn[-1].to(tokens.dtype)
+        drafts = torch.stack(drawn, 1)
+        self._drafts[row, :most] = drafts
+        return drafts
 
     def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:
         """Return the meta of a pass of one token for each row.
@@ -219,21 +231,26 @@ class Drafting:
             return
         result.drafts = drafts.to("cpu", non_blocking=True) if self._cuda else drafts
         result.draft_counts = [proposal.count for proposal in batch.proposals]
-        if result.event is not None:
-            result.event.record()  # again, so that it covers this copy
+        if self._cuda:
+            result.drafted = torch.cuda.Event()
+            result.drafted.record()
 
 
 def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the proposals as a table, [5 + most drafts, n] int64; missing drafts are -1.
+    """Return the proposals as a table, [7, n] int64, each line of which is contiguous.
 
     A column has the row, the position of the last token before its drafts, its places (see
-    `_propose`), the number of new drafts, and the drafts. Each line is a contiguous tensor.
+    `_propose`), and the numbers of new drafts, of verified ones and of synthetically accepted ones.
     """
-    most = max(len(proposal.drafts) for proposal in batch.proposals)
-    table = np.full((_FIELDS + most, len(batch.proposals)), -1, np.int64)
-    for column, place, proposal in zip(table.T, places, batch.proposals, strict=True):
-        entry, drafts = proposal.entry, proposal.drafts
-        last = batch.starts[entry] + batch.lengths[entry] - 1
-        fields = proposal.row, last, *place, proposal.count
-        column[: _FIELDS + len(drafts)] = (*fields, *drafts)
-    return table
+    columns = [
+        (
+            proposal.row,
+            batch.starts[proposal.entry] + batch.lengths[proposal.entry] - 1,
+            *place,
+            proposal.count,
+            proposal.verified,
+            proposal.synthetic,
+        )
+        for place, proposal in zip(places, batch.proposals, strict=True)
+    ]
+    return np.ascontiguousarray(np.asarray(columns, np.int64).T)

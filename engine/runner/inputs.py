@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import ON_DEVICE, Batch
 from engine.models.image_rows import ImageRows
 from engine.runner.request_rows import RequestRows
 from kernels.metadata import AttentionMeta, LoraStep, RotaryPlaces
@@ -73,7 +73,8 @@ class CpuInputs:
         for new in batch.new_rows:
             self._tokens[new.row, : len(new.token_ids)] = new.token_ids
         for row, first, drafts in batch.drafts:
-            self._tokens[row, first : first + len(drafts)] = drafts
+            if drafts[0] != ON_DEVICE:
+                self._tokens[row, first : first + len(drafts)] = drafts
         for row, index, block in batch.new_blocks:
             self._table[row, index] = block
 
@@ -219,7 +220,8 @@ class CudaInputs:
 
         self._buffer = (self._buffer + 1) % len(self._staging)
         entries, count = self._entries, len(batch.rows)
-        new_tokens = [(new.row, 0, new.token_ids) for new in batch.new_rows] + batch.drafts
+        new_tokens = [(new.row, 0, new.token_ids) for new in batch.new_rows]
+        new_tokens += [drafts for drafts in batch.drafts if drafts[2][0] != ON_DEVICE]
         num_texts, num_blocks = len(new_tokens), len(batch.new_blocks)
         num_updates = 4 * num_texts + 3 * num_blocks + sum(len(ids) for _, _, ids in new_tokens)
         staging, packed = self._staging[self._buffer], self._packed

@@ -13,6 +13,8 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
 
+FEW_ROWS = 4  # rows up to which matmul kernels depend on their number: kernels/gemm/small_m.py
+
 
 def capture_graphs(
     runner: ModelRunner, sizes: Sequence[int], max_tokens: int, *, drafts: bool = False
@@ -128,13 +130,18 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
 
 
 def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
-    """Draft two tokens for as many rows as there are."""
+    """Draft two tokens for one row, for a few, and for as many rows as there are.
+
+    A few rows have matmul kernels of their own number.
+    """
     pad, forward = runner.rows.pad_row, runner.forward
-    batch = Batch(-1, [pad] * pad, [0] * pad, [1] * pad, [True] * pad, num_decodes=pad)
-    batch.proposals = [Proposal(pad, entry, entry, (), 2) for entry in range(pad)]
-    step = forward.inputs.assemble(batch)
-    hidden, tapped = forward.run_step(step), forward.tapped()
-    drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
+    for count in dict.fromkeys((*range(1, min(pad, FEW_ROWS) + 1), pad)):
+        batch = Batch(-1, [pad] * count, [0] * count, [1] * count, [True] * count)
+        batch.num_decodes = count
+        batch.proposals = [Proposal(pad, entry, entry, 0, 2) for entry in range(count)]
+        step = forward.inputs.assemble(batch)
+        hidden, tapped = forward.run_step(step), forward.tapped()
+        drafting.launch(batch, step.metas, hidden if tapped is None else tapped)
 
 
 def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:

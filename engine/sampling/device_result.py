@@ -5,6 +5,7 @@ Its `wait` waits for the device and returns the StepResult.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class DeviceResult:
     # new drafts [proposals, most] int64 on the host, and how many of each count
     drafts: Tensor | None = None
     draft_counts: Sequence[int] = ()
+    drafted: "torch.cuda.Event | None" = None  # when the drafts are on the host
     # Launches the sampling once the masks have come; None: it was launched.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
     # Returns the seconds of encodes that are done and of waits for them; the step must be done.
@@ -66,8 +68,7 @@ class DeviceResult:
                 if token < 0
             }
         if self.drafts is not None:
-            lines = zip(self.drafts.tolist(), self.draft_counts, strict=True)
-            result.drafts = [line[:count] for line, count in lines]
+            result.drafts = cache(self._read_drafts)
         if self.logprobs is not None:
             result.logprobs = {
                 self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None
@@ -85,6 +86,14 @@ class DeviceResult:
                     why = "numerical_error: the model's hidden states are not finite"
                     result.errors = {**result.errors, entry: why}
         return result
+
+    def _read_drafts(self) -> list[list[int]]:
+        """Block until the drafts are computed, and return those of each proposal."""
+        assert self.drafts is not None
+        if self.drafted is not None:
+            self.drafted.synchronize()
+        lines = zip(self.drafts.tolist(), self.draft_counts, strict=True)
+        return [line[:count] for line, count in lines]
 
     def _entry(self, sample: int) -> int:
         return sample if self.entries is None else self.entries[sample]

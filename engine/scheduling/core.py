@@ -341,7 +341,24 @@ class EngineCore:
             if scheduler.speculation is not None:
                 entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
                 scheduler.speculation.observe_step(entries, done.num_drafts, seconds)
+                if not held:
+                    self._launch_drafts(deltas)
         return deltas
+
+    def _launch_drafts(self, deltas: list[Delta]) -> None:
+        """Launch the step after one with drafts before deltas are published.
+
+        The device is idle then, or computes drafts of a model and nothing else.
+
+        deltas: gets the last deltas of requests whose grammar allows no token.
+        """
+        if self._pending or self._depth == 1 or self._bisection is not None:
+            return
+        batch = self.scheduler.schedule()
+        with self._blame(-1):
+            self._launch(batch, deltas)
+        if self._blame.failure is not None:
+            self._retry(*self._blame.take_failure())
 
     def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
         """Launch the sampling that has waited for masks, then the batch.

@@ -29,8 +29,9 @@ A request whose prefix is in host memory waits outside the queue while it is loa
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from engine.batch import Batch, PrefixCopy, StepResult
@@ -339,8 +340,10 @@ class Scheduler:
             start = request.base + group.step_index + 1
             if self.memory.snapshots is not None:
                 del drafts[self.memory.snapshots.room(request, start) :]
-            places = self._places(request, start + 1 + len(drafts), builder)
-            del drafts[max(0, places - start - 1) :]
+            wanted = start + 1 + len(drafts)
+            places = self._places(request, wanted, builder)
+            if places < wanted:
+                del drafts[max(0, places - start - 1) :]
             if drafts:
                 builder.verifications.append(verification)
 
@@ -727,6 +730,8 @@ class Scheduler:
                     group.join(request)
                     if self.speculation is not None:
                         self.speculation.expect(request)
+        if self.speculation is not None:
+            builder.batch.dormant = self.speculation.dormant
         if self.num_constrained:
             self._constrain(launched, builder.batch)
         self.verifying = launched.num_drafts > 0 or bool(launched.proposals)
@@ -766,8 +771,8 @@ class Scheduler:
             self.images.encode_seconds += result.encode_seconds
         if self.speculation is not None and (launched.verifications or launched.proposals):
             self._observe_drafts(self.speculation, launched)
-            for (request, _), drafts in zip(launched.proposals, result.drafts, strict=True):
-                self.speculation.receive(request, drafts)
+            for place, (request, count) in enumerate(launched.proposals):
+                self.speculation.receive(request, count, partial(_item, result.drafts, place))
         for request in outcome.failed:
             self.memory.discard_cached(request)
             if self.images is not None:
@@ -902,3 +907,7 @@ class Scheduler:
                 assert group.rows[index] == request.row
         if not self.requests and not self.in_flight:
             assert not self.memory.deferred, "idle, yet a request holds blocks"
+
+
+def _item(read: Callable[[], Sequence[Sequence[int]]], place: int) -> Sequence[int]:
+    return read()[place]

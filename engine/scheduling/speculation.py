@@ -5,16 +5,19 @@ engine/speculation/ proposes tokens and lengths. This file asks it for the reque
 no token in flight. So `Scheduler.schedule` lets the device become idle first, and one step runs at
 a time while any request has drafts.
 
-Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), come with its
-result, and are verified in the next step. The step that computes them pays for them, so what is
-worth its row is asked when a step is to compute drafts, and all that were computed are verified.
+Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), and are
+verified in the next step. That step is launched while they are computed, as the host needs their
+number alone: it reads them with the next result. The step that computes drafts pays for them, so
+what is worth its row is asked when a step is to compute drafts, and all that were computed are
+verified.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.batch import ON_DEVICE
 from engine.scheduling.request import Request
 from engine.speculation.computed import ComputedDrafter, ComputedDrafts
 from engine.speculation.drafter import Drafter, Drafts
@@ -44,6 +47,8 @@ class RequestDrafts:
 class Verification:
     """The drafts of a decode in a step.
 
+    drafts: the tokens; ON_DEVICE for those of a model, until `reveal` is called.
+    read: returns the tokens of a model's drafts.
     entry: index of the request's decode among the step's entries.
     synthetic: how many drafts to accept whatever is sampled; -1 = those that equal the samples.
     constraints: those of the request after each of the drafts, if it has a grammar or lists.
@@ -62,6 +67,12 @@ class Verification:
     most: int = MAX_TOKENS
     accepted: int = 0
     gained: int = 0
+    read: Callable[[], Sequence[int]] | None = None
+
+    def reveal(self) -> None:
+        """Read a model's drafts. Legal when the samples of the step are known."""
+        if self.read is not None:
+            self.drafts[:] = self.read()[: len(self.drafts)]
 
     def follow(self, constraint: "Constraint") -> None:
         """Set `constraints`, from that of the known text, and drop drafts that it forbids."""
@@ -114,19 +125,26 @@ class Speculation:
         """
         if settings is None:
             return None
-        if settings.rates:
+        acceptance = SyntheticAcceptance(settings.rates) if settings.rates else None
+        if acceptance is not None:
             rates = " ".join(map(str, settings.rates))
             logger.warning(
                 "speculation accepts drafts by chance (%s), so texts are not the model's: "
-                "engine.speculation has method synthetic, which is for benchmarks",
+                "engine.speculation has rates, which are for benchmarks",
                 rates,
             )
-            synthetic = SyntheticAcceptance(settings.rates)
-            return cls(AnyDrafter(), DraftLengths(settings.tokens), synthetic)
         if settings.by_model:
-            return cls(ComputedDrafter(), DraftLengths(settings.tokens))
+            lengths = DraftLengths(settings.tokens, by_model=True)
+            return cls(ComputedDrafter(), lengths, acceptance)
+        if acceptance is not None:
+            return cls(AnyDrafter(), DraftLengths(settings.tokens), acceptance)
         lookup = Lookup(settings.lookup)
         return cls(lookup, DraftLengths(settings.tokens), lookup=lookup)
+
+    @property
+    def dormant(self) -> bool:
+        """Whether a drafter need not read the tokens of steps; see `DraftLengths.dormant`."""
+        return self.computes and self._lengths.dormant
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:
         """Set `awaited` to the first request with drafts for tokens after the one in flight.
@@ -165,8 +183,8 @@ class Speculation:
         if not requests or room <= 0:
             return []
         if self.computes:
-            computed = ((request, self._computed(request)) for request in requests)
-            return _cut([Verification(*pair) for pair in computed if pair[1]], room)
+            computed = [v for r in requests if (v := self._computed(r)) is not None]
+            return self._synthesise(_cut(computed, room))
         asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
         if not asks and not constrained:
             return []
@@ -184,14 +202,17 @@ class Speculation:
                 verification.follow(request.constraint)
             if verification.drafts:
                 chosen.append(verification)
-        chosen = _cut(chosen, room)
+        return self._synthesise(_cut(chosen, room))
+
+    def _synthesise(self, verifications: list[Verification]) -> list[Verification]:
+        """Return the verifications, with synthetic acceptance if the engine has it."""
         if self._acceptance is not None:
-            for verification in chosen:
+            for verification in verifications:
                 request, drafted = verification.request, len(verification.drafts)
                 verification.synthetic = self._acceptance.accepted(
                     request.seed, request.choice, len(request.token_ids), drafted
                 )
-        return chosen
+        return verifications
 
     def compute(self, lasts: Mapping[Request, int]) -> list[tuple[Request, int]]:
         """Return for which requests a step computes drafts after sampling, and how many.
@@ -210,12 +231,15 @@ class Speculation:
                     counts.append((request, count))
         return counts
 
-    def receive(self, request: Request, drafts: Sequence[int]) -> None:
-        """Take the drafts that a step computed for a request, whose text has the step's tokens."""
+    def receive(self, request: Request, count: int, read: Callable[[], Sequence[int]]) -> None:
+        """Note the drafts that a step computes for a request, whose text has the step's tokens.
+
+        read: returns them; see `ComputedDrafts.receive`.
+        """
         if request.drafts is not None:
             source = request.drafts.source
             assert isinstance(source, ComputedDrafts)
-            source.receive(len(request.token_ids) - request.num_virtual, drafts)
+            source.receive(len(request.token_ids) - request.num_virtual, count, read)
 
     def expect(self, request: Request) -> None:
         """Note that a request begins to decode."""
@@ -288,14 +312,18 @@ class Speculation:
         self._text_known(request, own.source)
         return own.source.propose(min(room, most + ahead))
 
-    def _computed(self, request: Request) -> list[int]:
-        """Return the drafts that the last step computed for a request."""
+    def _computed(self, request: Request) -> Verification | None:
+        """Return the verification of the drafts that the last step computed for a request."""
         own: RequestDrafts | None = request.drafts
-        room = _room(request)
-        if own is None or not self._may_draft(request, room):
-            return []
-        self._text_known(request, own.source)
-        return own.source.propose(room)
+        if own is None:
+            return None
+        source = own.source
+        assert isinstance(source, ComputedDrafts)
+        count = source.count_after(len(request.token_ids) - request.num_virtual)
+        count = min(count, _room(request))
+        if not self._may_draft(request, count):
+            return None
+        return Verification(request, [ON_DEVICE] * count, read=source.read)
 
     def _may_draft(self, request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts, of at most `room` tokens."""

@@ -198,6 +198,7 @@ class LaunchedStep:
         """
         first = gained = 0
         for verification in self.verifications:
+            verification.reveal()
             drafts, entry = verification.drafts, verification.entry
             sampled = drafted.tokens[first : first + len(drafts)]
             verification.accepted = _agreeing(drafts, [tokens[entry], *sampled])
@@ -402,7 +403,7 @@ class StepBuilder:
 
     def _add_proposals(self, num_decodes: int) -> None:
         """Add the proposals to the batch, whose entries are complete."""
-        verified = {v.request: v for v in self.verifications}
+        verifications = {v.request: v for v in self.verifications}
         first_drafts, at = {}, num_decodes - sum(len(v.drafts) for v in self.verifications)
         for verification in self.verifications:
             first_drafts[verification.request] = at
@@ -410,7 +411,10 @@ class StepBuilder:
         chunks = {request: num_decodes + i for i, (request, _) in enumerate(self.sampling)}
         for request, count in self.proposals:
             entry = request.group_index if request.group_index >= 0 else chunks[request]
-            own = verified.get(request)
-            drafts = () if own is None else own.drafts
+            own = verifications.get(request)
+            verified = 0 if own is None else len(own.drafts)
+            synthetic = -1 if own is None else min(own.synthetic, verified)
             first_draft = first_drafts.get(request, entry)
-            self.batch.proposals.append(Proposal(request.row, entry, first_draft, drafts, count))
+            self.batch.proposals.append(
+                Proposal(request.row, entry, first_draft, verified, count, synthetic)
+            )

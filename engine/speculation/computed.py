@@ -1,10 +1,12 @@
 """ComputedDrafts, ComputedDrafter: drafts that a model computes on the device after a step.
 
-They come with the step's result and continue the text of that step, so only the next step can
-verify them.
+They continue the text of that step, so only the next step can verify them. It is launched before
+the host knows the tokens, which `ComputedDrafts.read` returns when its result is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from engine.batch import ON_DEVICE
 
 
 class ComputedDrafts:
@@ -12,20 +14,28 @@ class ComputedDrafts:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._continued = -1  # length of the text that `_tokens` continue
-        self._tokens: Sequence[int] = ()
+        self._continued = -1  # length of the text that the drafts continue
+        self._count = 0
+        self.read: Callable[[], Sequence[int]] = tuple
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append accepted tokens to the text."""
         self.num_tokens += len(tokens)
 
-    def receive(self, num_tokens: int, tokens: Sequence[int]) -> None:
-        """Take the drafts that continue the text of its first num_tokens tokens."""
-        self._continued, self._tokens = num_tokens, tokens
+    def receive(self, num_tokens: int, count: int, read: Callable[[], Sequence[int]]) -> None:
+        """Note that a step computes `count` drafts that continue the first num_tokens tokens.
+
+        read: returns them, once they are computed.
+        """
+        self._continued, self._count, self.read = num_tokens, count, read
+
+    def count_after(self, num_tokens: int) -> int:
+        """Return how many drafts continue a text of so many tokens; 0 if it has grown since."""
+        return self._count if self._continued == num_tokens else 0
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` of the drafts; [] if the text has grown since their computation."""
-        return list(self._tokens[:most]) if self._continued == self.num_tokens else []
+        """Return ON_DEVICE for each of at most `most` drafts; [] if the text has grown since."""
+        return [ON_DEVICE] * min(most, self.count_after(self.num_tokens))
 
     def end(self) -> None:
         """Do nothing, as a model learns from no answer."""

@@ -55,7 +55,8 @@ class SpeculationSettings:
 
     tokens: the most draft tokens of a request in a step.
     explicit: whether the configuration asks for it by itself, and not by "auto".
-    rates: of synthetic acceptance, see synthetic.py; () = drafts are accepted where they are right.
+    rates: of synthetic acceptance, see synthetic.py, for as many drafts as there are rates; () =
+        drafts are accepted where they are right.
     method: "lookup"; where a model drafts "mtp", a layer of the checkpoint itself, "eagle3" or
         "draft_model".
     model: the folder of the model that drafts; "" = the checkpoint's.
@@ -169,6 +170,7 @@ def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:
         raise _refused(
             "num_speculative_tokens is said twice, by vLLM's name and ours; leave one out"
         )
+    rates = _rates(entries.pop("rates", None))
     number = entries.pop("num_speculative_tokens", None)
     tokens = entries.pop("tokens", _MODEL_TOKENS if number is None else number)
     if entries:
@@ -180,19 +182,36 @@ def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:
         )
         raise _refused(f"{key} does not go with method {method}{why} (num_speculative_tokens)")
     tokens = _number("tokens", tokens, *_RANGES["tokens"])
-    return SpeculationSettings(tokens, explicit=True, method="mtp" if mtp else method, model=model)
+    return SpeculationSettings(
+        len(rates) or tokens,
+        explicit=True,
+        rates=rates,
+        method="mtp" if mtp else method,
+        model=model,
+    )
 
 
-def _synthetic(given: Mapping[str, Any]) -> SpeculationSettings:
-    if given.keys() != {"rates"}:
+def _synthetic(entries: Mapping[str, Any]) -> SpeculationSettings:
+    if entries.keys() != {"rates"}:
         raise _refused("method synthetic, of benchmarks, takes rates alone, such as 0.75 0.55 0.4")
+    rates = _rates(entries["rates"])
+    return SpeculationSettings(len(rates), explicit=True, rates=rates)
+
+
+def _rates(value: Any) -> tuple[float, ...]:
+    """Return the rates of synthetic acceptance, of which benchmarks give one for each draft.
+
+    value: numbers with spaces between; None = drafts are accepted where they are right.
+    """
+    if value is None:
+        return ()
     try:
-        rates = tuple(map(float, str(given["rates"]).split()))
+        rates = tuple(map(float, str(value).split()))
     except ValueError:
         rates = ()
     if not 1 <= len(rates) <= MAX_TOKENS or not all(0 <= rate <= 1 for rate in rates):
         raise _refused(f"rates must be 1 to {MAX_TOKENS} numbers in 0..1, with spaces between")
-    return SpeculationSettings(len(rates), explicit=True, rates=rates)
+    return rates
 
 
 def _number(key: str, value: Any, kind: type, least: float, greatest: float) -> Any:

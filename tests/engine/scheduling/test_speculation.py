@@ -7,8 +7,10 @@ import pytest
 from engine.config.kv_groups import Full, Window
 from engine.scheduling import speculation as module
 from engine.scheduling.speculation import Speculation, Verification, _cut
+from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
+from engine.speculation.synthetic import SyntheticAcceptance
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import EOS, expected, make_core, make_request, run
@@ -97,15 +99,21 @@ def test_random_lives_with_drafts_of_the_device(kind: str, ahead: bool) -> None:
     assert (accepted > 0) == (kind != "wrong")
 
 
-def test_device_runs_ahead_while_no_drafts_are_computed() -> None:
-    """Bug: where drafts do not pay, the device still waits for the host in every step."""
-    driver = Driver(speculation=computed([3, 3, 3, *[0] * 100]), drafts="right", eos_token_ids=())
-    driver.add_request(8, max_tokens=60)
-    depths = []
-    while driver.core.has_work():
-        driver.step()
-        depths.append(len(driver.runner.in_flight))
-    assert set(depths[:2]) == {0} and set(depths[8:-1]) == {1}
+def test_synthetic_acceptance_of_the_devices_drafts() -> None:
+    """Bug: benchmarks of drafters accept what a random drafter guesses, which is nothing."""
+    always = SyntheticAcceptance((1.0, 1.0, 0.0))
+    speculation = Speculation(ComputedDrafter(), ListedLengths([3]), always)
+    core, runner = make_core(speculation=speculation, eos_token_ids=())
+    runner.drafts = "wrong"
+    core.add_request(make_request(1, 8, max_tokens=60))
+    synthetic = set()
+    while core.has_work():
+        core.step()
+        for proposal in runner.batches[-1].proposals:
+            synthetic.add((proposal.verified, proposal.synthetic))
+    counters = core.scheduler.counters
+    assert counters.accepted_by_position[:2] == [counters.drafts] * 2
+    assert (3, 2) in synthetic
 
 
 def test_wrong_drafts_cost_no_step() -> None:
@@ -121,16 +129,33 @@ def test_wrong_drafts_cost_no_step() -> None:
     assert tried.runner.num_steps == plain.runner.num_steps
 
 
-def test_engine_runs_ahead_again_without_drafts() -> None:
+@pytest.mark.parametrize(
+    "speculation", [told("right", [7, 7, 7, *[0] * 100]), computed([3, 3, 3, *[0] * 100])]
+)
+def test_engine_runs_ahead_again_without_drafts(speculation: Speculation) -> None:
     """Bug: after a verification the device waits for the host in every step."""
-    lengths = [7, 7, 7] + [0] * 100
-    driver = Driver(speculation=told("right", lengths), eos_token_ids=())
+    driver = Driver(speculation=speculation, drafts="right", eos_token_ids=())
     driver.add_request(8, max_tokens=60)
-    depths = []
+    most = []
     while driver.core.has_work():
+        driver.runner.max_in_flight = 0
         driver.step()
-        depths.append(len(driver.runner.in_flight))
-    assert 0 in depths[2:6] and set(depths[8:-1]) == {1}
+        most.append(driver.runner.max_in_flight)
+    assert 1 in most[1:6] and set(most[8:-2]) == {2}
+
+
+@pytest.mark.parametrize("speculation", [told("right", [7]), computed([3])])
+def test_next_step_is_launched_before_tokens_are_published(speculation: Speculation) -> None:
+    """Bug: while tokens are sent to clients the device has nothing to do."""
+    driver = Driver(speculation=speculation, eos_token_ids=())
+    for length in (8, 5):
+        driver.add_request(length, max_tokens=60)
+    driver.step()
+    while driver.core.has_work():
+        running = bool(driver.core.scheduler.requests)
+        driver.step()
+        assert driver.runner.in_flight or not driver.core.scheduler.requests or not running
+    assert driver.core.scheduler.counters.draft_tokens
 
 
 def test_drafts_end_where_a_request_ends() -> None:
