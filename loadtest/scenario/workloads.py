@@ -38,6 +38,21 @@ def single(rng: random.Random) -> list[Request]:
     return [_request(rng, 128, 256)]
 
 
+def streams32(rng: random.Random) -> list[Request]:
+    """32 streams of 128 tokens in and 256 out."""
+    return [_request(rng, 128, 256) for _ in range(32)]
+
+
+def streams64(rng: random.Random) -> list[Request]:
+    """64 streams of 128 tokens in and 256 out."""
+    return [_request(rng, 128, 256) for _ in range(64)]
+
+
+def streams256(rng: random.Random) -> list[Request]:
+    """256 streams of 128 tokens in and 256 out."""
+    return [_request(rng, 128, 256) for _ in range(256)]
+
+
 def prefill(rng: random.Random) -> list[Request]:
     """Long prompts: 16 of 8,192 tokens, 8 out."""
     return [_request(rng, 8192, 8) for _ in range(16)]
@@ -49,7 +64,8 @@ def fixed512(rng: random.Random) -> list[Request]:
 
 
 WORKLOADS: dict[str, Callable[[random.Random], list[Request]]] = {
-    f.__name__: f for f in (dialogue, uniform, single, prefill, fixed512)
+    f.__name__: f
+    for f in (dialogue, uniform, single, streams32, streams64, streams256, prefill, fixed512)
 }
 
 
