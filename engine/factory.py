@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
 
+import msgspec
 import torch
 
 from engine.config.engine_config import EngineConfig
@@ -32,7 +35,8 @@ from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, acting, resolve
 from engine.runner.caches.cache_memory import CacheMemory
-from engine.runner.caches.host_copies import host_copies
+from engine.runner.caches.disk_files import DiskFiles, SlotMemory, read_key
+from engine.runner.caches.host_copies import HostSlots, host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
 from engine.runner.caches.token_pool import TokenPool
@@ -239,7 +243,45 @@ def _host_tier(part: _Part, config: CoreConfig, ranked: RankedRunner | None) -> 
         0 if config.snapshots is None else own.num_states,
         0 if own.states is None else own.states.num_bytes,
     )
-    return HostTier(plan, copies, len(config.kinds))
+    files = _disk_files(part, config) if part.resolved.config.disk_kv_bytes else None
+    return HostTier(plan, copies, len(config.kinds), files)
+
+
+# Settings that change no byte of a block, so that files outlive a change of them.
+_OF_NO_BLOCK = {
+    "host_kv_bytes", "host_kv_store", "disk_kv_bytes", "disk_kv_folder", "disk_kv_clear",
+    "disk_kv_key_file", "snapshot_bytes", "kv_cache_bytes", "num_blocks", "memory_fraction",
+    "max_num_seqs", "allocation", "admission", "batching", "target_tpot_ms", "log_level", "seed",
+    "generation_config", "logprobs_mode", "max_loras", "lora_host_bytes", "lora_disk_bytes",
+    "lora_disk_folder", "sleep_in_host_memory", "image_cache_tokens",
+}  # fmt: skip
+
+
+def _disk_files(part: _Part, config: CoreConfig) -> DiskFiles:
+    """Return the files of KV blocks below the host tier. Raises ConfigError."""
+    settings, host = part.resolved.config, part.runner.host
+    assert host is not None
+    device = part.resolved.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    values = msgspec.structs.asdict(settings)
+    identity = [f"{key}={values[key]!r}" for key in sorted(values.keys() - _OF_NO_BLOCK)]
+    code = f"{version('manta-serve')} torch {torch.__version__} {name} {part.resolved.dtype}"
+    return DiskFiles(
+        Path(settings.disk_kv_folder),
+        settings.disk_kv_bytes,
+        [code, config.model_key, repr(config.kinds), *identity],
+        _slot_memory(host.blocks),
+        None if host.states is None or config.snapshots is None else _slot_memory(host.states),
+        len(config.kinds),
+        key=read_key(settings.disk_kv_key_file) if settings.disk_kv_key_file else b"",
+        clear=settings.disk_kv_clear,
+    )
+
+
+def _slot_memory(slots: HostSlots) -> SlotMemory:
+    memory = slots.memory
+    view = memoryview(memory.numpy().data)
+    return SlotMemory(view, slots.num_bytes, memory.data_ptr())
 
 
 def _weights(part: _Part, ranks: Ranks | None, ranked: RankedRunner | None) -> WeightLoader | None:
@@ -492,6 +534,10 @@ def _rehearse(core: EngineCore) -> None:
     if not core.config.generates:
         params = SamplingParams(temperature=0.0, max_tokens=0, pooled=True)
     longest = core.config.max_model_len - 4
+    tier = core.scheduler.tier
+    disk = None if tier is None else tier.disk
+    if tier is not None:
+        tier.disk = None  # what an earlier engine has written would not be computed
     for number, length in enumerate((5, 100, 100)):
         ids = [0] * min(length, longest)
         core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))
@@ -500,8 +546,9 @@ def _rehearse(core: EngineCore) -> None:
         core.reset_prefix_cache()
     core.check_integrity()
     core.scheduler.counters = SchedulerCounters()
-    if core.scheduler.tier is not None:
-        core.scheduler.tier.reset_counts()
+    if tier is not None:
+        tier.reset_counts()
+        tier.disk = disk
     if core.scheduler.speculation is not None:
         core.scheduler.speculation.forget_steps()
 

@@ -282,6 +282,20 @@ class EngineStats(msgspec.Struct, array_like=True):
     host_kv_dropped: int = 0  # blocks not stored, as too many waited to be copied
     host_kv_evicted: int = 0  # blocks that made room for others
     host_kv_failed_loads: int = 0
+    # Of the disk tier below it, likewise.
+    disk_kv_blocks: int = 0
+    disk_kv_used_bytes: int = 0  # of all files of the folder, with those of other engines
+    disk_kv_most_bytes: int = 0
+    disk_kv_written_bytes: int = 0
+    disk_kv_read_bytes: int = 0
+    disk_kv_read_tokens: int = 0  # prompt tokens that were read instead of computed
+    disk_kv_write_seconds: float = 0.0
+    disk_kv_read_seconds: float = 0.0
+    disk_kv_wait_seconds: float = 0.0  # time that requests waited for reads
+    disk_kv_dropped: int = 0  # blocks not written: a full queue, no room, or an error
+    disk_kv_evicted: int = 0  # files that made room for others
+    disk_kv_damaged: int = 0  # files that were short, foreign or damaged
+    disk_kv_failed_reads: int = 0
     # Images, since start, whose embeddings came from an encoder pool, and those whose embeddings
     # should have and did not, which the replica sets.
     images_received: int = 0

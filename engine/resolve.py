@@ -264,6 +264,12 @@ def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
         why = f"{model.architecture} is an encoder and keeps no keys"
     if why:
         raise ConfigError(f"host_kv_bytes: {why}; or leave it out", param="host_kv_bytes")
+    if config.disk_kv_bytes and config.num_ranks > 1:
+        raise ConfigError(
+            f"disk_kv_bytes: not with {config.ranks_key}, where each rank has its part of a block "
+            "in memory of its own; leave it out",
+            param="disk_kv_bytes",
+        )
 
 
 def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:

@@ -4,7 +4,7 @@ block table, so a wrong block, a stale row or a lost token changes the text."""
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -617,8 +617,103 @@ class FakeCopies:
                 self._runner.states[snapshot] = (-7, -7) if failed else self._states[slot]
         return done
 
+    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
+        return True
+
     def wait(self) -> None:
         self._loads = {ticket: (0, *load[1:]) for ticket, load in self._loads.items()}
+
+
+class FakeFiles:
+    """Files of what the slots of `FakeCopies` have (`BlockFiles`), which a second engine may share.
+
+    A write ends at the second look, a read `delay` looks after it began. The slots of both must not
+    change meanwhile. Reads whose numbers are in `failing` fail for their first block.
+    """
+
+    def __init__(self, copies: FakeCopies, delay: int = 0, failing: Container[int] = ()) -> None:
+        self._copies, self._delay, self._failing = copies, delay, failing
+        self.files: dict[int, dict[bytes, Any]] = {-1: {}, **{group: {} for group in range(8)}}
+        self._writes: list[tuple[tuple[int, bytes], int, Any]] = []
+        self._reads: dict[int, tuple[int, Sequence[tuple[tuple[int, bytes], int]]]] = {}
+        self.num_reads = 0
+        self.most = 1 << 30
+        self.read_rate = 0.0
+        self.closed = False
+
+    def _contents(self, key: tuple[int, bytes], slot: int) -> Any:
+        if key[0] == -1:
+            return self._copies._states[slot]
+        return self._copies._host[slot].tolist(), self._copies._owners.get(slot)
+
+    def has(self, key: tuple[int, bytes]) -> bool:
+        return key[1] in self.files[key[0]]
+
+    def hashes(self, group: int) -> dict[bytes, Any]:
+        return self.files[group]
+
+    def room(self) -> int:
+        return self.most
+
+    def write(self, key: tuple[int, bytes], slot: int) -> None:
+        self._writes.append((key, slot, self._contents(key, slot)))
+
+    def written(self) -> list[tuple[tuple[int, bytes], int]]:
+        ended, self._writes = self._writes, []
+        for key, slot, contents in ended:
+            assert contents == self._contents(key, slot), "a slot changed while it was written"
+            self.files[key[0]][key[1]] = contents
+        return [(key, slot) for key, slot, _ in ended]
+
+    def read(self, ticket: int, entries: Sequence[tuple[tuple[int, bytes], int]]) -> None:
+        self._reads[ticket] = self._delay, entries
+        for key, slot in entries:
+            self._fill(key, slot, None)
+
+    def _fill(self, key: tuple[int, bytes], slot: int, contents: Any) -> None:
+        if key[0] == -1:
+            self._copies._states[slot] = (-7, -7) if contents is None else contents
+        elif contents is not None:
+            self._copies._host[slot] = np.array(contents[0])
+            self._copies._owners[slot] = contents[1]
+        else:
+            self._copies._host[slot] = np.full(self._copies._runner.kv.shape[1:], -7)
+
+    def finished(self) -> list[tuple[int, frozenset[tuple[int, bytes]]]]:
+        done = []
+        for ticket, (looks, entries) in list(self._reads.items()):
+            self._reads[ticket] = looks - 1, entries
+            if looks > 0:
+                continue
+            del self._reads[ticket]
+            self.num_reads += 1
+            failed = {entries[0][0]} if self.num_reads in self._failing else set()
+            for key, slot in entries:
+                contents = self.files[key[0]].get(key[1])
+                if key in failed or contents is None:
+                    failed.add(key)
+                    self.files[key[0]].pop(key[1], None)
+                else:
+                    self._fill(key, slot, contents)
+            done.append((ticket, frozenset(failed)))
+        return done
+
+    def forget(self, keys: Iterable[tuple[int, bytes]]) -> None:
+        keys = {*keys}
+        for group, digest in keys:
+            self.files[group].pop(digest, None)
+
+    def clear(self) -> None:
+        for files in self.files.values():
+            files.clear()
+
+    renew = clear
+
+    def stats(self) -> dict[str, Any]:
+        return {"disk_kv_blocks": sum(map(len, self.files.values()))}
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Inline(Executor):
@@ -688,16 +783,20 @@ def make_core(
     host: HostPlan | None = None,
     delay: int = 0,
     failing: Container[int] = (),
+    disk: bool = False,
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them.
-    host, delay, failing: a host tier, and how its copies go (`FakeCopies`)."""
+    host, delay, failing: a host tier, and how its copies go (`FakeCopies`).
+    disk: a disk tier below it (`FakeFiles`)."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
     tier = None
     if host is not None:
-        tier = HostTier(host, FakeCopies(runner, delay, failing), len(config.kinds))
+        copies = FakeCopies(runner, delay, failing)
+        files = FakeFiles(copies, delay, failing) if disk else None
+        tier = HostTier(host, copies, len(config.kinds), files)
     return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
 
 

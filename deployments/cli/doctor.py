@@ -196,6 +196,35 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck
         yield DoctorCheck("host memory", "MISSING", text, "lower engine.host_kv_bytes")
     else:
         yield DoctorCheck("host memory", "ok", f"{text}: {size // result.block_bytes:,} blocks")
+    if engine.disk_kv_bytes:
+        yield from _disk_tier(engine, free - size)
+
+
+def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
+    """Yield whether the folder of KV blocks is this user's alone, and has room.
+
+    free_memory: bytes that the host tier leaves.
+    """
+    folder = Path(engine.disk_kv_folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    text = f"{engine.disk_kv_bytes / GIB:.2f} GiB for KV blocks in {folder}"
+    own = sum(path.stat().st_size for path in folder.glob("kv-*/??/*"))
+    room = own + shutil.disk_usage(there).free
+    in_memory = os.fspath(there).startswith("/dev/shm")
+    if in_memory:  # its pages are counted as free until they are written
+        room = min(room, own + free_memory)
+        text += ", which is memory, counted once a machine"
+    stat = there.stat()
+    if there == folder and (stat.st_uid != os.geteuid() or stat.st_mode & 0o077):
+        yield DoctorCheck("KV on disk", "MISSING", f"{text}: others can reach it", "chmod 700 it")
+    elif not os.access(there, os.W_OK):
+        way_out = "name another engine.disk_kv_folder"
+        yield DoctorCheck("KV on disk", "MISSING", f"{text}: it cannot be written", way_out)
+    elif room < engine.disk_kv_bytes:
+        way_out = "lower engine.disk_kv_bytes"
+        yield DoctorCheck("KV on disk", "MISSING", f"{text}: {room / GIB:.2f} are free", way_out)
+    else:
+        yield DoctorCheck("KV on disk", "ok", text)
 
 
 def _speculation(engine: EngineConfig, result: EnginePlan) -> Iterator[DoctorCheck]:

@@ -332,6 +332,10 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
     if not memory.host_kv:  # a share of memory that is known at the start alone
         text = f"{engine.host_kv_bytes:g} of the free memory, for blocks that leave the cache"
     yield "host memory", text
+    if engine.disk_kv_bytes:
+        blocks = engine.disk_kv_bytes // max(1, memory.block_bytes)
+        where = f"{engine.disk_kv_folder}, once for all engines of the folder"
+        yield "disk", f"{engine.disk_kv_bytes / GIB:9.2f} GiB, {blocks:,} blocks in {where}"
 
 
 def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iterator[str]:

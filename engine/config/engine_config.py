@@ -79,6 +79,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         a hit; below 1 it is a share of the free memory, and 0 = none. docs/kv-tiers.md.
     host_kv_store: blocks that are copied to host memory: "reused" ones at their second use, or
         "all".
+    disk_kv_bytes: bytes of files for KV blocks below the host tier, of all engines of the folder
+        together; 0 = none. docs/kv-tiers.md.
+    disk_kv_folder: their folder, an absolute path. They have what users wrote.
+    disk_kv_clear: delete them when an engine starts or stops, unless others use the folder.
+    disk_kv_key_file: a file with a key of 32 bytes that encrypts them (AES-256-GCM); "" = none.
     snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
         has; 0 = a quarter of what KV gets otherwise.
     images: "auto" takes images where the model sees them; "off" serves its text model alone.
@@ -161,6 +166,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: bool = True
     host_kv_bytes: float = 0.0
     host_kv_store: Literal["reused", "all"] = "reused"
+    disk_kv_bytes: int = 0
+    disk_kv_folder: str = ""
+    disk_kv_clear: bool = False
+    disk_kv_key_file: str = ""
     snapshot_bytes: int = 0
     images: Literal["auto", "off"] = "auto"
     image_cache_tokens: int = 0
@@ -245,6 +254,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_cache_bytes",
             "num_blocks",
             "host_kv_bytes",
+            "disk_kv_bytes",
             "snapshot_bytes",
             "image_cache_tokens",
             "num_threads",
@@ -293,6 +303,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(
                 f"max_lora_rank must be 1..256, got {self.max_lora_rank}", param="max_lora_rank"
+            )
+        if self.disk_kv_bytes and not self.host_kv_bytes:
+            raise ConfigError(
+                "disk_kv_bytes: files are written from the host tier, and read into it; set "
+                "host_kv_bytes too",
+                param="disk_kv_bytes",
+            )
+        if self.disk_kv_bytes and not self.disk_kv_folder.startswith("/"):
+            raise ConfigError(
+                "disk_kv_folder must be an absolute path where disk_kv_bytes is set, got "
+                f"{self.disk_kv_folder!r}",
+                param="disk_kv_folder",
             )
         if self.lora_disk_folder and not self.lora_disk_folder.startswith("/"):
             raise ConfigError(

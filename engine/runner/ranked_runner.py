@@ -71,6 +71,9 @@ class RankedCopies:
         while self._owed:
             self._begun[self._owed.popleft()] = all(self._ranks.replies())
 
+    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
+        return self._copies.stored(slots, states)
+
     def wait(self) -> None:
         self._copies.wait()
 

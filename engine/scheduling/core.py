@@ -524,8 +524,10 @@ class EngineCore:
         self.draining = True
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes; running requests keep their blocks."""
+        """Drop all cached prefixes, files included; running requests keep their blocks."""
         self.scheduler.memory.reset_prefix_cache()
+        if self.scheduler.tier is not None and self.scheduler.tier.disk is not None:
+            self.scheduler.tier.disk.files.clear()
 
     def sleep(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Ask the engine to free memory once no request runs; a request wakes it.
@@ -577,8 +579,12 @@ class EngineCore:
         self._transfers.ask(message)
 
     def close(self) -> None:
-        """Delete what transfers have left; no method is called afterwards."""
+        """Delete what transfers have left, and write what the disk tier has queued; no method is
+        called afterwards."""
         self._transfers.close()
+        if self.scheduler.tier is not None and self.scheduler.tier.disk is not None:
+            self.scheduler.tier.disk.poll()
+            self.scheduler.tier.disk.files.close()
 
     def _replace_weights(self) -> None:
         """Replace the weights by the checked ones, with no step in flight.

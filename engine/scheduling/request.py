@@ -90,6 +90,7 @@ class Request:
         "prompt_logprobs",
         "queued_tokens",
         "queued_us",
+        "read_from_disk",
         "request_id",
         "root",
         "row",
@@ -152,6 +153,7 @@ class Request:
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.fetched = False  # whether blocks were loaded for it since it was queued
+        self.read_from_disk = False  # and whether they were read from disk before
         self.num_reused = 0  # leading blocks that the host tier stores when it leaves
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.group_index = -1  # index in the decode group

@@ -255,6 +255,8 @@ class Scheduler:
         if recompute:
             self.requeue(trusted=False)
         self.memory.reset_prefix_cache()
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.files.renew()
         self.drop_images()
         for request in self.requests.values():
             request.set_model_key(model_key)
@@ -569,8 +571,8 @@ class Scheduler:
             self.queue.retry |= self.tier.num_loads < before  # its blocks are free now
 
     def _fetch(self, tier: HostTier, request: Request, memories: list[KVMemory]) -> bool:
-        """Return whether the request now waits for blocks from the host, as loading them is faster
-        than computing their tokens.
+        """Return whether the request now waits for blocks from the host or its disk, as loading
+        them is faster than computing their tokens.
 
         memories: the memory of each pool.
         """
@@ -579,6 +581,11 @@ class Scheduler:
         (pool,) = self.memory.pools
         hashes = pool.hash_prefix(request, (len(request.token_ids) - 1) // self.config.block_size)
         snapshots = self.memory.snapshots
+        if tier.disk is not None and not request.read_from_disk:
+            request.read_from_disk = tier.disk.fetch(request, pool, hashes, snapshots)
+            if request.read_from_disk:
+                self.queue.wait_for_blocks(request)
+                return True
         prefix = tier.find(pool, hashes, snapshots)
         if prefix is None:
             return False
@@ -806,7 +813,7 @@ class Scheduler:
         self._leave(request)
         self._release(request)
         request.num_computed = 0
-        request.fetched = False
+        request.fetched = request.read_from_disk = False
         if self.images is not None:
             self.images.restart(request)
         self.queue.add_request(request)

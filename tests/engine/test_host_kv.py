@@ -88,7 +88,7 @@ def test_texts_are_equal(
             pytest.skip("the kernels of latents split keys by what else runs")
         options = options | {"device": "cuda", "dtype": "bfloat16"}
     # A GPU computes so small a prompt faster than it copies its blocks.
-    monkeypatch.setattr(HostTier, "_pays", lambda *_: True)
+    monkeypatch.setattr(HostTier, "pays", lambda *_: True)
     length = 70 if changes is RECURRENT else 21  # no snapshot is taken below 64 tokens
     roomy = conversations(core_of(tmp_path, changes, **options), length)
     scarce = core_of(

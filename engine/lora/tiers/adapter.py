@@ -80,6 +80,7 @@ class Adapter:
         "digest",
         "error",
         "failed_at",
+        "first_stamp",
         "host_bytes",
         "info",
         "path",
@@ -94,6 +95,7 @@ class Adapter:
 
     def __init__(self, info: AdapterInfo, path: str, stamp: str) -> None:
         self.info = info
+        self.first_stamp = stamp
         self.path = path
         self.stamp = stamp
         self.digest = ""
@@ -109,8 +111,12 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """The text that stands for the adapter in keys of the prefix cache."""
-        return f"{self.info.name}@{self.info.revision}"
+        """The text that stands for the adapter in keys of the prefix cache.
+
+        Files of KV blocks outlive the engine, and a revision that a user named may have other bytes
+        in the next one. The first stamp tells them apart.
+        """
+        return f"{self.info.name}@{self.info.revision} {self.first_stamp}"
 
     @property
     def is_prefix(self) -> bool:

@@ -170,6 +170,9 @@ class CpuCopies:
     def before(self, batch: Batch) -> None:
         """Do nothing, as all copies are done."""
 
+    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
+        return True
+
     def wait(self) -> None:
         """Do nothing, as all copies are done."""
 
@@ -301,6 +304,11 @@ class CudaCopies:
         for load in self._loads:
             if not load.items.isdisjoint(used):
                 stream.wait_event(load.done)
+
+    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
+        self._take_stored()
+        wanted = _ends(slots, states)
+        return all(store.slots.isdisjoint(wanted) for store in self._stores)
 
     def wait(self) -> None:
         self._store_stream.synchronize()

@@ -29,11 +29,13 @@ read.
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.disk_tier import STATES, BlockFiles, DiskTier
 from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request
 
@@ -108,6 +110,10 @@ class HostCopies(Protocol):
         """Return (ticket, whether it succeeded) of loads that are done, each once."""
         ...
 
+    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
+        """Whether no store to these slots, or slots for snapshots, is in flight."""
+        ...
+
     def wait(self) -> None:
         """Block until no copy is in flight."""
         ...
@@ -149,23 +155,31 @@ class _Load:
 class _Waiting:
     tickets: set[int]
     began: float
+    until: float = inf  # when it starts without the blocks; finite where it waits for a disk
 
 
 class HostTier:
     """The directory of the host's slots. It decides what is stored and loaded."""
 
-    def __init__(self, plan: HostPlan, copies: HostCopies, num_groups: int) -> None:
+    def __init__(
+        self,
+        plan: HostPlan,
+        copies: HostCopies,
+        num_groups: int,
+        files: BlockFiles | None = None,
+    ) -> None:
+        """Set up an empty directory. files: of a disk tier below."""
         self.plan = plan
         self.copies = copies
         # For each group: hash -> slot.
-        self._slots: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.slots: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._names: list[Name | None] = [None] * plan.blocks
         self._free = list(range(plan.blocks - 1, -1, -1))
         self._order: OrderedDict[int, None] = OrderedDict()  # slots with a name, oldest first
         self._reading: set[int] = set()  # slots of loads in flight
         self._loads: dict[int, _Load] = {}  # by ticket
         self._coming: dict[Name, int] = {}  # blocks of loads in flight -> ticket
-        self._states: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
+        self.states: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
         self._free_states = list(range(plan.states - 1, -1, -1))
         self._reading_states: set[int] = set()
         self._coming_states: dict[bytes, int] = {}  # states of loads in flight -> ticket
@@ -175,6 +189,10 @@ class HostTier:
         self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
         self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
         self._largest = 0
+        # Slots that are being read from disk.
+        self.filling: set[int] = set()
+        self.filling_states: set[int] = set()
+        self.disk = None if files is None else DiskTier(self, files)
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -188,8 +206,8 @@ class HostTier:
 
     @property
     def num_loads(self) -> int:
-        """The number of loads in flight."""
-        return len(self._loads)
+        """The number of loads, and of steps of the disk tier, that `take_arrived` waits for."""
+        return len(self._loads) + (0 if self.disk is None else self.disk.num_pending)
 
     def tables(self, pool: BlockManager) -> list[list[int]]:
         """Return the blocks that each load in flight holds."""
@@ -249,13 +267,13 @@ class HostTier:
         wanted = set(worth)
         named = [(name, block) for block in blocks if (name := pool.name_of(block)) is not None]
         named = [(name, block) for name, block in named if name[1] in wanted]
-        absent = [name for name, _ in named if name[1] not in self._slots[name[0]]]
+        absent = [name for name, _ in named if name[1] not in self.slots[name[0]]]
         room = min(self.copies.room(), self.plan.blocks) if absent else 0
         self.dropped += max(0, len(absent) - room)
         chosen = set(absent[:room])
         pairs: list[tuple[int, int]] = []
         for name, block in reversed(named):  # so that a tail is taken before its head
-            slot = self._slots[name[0]].get(name[1], -1)
+            slot = self.slots[name[0]].get(name[1], -1)
             if slot >= 0:
                 self._order.move_to_end(slot)
             elif name in chosen:
@@ -264,14 +282,19 @@ class HostTier:
                     self.dropped += 1
                     continue
                 self._names[slot] = name
-                self._slots[name[0]][name[1]] = slot
+                self.slots[name[0]][name[1]] = slot
                 self._order[slot] = None
                 pairs.append((block, slot))
         states = [] if snapshots is None else self._take_states(snapshots, worth, done_step)
         if not (pairs or states):
             return
-        saved = [(slot, self._states[digest]) for digest, slot in states]
+        saved = [(slot, self.states[digest]) for digest, slot in states]
         if self.copies.store(pairs, saved):
+            if self.disk is not None:
+                names = ((self._names[slot], slot) for _, slot in pairs)
+                entries = [(name, slot) for name, slot in names if name is not None]
+                entries += [((STATES, digest), self.states[digest]) for digest, _ in states]
+                self.disk.stored(entries)
             size = len(pairs) * self.plan.block_bytes + len(states) * self.plan.state_bytes
             self.stored_bytes += size
         else:
@@ -293,31 +316,50 @@ class HostTier:
             snapshot = snapshots.saved(digest, done_step)
             if snapshot < 0:
                 continue
-            if digest in self._states:
-                self._states.move_to_end(digest)
+            if digest in self.states:
+                self.states.move_to_end(digest)
                 continue
             if not self._free_states:
-                old = (d for d, slot in self._states.items() if slot not in self._reading_states)
-                oldest = next(old, None)
+                oldest = self._oldest_state()
                 if oldest is None:
                     continue
                 self._drop_state(oldest)
                 taken.pop(oldest, None)
-            self._states[digest] = self._free_states.pop()
+            self.states[digest] = self._free_states.pop()
             taken[digest] = snapshot
         return list(taken.items())
 
+    def _oldest_state(self) -> bytes | None:
+        """Return the snapshot that was used least recently and is not being read."""
+        if self.disk is not None:
+            self.disk.take_written()
+        busy = self._busy(STATES)
+        return next((digest for digest, slot in self.states.items() if slot not in busy), None)
+
     def _drop_state(self, digest: bytes) -> None:
-        slot = self._states.pop(digest)
-        if slot not in self._reading_states:
+        slot = self.states.pop(digest)
+        if slot not in self._busy(STATES):
             self._free_states.append(slot)
+
+    def _busy(self, group: int) -> Collection[int]:
+        """Return the slots that a load or a write reads: of blocks, or of states."""
+        reading = self._reading_states if group == STATES else self._reading
+        if self.disk is None or not self.disk.writing:
+            return reading
+        writing = self.disk.writing.items()
+        return reading.union(
+            slot for key, slot in writing if (key[0] == STATES) == (group == STATES)
+        )
 
     def _take_slot(self) -> int:
         """Return a slot without a name, of the least recently used block if need be; -1 = none."""
         if self._free:
             return self._free.pop()
+        if self.disk is not None:
+            self.disk.take_written()
+        busy = self._busy(0)
         for slot in self._order:
-            if slot not in self._reading:
+            if slot not in busy:
                 self.evictions += 1
                 self._drop(slot)
                 return self._free.pop()
@@ -328,8 +370,8 @@ class HostTier:
         if name is None:
             return
         self._names[slot] = None
-        del self._slots[name[0]][name[1]], self._order[slot]
-        if slot not in self._reading:
+        del self.slots[name[0]][name[1]], self._order[slot]
+        if slot not in self._busy(0):
             self._free.append(slot)
 
     # ---- loads ---------------------------------------------------------------------------------
@@ -350,18 +392,18 @@ class HostTier:
 
         hashes: of the blocks that the request can share.
         """
-        if not (self._order or self._states):
+        if not (self._order or self.states):
             return None
         groups, first = pool.num_groups, pool.num_blocks
         prefix = Loadable()
         if snapshots is None:
-            table = pool.match_prefix(hashes, self._slots)
+            table = pool.match_prefix(hashes, self.slots)
             if not table or max(table) < first:
                 return None
             near = len(pool.match_prefix(hashes))
         else:
             near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
-            table = self._resumable(pool, hashes, snapshots, near // groups)
+            table = self.resumable(pool, hashes, snapshots, near // groups, self.slots, self.states)
             if not table:
                 return None
             digest = hashes[len(table) // groups - 1]
@@ -382,30 +424,44 @@ class HostTier:
             return None
         size = len(prefix.missing) * self.plan.block_bytes
         size += self.plan.state_bytes if prefix.state else 0
-        return prefix if self._pays(prefix.num_tokens, size) else None
+        return prefix if self.pays(prefix.num_tokens, size) else None
 
-    def _resumable(
-        self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots, near: int
+    def resumable(
+        self,
+        pool: BlockManager,
+        hashes: Sequence[bytes],
+        snapshots: Snapshots,
+        near: int,
+        slots: Sequence[Mapping[bytes, int]],
+        states: Collection[bytes],
     ) -> list[int]:
-        """Return the table of the longest prefix beyond `near` positions that has a snapshot."""
-        table = pool.match_prefix(hashes, self._slots)
+        """Return the table of the longest prefix beyond `near` positions that has a snapshot.
+
+        slots, states: the blocks and snapshots that are not on the device.
+        """
+        table = pool.match_prefix(hashes, slots)
         groups = pool.num_groups
         reach = len(table) // groups
         for count in range(reach, near, -1):
-            if hashes[count - 1] in snapshots or hashes[count - 1] in self._states:
+            if hashes[count - 1] in snapshots or hashes[count - 1] in states:
                 if count < reach:
-                    table = pool.match_prefix(hashes[:count], self._slots)
+                    table = pool.match_prefix(hashes[:count], slots)
                 if len(table) == count * groups:
                     return table
         return []
 
-    def _pays(self, tokens: int, size: int) -> bool:
+    def pays(self, tokens: int, size: int, from_disk: int = 0) -> bool:
+        """Whether loading so many bytes takes less time than computing the tokens.
+
+        from_disk: bytes that have to be read from disk before.
+        """
         if tokens < self.plan.least_tokens:
             return False
         rate, compute = self.copies.load_rate, tokens * self._token_seconds
-        if not rate or not compute:
-            return True
-        return size / rate + _LAUNCH_SECONDS < compute
+        seconds = size / rate if rate else 0.0
+        if self.disk is not None and from_disk and self.disk.files.read_rate:
+            seconds += from_disk / self.disk.files.read_rate
+        return not (seconds and compute) or seconds + _LAUNCH_SECONDS < compute
 
     def begin(
         self,
@@ -439,8 +495,8 @@ class HostTier:
             states: list[tuple[int, int]] = []
             if prefix.state:
                 load.state, load.snapshot, load.snapshots = prefix.state, snapshot, snapshots
-                load.state_slot = self._states[prefix.state]
-                self._states.move_to_end(prefix.state)
+                load.state_slot = self.states[prefix.state]
+                self.states.move_to_end(prefix.state)
                 self._reading_states.add(load.state_slot)
                 self._coming_states[prefix.state] = self._tickets
                 states.append((load.state_slot, snapshot))
@@ -456,13 +512,24 @@ class HostTier:
     def take_arrived(self) -> list[Request]:
         """Move the blocks of finished loads into the prefix cache; return the requests that wait
         no longer."""
+        if self.disk is not None:
+            self.disk.poll()
         for ticket, succeeded in self.copies.finished():
             load = self._loads.pop(ticket, None)
             if load is not None:
                 self._finish(ticket, load, succeeded)
-        arrived = [request for request, waiting in self._waiting.items() if not waiting.tickets]
+        now = time.monotonic()
+        arrived = [
+            request
+            for request, waiting in self._waiting.items()
+            if not waiting.tickets or now > waiting.until
+        ]
         for request in arrived:
-            self.wait_seconds += time.monotonic() - self._waiting.pop(request).began
+            waiting = self._waiting.pop(request)
+            if self.disk is not None and waiting.until < inf:
+                self.disk.wait_seconds += now - waiting.began
+            else:
+                self.wait_seconds += now - waiting.began
         return arrived
 
     def _finish(self, ticket: int, load: _Load, succeeded: bool) -> None:
@@ -470,7 +537,8 @@ class HostTier:
             del self._coming[name]
             self._reading.discard(slot)
             if self._names[slot] is None:  # it was dropped while it was read
-                self._free.append(slot)
+                if slot not in self._busy(0):
+                    self._free.append(slot)
             elif not succeeded:
                 self._drop(slot)
             if succeeded and not load.stale:
@@ -479,8 +547,9 @@ class HostTier:
         if load.snapshots is not None:
             del self._coming_states[load.state]
             self._reading_states.discard(load.state_slot)
-            if self._states.get(load.state) != load.state_slot:  # it was dropped meanwhile
-                self._free_states.append(load.state_slot)
+            if self.states.get(load.state) != load.state_slot:  # it was dropped meanwhile
+                if load.state_slot not in self._busy(STATES):
+                    self._free_states.append(load.state_slot)
             elif not succeeded:
                 self._drop_state(load.state)
             load.snapshots.adopt(load.snapshot, load.state if usable else b"")
@@ -491,6 +560,10 @@ class HostTier:
         elif not succeeded:
             self.failed_loads += 1
         load.pool.free(load.table)
+        self.arrived(ticket)
+
+    def arrived(self, ticket: int) -> None:
+        """Note that requests need not wait for a ticket any longer."""
         for waiting in self._waiting.values():
             waiting.tickets.discard(ticket)
 
@@ -498,24 +571,112 @@ class HostTier:
         """Note that a request no longer waits, because it has ended."""
         del self._waiting[request]
 
+    # ---- what the disk tier asks for -----------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots for blocks."""
+        return self.plan.blocks
+
+    def num_bytes(self, name: Name) -> int:
+        """Return the bytes of a block, or of a snapshot."""
+        return self.plan.state_bytes if name[0] == STATES else self.plan.block_bytes
+
+    def slot_of(self, name: Name) -> int:
+        """Return the slot that has a block or snapshot; -1 = none."""
+        group, digest = name
+        return (self.states if group == STATES else self.slots[group]).get(digest, -1)
+
+    def copied(self, entries: Sequence[tuple[Name, int]]) -> bool:
+        """Whether the copies to the slots of (name, slot) are done."""
+        blocks = [slot for name, slot in entries if name[0] != STATES]
+        return self.copies.stored(blocks, [slot for name, slot in entries if name[0] == STATES])
+
+    def touch(self, name: Name) -> None:
+        """Note that a block or snapshot is about to be used."""
+        slot = self.slot_of(name)
+        if slot >= 0 and name[0] != STATES:
+            self._order.move_to_end(slot)
+
+    def next_ticket(self) -> int:
+        """Return the number of a new load or read."""
+        self._tickets += 1
+        return self._tickets
+
+    def reserve(self, names: Sequence[Name]) -> list[int] | None:
+        """Return slots to read blocks and snapshots into; None, and no change, if there are too
+        few."""
+        slots: list[int] = []
+        for name in names:
+            slot = self._take_slot() if name[0] != STATES else self._take_state()
+            if slot < 0:
+                for taken, number in zip(names, slots, strict=False):
+                    self.fill(taken, number, usable=False)
+                return None
+            slots.append(slot)
+            (self.filling_states if name[0] == STATES else self.filling).add(slot)
+        return slots
+
+    def _take_state(self) -> int:
+        if not self._free_states and (oldest := self._oldest_state()) is not None:
+            self._drop_state(oldest)
+        return self._free_states.pop() if self._free_states else -1
+
+    def fill(self, name: Name, slot: int, *, usable: bool) -> None:
+        """Name a slot after what was read into it, or give it back."""
+        group, digest = name
+        usable = usable and self.slot_of(name) < 0
+        if group == STATES:
+            self.filling_states.discard(slot)
+            if usable:
+                self.states[digest] = slot
+            else:
+                self._free_states.append(slot)
+            return
+        self.filling.discard(slot)
+        if usable:
+            self._names[slot], self.slots[group][digest] = name, slot
+            self._order[slot] = None
+        else:
+            self._free.append(slot)
+
+    def written(self, name: Name, slot: int) -> None:
+        """Note that a slot is no longer read for a write."""
+        if slot in self._busy(name[0]):
+            return
+        if name[0] == STATES:
+            if slot not in self.states.values():
+                self._free_states.append(slot)
+        elif self._names[slot] is None:
+            self._free.append(slot)
+
+    def wait_for(self, request: Request, tickets: set[int], until: float) -> None:
+        """Let a request wait for reads, until a time at most."""
+        self._waiting[request] = _Waiting(tickets, time.monotonic(), until)
+
     # ---- dropping blocks -----------------------------------------------------------------------
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Drop the blocks of these hashes, because their keys may be wrong."""
+        hashes = list(hashes)
+        if self.disk is not None:
+            self.disk.forget(hashes)
         for digest in hashes:
-            if digest in self._states:
+            if digest in self.states:
                 self._drop_state(digest)
-            for group, slots in enumerate(self._slots):
+            for group, slots in enumerate(self.slots):
                 if (slot := slots.get(digest)) is not None:
                     self._drop(slot)
                 if (ticket := self._coming.get((group, digest))) is not None:
                     self._loads[ticket].stale = True
 
     def clear(self) -> None:
-        """Drop all blocks. Loads in flight end without effect."""
+        """Drop all blocks of the host. Loads and reads in flight end without effect."""
+        if self.disk is not None:
+            self.disk.interrupt()
         for slot in list(self._order):
             self._drop(slot)
-        for digest in list(self._states):
+        for digest in list(self.states):
             self._drop_state(digest)
         for load in self._loads.values():
             load.stale = True
@@ -551,6 +712,7 @@ class HostTier:
             "host_kv_dropped": self.dropped,
             "host_kv_evicted": self.evictions,
             "host_kv_failed_loads": self.failed_loads,
+            **({} if self.disk is None else self.disk.stats()),
         }
 
     def check_integrity(self, waiting: Collection[Request]) -> None:
@@ -561,21 +723,26 @@ class HostTier:
         assert self._waiting.keys() == set(waiting), "a request waits for nothing, or for ever"
         named = {slot for slot, name in enumerate(self._names) if name is not None}
         assert named == self._order.keys()
-        assert {(g, d): s for g, slots in enumerate(self._slots) for d, s in slots.items()} == {
+        assert {(g, d): s for g, slots in enumerate(self.slots) for d, s in slots.items()} == {
             name: slot for slot, name in enumerate(self._names) if name is not None
         }
+        busy, busy_states = {*self._busy(0)}, {*self._busy(STATES)}
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
-        assert not free & (named | self._reading)
-        assert len(free | named | self._reading) == self.plan.blocks, "a slot is lost"
+        assert not free & (named | busy | self.filling) and not self.filling & (named | busy)
+        assert len(free | named | busy | self.filling) == self.plan.blocks, "a slot is lost"
         entries = [entry for load in self._loads.values() for entry in load.entries]
         assert {name for name, _, _ in entries} == self._coming.keys()
         assert {slot for _, slot, _ in entries} == self._reading
-        slots = [*self._free_states, *({*self._states.values()} | self._reading_states)]
+        slots = [*self._free_states, *self.filling_states]
+        slots += {*self.states.values()} | busy_states
         assert sorted(slots) == list(range(self.plan.states)), "a slot of a state is lost"
         coming = {load.state for load in self._loads.values()} - {b""}
         assert coming == self._coming_states.keys()
-        assert all(w.tickets <= self._loads.keys() for w in self._waiting.values())
+        tickets = {*self._loads} if self.disk is None else {*self._loads} | self.disk.tickets
+        assert all(waiting.tickets <= tickets for waiting in self._waiting.values())
+        if self.disk is not None:
+            self.disk.check_integrity()
 
 
 def _remember(hashes: OrderedDict[bytes, None], digest: bytes) -> None:

@@ -296,11 +296,13 @@ class HybridMachine(RuleBasedStateMachine):
         drafts=st.sampled_from(["", *KINDS]),
         by_model=st.booleans(),
         host=st.sampled_from([0, 0, 4, 60]),
+        disk=st.booleans(),
         delay=st.sampled_from([0, 1, 5]),
     )
     def start(
         self, block_size: int, budget: int, spare: int, window: int, slots: int, every: int,
-        gap: int, worth: int, drafts: str, by_model: bool, host: int, **changes: Any,
+        gap: int, worth: int, drafts: str, by_model: bool, host: int, disk: bool,
+        **changes: Any,
     ) -> None:  # fmt: skip
         if drafts:
             drafter = ToldDrafter(drafts)
@@ -311,6 +313,7 @@ class HybridMachine(RuleBasedStateMachine):
         self.texts: list[list[int]] = []
         if host:
             changes["host"] = HostPlan(2 * host, 1, everything=host > 4, states=host, state_bytes=1)
+            changes["disk"] = disk
         self.driver = Driver(
             block_size=block_size,
             max_num_batched_tokens=budget,

@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         lengths=st.lists(st.sampled_from([0, 1, 3, 7]), min_size=1, max_size=4),
         slots=st.sampled_from([0, 0, 5, 60]),
         everything=st.booleans(),
+        disk=st.booleans(),
         delay=st.sampled_from([0, 1, 5]),
     )
     def start(
@@ -55,11 +56,13 @@ class EngineMachine(RuleBasedStateMachine):
         lengths: list[int],
         slots: int,
         everything: bool,
+        disk: bool,
         **changes: Any,
     ) -> None:
         if slots and changes["prefix_caching"]:
             changes["host"] = HostPlan(slots, 1, everything=everything)
             changes["failing"] = (3, 4)
+            changes["disk"] = disk
         if drafts and changes["admission"] != "peak":
             changes["speculation"] = computed(lengths) if by_model else told(drafts, lengths)
             changes["drafts"] = drafts

@@ -1,0 +1,679 @@
+"""DiskFiles: KV blocks and snapshots in files of a folder, which several engines may share.
+
+ folder                     0700, of this user alone
+   lock                     held shared by every engine that uses the folder
+   kv-FINGERPRINT           of one model, layout, device and version
+     tmp-PID-NUMBER         a write that has not ended
+     3f/3fa1...e2.0         hash and group of a block; .s for a snapshot of states
+
+A file is a page of 4 KiB with the header, then the slot's bytes. It is written under another name,
+then renamed, so it is whole or absent. The header names fingerprint, group, hash and length. A
+checksum covers both; with a key, AES-256-GCM encrypts the bytes and authenticates the header. A
+file that is short, foreign or damaged is a miss: it is deleted and counted.
+
+One thread of low priority writes, deletes, and looks what other engines have added. Others read
+into slots of host memory. Files are opened with O_DIRECT where memory and file system allow.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from struct import Struct
+from typing import Any
+
+from engine.errors import ConfigError
+
+logger = logging.getLogger("manta.engine")
+
+PAGE = 4096
+STATES = -1  # the group of snapshots
+_MAGIC = b"MANTAKV1"
+# magic, fingerprint, group, hash, bytes, nonce, tag
+_HEADER = Struct("<8s16si16sQ12s16s")
+_SUM = Struct("<I")
+_READERS = 4
+_QUEUE_BYTES = 1 << 30  # bytes of writes that wait
+_PAUSE_SECONDS = 30.0  # without writes, after one has failed
+_LOOK_SECONDS = 1.0  # between two looks at what other engines have written
+_STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
+_MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
+_KEPT_SHARE = 0.9  # of the bytes, after an eviction
+_WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the call
+_PROBE_BYTES = 1 << 25
+
+Key = tuple[int, bytes]  # group, hash
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """Host memory in slots of num_bytes. address: of its first byte."""
+
+    view: memoryview
+    num_bytes: int
+    address: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each slot can be read and written with O_DIRECT."""
+        return not (self.address % PAGE or self.num_bytes % PAGE)
+
+    @property
+    def count(self) -> int:
+        return len(self.view) // self.num_bytes
+
+    def slot(self, number: int) -> memoryview:
+        return self.view[number * self.num_bytes : (number + 1) * self.num_bytes]
+
+
+@dataclass(slots=True)
+class _Read:
+    ticket: int
+    left: int
+    size: int
+    began: float
+    failed: set[Key] = field(default_factory=set)
+
+
+class Damaged(Exception):
+    """A file that is short, foreign or damaged."""
+
+
+class DiskFiles:
+    """The files of one engine (`engine.scheduling.memory.disk_tier.BlockFiles`)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        num_bytes: int,
+        identity: Sequence[str],
+        blocks: SlotMemory,
+        states: SlotMemory | None,
+        num_groups: int,
+        *,
+        key: bytes = b"",
+        clear: bool = False,
+    ) -> None:
+        """Open a folder, measure its rate, and find what earlier engines have left there.
+
+        num_bytes: the most bytes of all files of the folder.
+        identity: what has to be equal for the bytes to be of use.
+        key: encrypts the files, 32 bytes; b"" = they are plain.
+        clear: delete what is there, at the start and at `close`, unless other engines use it.
+        Raises ConfigError.
+        """
+        self.folder, self.num_bytes = folder, num_bytes
+        self._identity = (*identity, blake2b(key, digest_size=8).hexdigest() if key else "")
+        self._cipher = _cipher(key) if key else None
+        self._memories = {STATES: states} | dict.fromkeys(range(num_groups), blocks)
+        self._clear = clear
+        self._index: dict[int, dict[bytes, None]] = {group: {} for group in self._memories}
+        self._lock = threading.Lock()  # of the counts that several threads change
+        self._reads: SimpleQueue[tuple[_Read, Key, int] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._finished: deque[tuple[int, frozenset[Key]]] = deque()
+        self._written: deque[tuple[Key, int]] = deque()
+        self._queued = 0  # bytes of writes that wait
+        self._seen: dict[str, tuple[int, int]] = {}  # folder -> time of its last change, bytes
+        self._used = 0
+        self._paused_until = 0.0
+        self._measured_at = 0.0
+        self._numbers = 0
+        self._closing = False
+        self.read_rate = self.write_seconds = self.read_seconds = 0.0
+        self.written_bytes = self.dropped = self.evictions = self.damaged = 0
+        try:
+            self._lock_file = _open_folder(folder)
+            self.fingerprint, self._own = self._name()
+            self._begin()
+        except OSError as error:
+            raise _refusal(folder, error) from error
+        self._threads = [
+            threading.Thread(target=self._run_reads, name=f"kv-reads-{number}", daemon=True)
+            for number in range(_READERS)
+        ]
+        self._threads.append(threading.Thread(target=self._run_jobs, name="kv-writes", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # ---- what the scheduler calls --------------------------------------------------------------
+
+    def has(self, key: Key) -> bool:
+        return key[1] in self._index[key[0]]
+
+    def hashes(self, group: int) -> dict[bytes, None]:
+        """Return the hashes of a group that have a file; other threads change it."""
+        return self._index[group]
+
+    def room(self) -> int:
+        """Return how many writes can be queued now."""
+        if time.monotonic() < self._paused_until:
+            return 0
+        largest = max(m.num_bytes for m in self._memories.values() if m is not None)
+        return max(0, _QUEUE_BYTES - self._queued) // largest
+
+    def write(self, key: Key, slot: int) -> None:
+        """Queue the write of a slot, which must not change until `written` names it."""
+        own, fingerprint = self._own, self.fingerprint
+        size = self._memory(key).num_bytes
+        with self._lock:
+            self._queued += size
+        self._jobs.put(lambda: self._write_job(own, fingerprint, key, slot, size))
+
+    def written(self) -> list[tuple[Key, int]]:
+        """Return the slots that are no longer read for a write, each once."""
+        return [self._written.popleft() for _ in range(len(self._written))]
+
+    def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
+        """Begin to read files into slots; `finished` tells the end."""
+        size = sum(self._memory(key).num_bytes for key, _ in entries)
+        read = _Read(ticket, len(entries), size, time.monotonic())
+        for key, slot in entries:
+            self._reads.put((read, key, slot))
+
+    def finished(self) -> list[tuple[int, frozenset[Key]]]:
+        """Return (ticket, keys that could not be read) of reads that have ended, each once."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Delete files, whose keys may be wrong, after the writes that are queued."""
+        own, keys = self._own, list(keys)
+        for group, digest in keys:
+            self._index[group].pop(digest, None)
+        self._jobs.put(lambda: self._delete(own, keys))
+
+    def clear(self) -> None:
+        """Delete all files of this model."""
+        own = self._own
+        for hashes in self._index.values():
+            hashes.clear()
+        self._jobs.put(lambda: shutil.rmtree(own, ignore_errors=True))
+        self._jobs.put(lambda: _make(own))
+
+    def renew(self) -> None:
+        """Begin an empty folder for new weights, which no other engine and no restart has."""
+        self._identity = (*self._identity, os.urandom(16).hex())
+        self.fingerprint, self._own = self._name()
+        for hashes in self._index.values():
+            hashes.clear()
+        own = self._own
+        self._jobs.put(lambda: _make(own))
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` that the files know."""
+        return {
+            "disk_kv_blocks": sum(len(h) for group, h in self._index.items() if group != STATES),
+            "disk_kv_used_bytes": self._used,
+            "disk_kv_most_bytes": self.num_bytes,
+            "disk_kv_written_bytes": self.written_bytes,
+            "disk_kv_write_seconds": self.write_seconds,
+            "disk_kv_read_seconds": self.read_seconds,
+            "disk_kv_dropped": self.dropped,
+            "disk_kv_evicted": self.evictions,
+            "disk_kv_damaged": self.damaged,
+        }
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Write what is queued, for some seconds at most, and give the folder up."""
+        if self._closing:
+            return
+        self._closing = True
+        self._jobs.put(None)
+        for _ in range(_READERS):
+            self._reads.put(None)
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._clear:
+            self._clear_if_alone()
+        os.close(self._lock_file)
+
+    # ---- the start -----------------------------------------------------------------------------
+
+    def _name(self) -> tuple[bytes, Path]:
+        state = blake2b(digest_size=16)
+        for part in (_MAGIC.decode(), *self._identity, *map(str, self._sizes())):
+            state.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+        return state.digest(), self.folder / f"kv-{state.hexdigest()}"
+
+    def _sizes(self) -> list[int]:
+        return [0 if memory is None else memory.num_bytes for memory in self._memories.values()]
+
+    def _begin(self) -> None:
+        alone = self._clear_if_alone() if self._clear else False
+        _make(self._own)
+        for path in self.folder.glob("kv-*/tmp-*"):
+            with contextlib.suppress(OSError):
+                if alone or time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    path.unlink()
+        self._look()
+        free = shutil.disk_usage(self.folder).free + self._used
+        if free < self.num_bytes:
+            raise ConfigError(
+                f"disk_kv_bytes: {self.num_bytes} bytes were asked for, and {self.folder} has room "
+                f"for {free}; lower it, or set disk_kv_folder to another disk",
+                param="disk_kv_bytes",
+            )
+        self._probe()
+
+    def _clear_if_alone(self) -> bool:
+        """Delete all files if no other engine uses the folder; return whether none does."""
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fcntl.flock(self._lock_file, fcntl.LOCK_SH)
+            return False
+        for path in self.folder.glob("kv-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        fcntl.flock(self._lock_file, fcntl.LOCK_SH)
+        return True
+
+    def _probe(self) -> None:
+        """Measure the rate of reads, with slots that nothing uses yet."""
+        memory = self._memory((0, b""))
+        count = max(1, min(memory.count, _PROBE_BYTES // memory.num_bytes))
+        count = min(count, max(1, self.num_bytes // (memory.num_bytes + PAGE)))
+        paths = [self._temporary() for _ in range(count)]
+        key = (0, bytes(16))
+        try:
+            for number, path in enumerate(paths):
+                self._put(path, self.fingerprint, key, number)
+                with _opened(path, os.O_RDONLY) as file:  # so that the disk itself is read
+                    os.fdatasync(file)
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            threads = [
+                threading.Thread(target=self._probe_some, args=(paths, first))
+                for first in range(_READERS)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            seconds = max(1e-9, time.perf_counter() - began)
+            self.read_rate = count * memory.num_bytes / seconds
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self._measured_at = time.monotonic()
+
+    def _probe_some(self, paths: Sequence[Path], first: int) -> None:
+        page = mmap.mmap(-1, PAGE)
+        for number in range(first, len(paths), _READERS):
+            with contextlib.suppress(OSError, Damaged):
+                self._get(paths[number], (0, bytes(16)), number, page)
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def _memory(self, key: Key) -> SlotMemory:
+        memory = self._memories[key[0]]
+        assert memory is not None
+        return memory
+
+    def _temporary(self) -> Path:
+        with self._lock:
+            self._numbers += 1
+            return self._own / f"tmp-{os.getpid()}-{id(self):x}-{self._numbers}"
+
+    def _put(self, path: Path, fingerprint: bytes, key: Key, slot: int) -> None:
+        """Write a slot to a new file."""
+        memory = self._memory(key)
+        data: Any = memory.slot(slot)
+        header = (_MAGIC, fingerprint, key[0], key[1], memory.num_bytes)
+        page = mmap.mmap(-1, PAGE)
+        if self._cipher is None:
+            _HEADER.pack_into(page, 0, *header, b"", b"")
+            checksum = zlib.crc32(data, zlib.crc32(page[: _HEADER.size]))
+            _SUM.pack_into(page, _HEADER.size, checksum)
+        else:
+            nonce = os.urandom(12)
+            bound = _HEADER.pack(*header, nonce, b"")
+            sealed = self._cipher.encrypt(nonce, data, bound)
+            _HEADER.pack_into(page, 0, *header, nonce, sealed[-16:])
+            data = memoryview(sealed)[:-16]
+        direct = memory.aligned and self._cipher is None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            with _opened(path, flags, direct=direct) as file:
+                if os.writev(file, [page, data]) != PAGE + memory.num_bytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _get(self, path: Path, key: Key, slot: int, page: mmap.mmap) -> None:
+        """Read a file into a slot. Raises OSError, and Damaged."""
+        memory = self._memory(key)
+        place = memory.slot(slot)
+        direct = memory.aligned and self._cipher is None
+        with _opened(path, os.O_RDONLY | os.O_NOFOLLOW, direct=direct) as file:
+            if os.fstat(file).st_size != PAGE + memory.num_bytes:
+                raise Damaged(f"{path} has another size")
+            if os.preadv(file, [page, place], 0) != PAGE + memory.num_bytes:
+                raise Damaged(f"{path} is short")
+            if not direct:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        header = (_MAGIC, self.fingerprint, *key, memory.num_bytes)
+        *fields, nonce, tag = _HEADER.unpack_from(page, 0)
+        if tuple(fields) != header:
+            raise Damaged(f"{path} is of another model, layout or block")
+        if self._cipher is None:
+            checksum = zlib.crc32(place, zlib.crc32(page[: _HEADER.size]))
+            if (checksum,) != _SUM.unpack_from(page, _HEADER.size):
+                raise Damaged(f"{path} has another checksum")
+            return
+        try:
+            bound = _HEADER.pack(*header, nonce, b"")
+            place[:] = self._cipher.decrypt(nonce, bytes(place) + tag, bound)
+        except Exception as error:  # cryptography's InvalidTag
+            raise Damaged(f"{path} is not what was encrypted") from error
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def _run_reads(self) -> None:
+        page = mmap.mmap(-1, PAGE)
+        while (job := self._reads.get()) is not None:
+            read, key, slot = job
+            succeeded = self._read_one(key, slot, page)
+            with self._lock:
+                read.left -= 1
+                if not succeeded:
+                    read.failed.add(key)
+                if not read.left:
+                    self._end_read(read)
+
+    def _read_one(self, key: Key, slot: int, page: mmap.mmap) -> bool:
+        path = _path(self._own, key)
+        try:
+            self._get(path, key, slot, page)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return True
+        except FileNotFoundError:  # another engine has evicted it
+            pass
+        except Damaged as error:
+            logger.warning("KV blocks on disk: %s; it is deleted", error)
+            with self._lock:
+                self.damaged += 1
+            with contextlib.suppress(OSError):
+                path.unlink()
+        except Exception:
+            logger.warning("KV blocks on disk: %s could not be read", path, exc_info=True)
+        self._index[key[0]].pop(key[1], None)
+        return False
+
+    def _end_read(self, read: _Read) -> None:
+        seconds = max(1e-9, time.monotonic() - read.began)
+        self.read_seconds += seconds
+        if read.size >= _WORTH_TIMING and not read.failed:
+            self.read_rate = (self.read_rate + read.size / seconds) / 2
+            self._measured_at = time.monotonic()
+        self._finished.append((read.ticket, frozenset(read.failed)))
+
+    # ---- writing and looking -------------------------------------------------------------------
+
+    def _run_jobs(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        look_at = time.monotonic() + _LOOK_SECONDS
+        while True:
+            try:
+                job = self._jobs.get(timeout=max(0.0, look_at - time.monotonic()))
+            except Empty:
+                job = self._look_again
+            if job is None:
+                return
+            began = time.monotonic()
+            try:
+                job()
+            except Exception:
+                logger.warning("KV blocks on disk: the folder was not kept", exc_info=True)
+            if job == self._look_again or time.monotonic() >= look_at:
+                # a look at a million files takes a twentieth of the time at most
+                look_at = time.monotonic() + max(_LOOK_SECONDS, 20 * (time.monotonic() - began))
+
+    def _write_job(self, own: Path, fingerprint: bytes, key: Key, slot: int, size: int) -> None:
+        began = time.monotonic()
+        try:
+            if began < self._paused_until:
+                self.dropped += 1
+                return
+            if self._used + size + PAGE > self.num_bytes:
+                self._evict(int(_KEPT_SHARE * self.num_bytes) - size - PAGE)
+            if self._used + size + PAGE > self.num_bytes:
+                self.dropped += 1
+                return
+            path, temporary = _path(own, key), own / self._temporary().name
+            new = not path.exists()
+            if new:
+                self._put(temporary, fingerprint, key, slot)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                temporary.rename(path)
+                self._used += size + PAGE
+                self.written_bytes += size
+            if own == self._own:
+                self._index[key[0]][key[1]] = None
+        except FileNotFoundError:  # another engine has cleared the folder
+            self.dropped += 1
+            _make(own)
+        except OSError as error:
+            self.dropped += 1
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            logger.warning(
+                "KV blocks on disk: %s cannot be written (%s); nothing is written for %d s",
+                self.folder, error.strerror or error, _PAUSE_SECONDS,
+            )  # fmt: skip
+        finally:
+            with self._lock:
+                self._queued -= size
+            self.write_seconds += time.monotonic() - began
+            self._written.append((key, slot))
+
+    def _delete(self, own: Path, keys: Sequence[Key]) -> None:
+        for key in keys:
+            _path(own, key).unlink(missing_ok=True)
+            if own == self._own:
+                self._index[key[0]].pop(key[1], None)
+
+    def _look_again(self) -> None:
+        self._look()
+        if self._used > self.num_bytes:  # by the writes of other engines
+            self._evict(int(_KEPT_SHARE * self.num_bytes))
+        if time.monotonic() - self._measured_at > _MEASURED_SECONDS and not self._closing:
+            self._measure_again()
+
+    def _measure_again(self) -> None:
+        """Read some files that are there, as a disk that was slow once would never be read."""
+        self._measured_at = time.monotonic()
+        memory = self._memory((0, b""))
+        hashes = list(self._index[0])[: max(1, _PROBE_BYTES // memory.num_bytes)]
+        size, buffers = 0, [page for page in (mmap.mmap(-1, PAGE + memory.num_bytes),) if hashes]
+        began = time.perf_counter()
+        for digest in hashes:
+            with (
+                contextlib.suppress(OSError),
+                _opened(
+                    _path(self._own, (0, digest)),
+                    os.O_RDONLY | os.O_NOFOLLOW,
+                    direct=memory.aligned,
+                ) as file,
+            ):
+                size += os.preadv(file, buffers, 0)
+        if size >= _WORTH_TIMING:  # one reader's rate: less than that of all, never more
+            rate = size / max(1e-9, time.perf_counter() - began)
+            self.read_rate = max(self.read_rate, rate)
+
+    def _look(self) -> None:
+        """Learn what other engines have written and deleted, and how many bytes there are."""
+        seen: dict[str, tuple[int, int]] = {}
+        for path in self.folder.glob("kv-*/??"):
+            with contextlib.suppress(OSError):
+                changed, own = path.stat().st_mtime_ns, path.parent == self._own
+                before = self._seen.get(str(path))
+                if before is not None and before[0] == changed:
+                    seen[str(path)] = before
+                    continue
+                seen[str(path)] = changed, self._look_at(path, own)
+        for gone in self._seen.keys() - seen.keys():
+            path = Path(gone)
+            if path.parent == self._own:
+                self._forget_folder(path.name, set())
+        self._seen = seen
+        self._used = sum(size for _, size in seen.values())
+
+    def _look_at(self, path: Path, own: bool) -> int:
+        size, keys = 0, set()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                key = _key(entry.name)
+                memory = None if key is None else self._memories.get(key[0])
+                if own and key is not None and memory is not None:
+                    size += memory.num_bytes + PAGE
+                    keys.add(key)
+                else:
+                    size += entry.stat(follow_symlinks=False).st_size
+        if own:
+            self._forget_folder(path.name, keys)
+            for group, digest in keys:
+                self._index[group][digest] = None
+        return size
+
+    def _forget_folder(self, prefix: str, keys: set[Key]) -> None:
+        """Drop the hashes of one folder that have no file."""
+        first = bytes.fromhex(prefix)
+        for group, hashes in self._index.items():
+            for digest in list(hashes):
+                if digest[:1] == first and (group, digest) not in keys:
+                    hashes.pop(digest, None)
+
+    def _evict(self, most: int) -> None:
+        """Delete the files that were used least recently, until so many bytes are left."""
+        files = []
+        for path in self.folder.glob("kv-*/??"):
+            with contextlib.suppress(OSError), os.scandir(path) as entries:
+                for entry in entries:
+                    stat = entry.stat(follow_symlinks=False)
+                    files.append((stat.st_mtime_ns, stat.st_size, entry.path))
+        self._used = sum(size for _, size, _ in files)
+        for _, size, name in sorted(files):
+            if self._used <= most:
+                break
+            path = Path(name)
+            path.unlink(missing_ok=True)
+            self._used -= size
+            self.evictions += 1
+            key = _key(path.name)
+            if key is not None and path.parent.parent == self._own:
+                self._index.get(key[0], {}).pop(key[1], None)
+
+
+def _path(own: Path, key: Key) -> Path:
+    name = key[1].hex()
+    return own / name[:2] / f"{name}.{'s' if key[0] == STATES else key[0]}"
+
+
+def _key(name: str) -> Key | None:
+    """Return the group and hash that a file's name tells; None for other names."""
+    digest, _, group = name.partition(".")
+    try:
+        return STATES if group == "s" else int(group), bytes.fromhex(digest)
+    except ValueError:
+        return None
+
+
+def _make(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, *, direct: bool = False) -> Any:
+    """Open a file for the block; with O_DIRECT if the file system has that."""
+    try:
+        file = os.open(path, flags | os.O_DIRECT if direct else flags, 0o600)
+    except OSError as error:
+        if not direct or error.errno != errno.EINVAL:
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            if flags & os.O_CREAT:  # the refusal may come after the file
+                path.unlink()
+        file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _open_folder(folder: Path) -> int:
+    """Make the folder if it is not there; return its lock, held shared. Raises ConfigError."""
+    _make(folder)
+    stat = folder.stat(follow_symlinks=False)
+    if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+        raise ConfigError(
+            f"disk_kv_folder: others than this user can reach {folder}, and it would have what "
+            f"users wrote; run `chmod 700 {folder}` as its owner, or name another folder",
+            param="disk_kv_folder",
+        )
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(folder / "lock", flags, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def _refusal(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"disk_kv_folder: {folder} cannot be used: {error.strerror or error}; name a folder that "
+        "this user can write, on a disk with room, or leave disk_kv_bytes out",
+        param="disk_kv_folder",
+    )
+
+
+def read_key(path: str) -> bytes:
+    """Return the key of a file, 32 bytes or their 64 hexadecimal digits. Raises ConfigError."""
+    way_out = "make one with `openssl rand -hex 32`, mode 0600"
+    try:
+        data = Path(path).read_bytes()
+        open_to_others = Path(path).stat().st_mode & 0o077
+    except OSError as error:
+        raise ConfigError(
+            f"disk_kv_key_file: {path}: {error.strerror or error}; {way_out}",
+            param="disk_kv_key_file",
+        ) from error
+    if open_to_others:
+        raise ConfigError(
+            f"disk_kv_key_file: others than this user can read {path}; run `chmod 600 {path}`",
+            param="disk_kv_key_file",
+        )
+    if len(data) != 32:
+        try:
+            data = bytes.fromhex(data.decode().strip())
+        except ValueError:
+            data = b""
+    if len(data) != 32:
+        raise ConfigError(
+            f"disk_kv_key_file: {path} has no key of 32 bytes; {way_out}", param="disk_kv_key_file"
+        )
+    return data
+
+
+def _cipher(key: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise ConfigError(
+            "disk_kv_key_file: the package cryptography is missing; run `pip install cryptography`,"
+            " or set disk_kv_clear instead",
+            param="disk_kv_key_file",
+        ) from error
+    return AESGCM(key)

@@ -1,0 +1,302 @@
+"""DiskTier: the KV blocks that are kept in files below the host tier.
+
+ host     stored by second use -> copied -> written by a thread, if the queue has room
+ disk                                       file of (group, hash)
+ host     slot without a name <- read by threads <- a waiting request begins with its tokens
+
+A read only fills the host tier. Its request is then queued again, and loads the blocks from there
+(host_tier.py). So a file that is gone, short or damaged is a miss.
+
+A read is worth it if it and the load that follows take less time than computing the tokens, by the
+rates of the last reads. A request waits for a bounded time, as a disk may hang. A slot does not
+change while it is written or read.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.snapshots import Snapshots
+from engine.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from engine.scheduling.memory.host_tier import HostTier
+
+STATES = -1  # the group of snapshots
+_LEAST_WAIT = 1.0  # seconds that a request waits for a read at least
+_WAIT_FACTOR = 4.0  # and for so many times what it should take
+
+Key = tuple[int, bytes]  # group, hash
+
+
+class BlockFiles(Protocol):
+    """The files of blocks and snapshots, which are written and read by other threads."""
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes a second of the last reads, or measured at the start; 0 = unknown."""
+        ...
+
+    def has(self, key: Key) -> bool:
+        """Whether a block has a file, as far as this engine knows."""
+        ...
+
+    def hashes(self, group: int) -> Mapping[bytes, Any]:
+        """Return the hashes of a group's blocks that have files."""
+        ...
+
+    def room(self) -> int:
+        """Return how many writes can be queued now."""
+        ...
+
+    def write(self, key: Key, slot: int) -> None:
+        """Queue the write of a slot, which does not change until `written` names it."""
+        ...
+
+    def written(self) -> list[tuple[Key, int]]:
+        """Return the slots that are no longer read for a write, each once."""
+        ...
+
+    def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
+        """Begin to read files into slots."""
+        ...
+
+    def finished(self) -> list[tuple[int, frozenset[Key]]]:
+        """Return (ticket, keys that could not be read) of reads that have ended, each once."""
+        ...
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Delete the files of some blocks."""
+        ...
+
+    def clear(self) -> None:
+        """Delete the files of all blocks."""
+        ...
+
+    def renew(self) -> None:
+        """Let no block be found that was written before, as the weights have changed."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` that the files know."""
+        ...
+
+    def close(self) -> None:
+        """Write what is queued, for a bounded time; no method is called afterwards."""
+        ...
+
+
+class _Either(Mapping[bytes, int]):
+    """The slots of a group, where blocks that are on disk alone have the slot `marker`."""
+
+    def __init__(self, slots: Mapping[bytes, int], files: Mapping[bytes, Any], marker: int) -> None:
+        self._slots, self._files, self._marker = slots, files, marker
+
+    def __getitem__(self, digest: bytes) -> int:
+        slot = self._slots.get(digest, -1)
+        if slot < 0 and digest not in self._files:
+            raise KeyError(digest)
+        return slot if slot >= 0 else self._marker
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._slots or digest in self._files
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter({**self._slots, **self._files})
+
+    def __len__(self) -> int:
+        return len({**self._slots, **self._files})
+
+
+@dataclass(slots=True)
+class _Read:
+    entries: list[tuple[Key, int]]
+    num_tokens: int
+    size: int
+    stale: set[Key] = field(default_factory=set)  # keys whose bytes must not be used
+
+
+class DiskTier:
+    """The directory of what is written and read. It decides what is."""
+
+    def __init__(self, host: "HostTier", files: BlockFiles) -> None:
+        self.files = files
+        self._host = host
+        self._to_write: deque[list[tuple[Key, int]]] = deque()  # until their copies are done
+        self._reads: dict[int, _Read] = {}  # by ticket
+        self._coming: dict[Key, int] = {}  # of reads in flight -> ticket
+        self.writing: dict[Key, int] = {}  # key -> slot
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Begin all counts anew."""
+        self.read_bytes = self.read_tokens = self.dropped = self.failed_reads = 0
+        self.wait_seconds = 0.0
+
+    @property
+    def tickets(self) -> set[int]:
+        """The tickets of reads in flight."""
+        return {*self._reads}
+
+    @property
+    def num_pending(self) -> int:
+        """The number of reads in flight, and of stores whose blocks are still to be written."""
+        return len(self._reads) + len(self._to_write)
+
+    # ---- writes --------------------------------------------------------------------------------
+
+    def stored(self, entries: Sequence[tuple[Key, int]]) -> None:
+        """Note that (key, slot) are on their way to the host, a prefix's tail before its head."""
+        absent = [entry for entry in entries if not self.files.has(entry[0])]
+        absent = [entry for entry in absent if entry[0] not in self.writing]
+        if absent:
+            self._to_write.append(absent)
+
+    def poll(self) -> None:
+        """Give the copied slots to the writer, and take the slots that are written and read."""
+        while self._to_write and self._host.copied(self._to_write[0]):
+            entries = self._to_write.popleft()
+            pinned = self._host.num_slots // 4 - len(self.writing)
+            room = max(0, min(self.files.room(), pinned))
+            self.dropped += max(0, len(entries) - room)
+            for key, slot in entries[len(entries) - room :]:
+                if self._host.slot_of(key) == slot and key not in self.writing:
+                    self.writing[key] = slot
+                    self.files.write(key, slot)
+        self.take_written()
+        for ticket, failed in self.files.finished():
+            self._finish(ticket, self._reads.pop(ticket), failed)
+
+    def take_written(self) -> None:
+        """Give the slots back that are written."""
+        for key, slot in self.files.written():
+            del self.writing[key]
+            self._host.written(key, slot)
+
+    # ---- reads ---------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        request: Request,
+        pool: BlockManager,
+        hashes: Sequence[bytes],
+        snapshots: Snapshots | None,
+    ) -> bool:
+        """Begin to read the request's prefix, if it reaches further on disk than in memory and
+        reading is faster than computing; return whether the request waits for that.
+
+        hashes: of the blocks that the request can share.
+        """
+        host, groups = self._host, pool.num_groups
+        files = [self.files.hashes(group) for group in range(groups)]
+        if not any(files):
+            return False
+        marker = host.num_slots
+        either = [
+            _Either(slots, known, marker) for slots, known in zip(host.slots, files, strict=True)
+        ]
+        entries: list[Key] = []
+        if snapshots is None:
+            near = len(pool.match_prefix(hashes, host.slots))
+            table = pool.match_prefix(hashes, either)
+        else:
+            near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
+            own = host.resumable(pool, hashes, snapshots, near // groups, host.slots, host.states)
+            near = max(near, len(own))
+            states = _Either(host.states, self.files.hashes(STATES), marker)
+            table = host.resumable(pool, hashes, snapshots, near // groups, either, states)
+            if table:
+                digest = hashes[len(table) // groups - 1]
+                if digest not in snapshots and digest not in host.states:
+                    entries.append((STATES, digest))
+        if len(table) <= near:
+            return False
+        on_disk = pool.num_blocks + marker
+        entries += [
+            (index % groups, hashes[index // groups])
+            for index, entry in enumerate(table)
+            if entry == on_disk
+        ]
+        tickets = {self._coming[key] for key in entries if key in self._coming}
+        missing = [key for key in entries if key not in self._coming]
+        num_tokens = (len(table) - near) // groups * pool.block_size
+        size = sum(host.num_bytes(key) for key in missing)
+        if not host.pays(num_tokens, size, size):
+            return False
+        for index in range(len(table) - 1, -1, -1):
+            host.touch((index % groups, hashes[index // groups]))
+        if missing:
+            slots = host.reserve(missing)
+            if slots is None:
+                return False
+            ticket = host.next_ticket()
+            self._reads[ticket] = _Read(
+                list(zip(missing, slots, strict=True)), num_tokens, size
+            )  # fmt: skip
+            self._coming |= dict.fromkeys(missing, ticket)
+            self.files.read(ticket, self._reads[ticket].entries)
+            tickets.add(ticket)
+        rate = self.files.read_rate
+        ahead = sum(self._reads[ticket].size for ticket in self._reads)
+        seconds = _LEAST_WAIT + (_WAIT_FACTOR * ahead / rate if rate else 0.0)
+        host.wait_for(request, tickets, time.monotonic() + seconds)
+        return True
+
+    def _finish(self, ticket: int, read: _Read, failed: frozenset[Key]) -> None:
+        for key, slot in reversed(read.entries):  # so that a tail leaves before its head
+            del self._coming[key]
+            usable = key not in failed and key not in read.stale
+            self._host.fill(key, slot, usable=usable)
+        if failed:
+            self.failed_reads += 1
+        elif not read.stale:
+            self.read_tokens += read.num_tokens
+        self.read_bytes += sum(self._host.num_bytes(k) for k, _ in read.entries if k not in failed)
+        self._host.arrived(ticket)
+
+    # ---- dropping blocks -----------------------------------------------------------------------
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Delete the files of these hashes, because their keys may be wrong."""
+        groups = (STATES, *range(len(self._host.slots)))
+        keys = [(group, digest) for digest in digests for group in groups]
+        for key in keys:
+            if key in self._coming:
+                self._reads[self._coming[key]].stale.add(key)
+        wrong = {*keys}
+        self._to_write = deque(
+            [entry for entry in entries if entry[0] not in wrong] for entries in self._to_write
+        )
+        deleted = [key for key in keys if key in self.writing or self.files.has(key)]
+        if deleted:
+            self.files.forget(deleted)
+
+    def interrupt(self) -> None:
+        """Let what is being read not be used, and write nothing that is not yet queued."""
+        self._to_write.clear()
+        for read in self._reads.values():
+            read.stale |= {key for key, _ in read.entries}
+
+    # ---- counts and checks ---------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` about the disk tier."""
+        of_files = self.files.stats()
+        return of_files | {
+            "disk_kv_read_bytes": self.read_bytes,
+            "disk_kv_read_tokens": self.read_tokens,
+            "disk_kv_wait_seconds": self.wait_seconds,
+            "disk_kv_dropped": self.dropped + of_files.get("disk_kv_dropped", 0),
+            "disk_kv_failed_reads": self.failed_reads,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""
+        entries = [entry for read in self._reads.values() for entry in read.entries]
+        assert {key for key, _ in entries} == self._coming.keys(), "a read is lost"
+        blocks = {slot for key, slot in entries if key[0] != STATES}
+        assert blocks == self._host.filling
+        assert {slot for key, slot in entries if key[0] == STATES} == self._host.filling_states
