@@ -583,6 +583,7 @@ class EngineCore:
         called afterwards."""
         self._transfers.close()
         if self.scheduler.tier is not None and self.scheduler.tier.disk is not None:
+            self.scheduler.tier.copies.wait()
             self.scheduler.tier.disk.poll()
             self.scheduler.tier.disk.files.close()
 

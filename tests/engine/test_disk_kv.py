@@ -198,6 +198,27 @@ def test_clear_leaves_others_alone(opened: Any) -> None:
     assert not list(two.files.folder.rglob("*.0"))
 
 
+def test_a_look_brings_nothing_back_that_goes(opened: Any) -> None:
+    """Bug: keys that may be wrong are found again by a look before their file is deleted."""
+    one = opened()
+    one.write((0, digest(1)), 0, 7)
+    one.write((0, digest(2)), 0, 7)
+    one.files.close()  # so that no thread takes the jobs
+    jobs: list[Any] = []
+    one.files._jobs = type("Held", (), {"put": staticmethod(jobs.append)})()
+    one.files.forget([(0, digest(1))])
+    one.files._seen.clear()
+    one.files._look()
+    assert not one.files.has((0, digest(1))) and one.files.has((0, digest(2)))
+    one.files.clear()
+    one.files._seen.clear()
+    one.files._look()
+    assert not one.files.has((0, digest(2)))
+    for job in jobs:
+        job()
+    assert not list(one.files.folder.rglob("*.0"))
+
+
 def test_new_weights_have_files_of_their_own(opened: Any) -> None:
     """Bug: after an update of the weights in two runs, one finds the files of the other."""
     one = opened()

@@ -132,6 +132,8 @@ class DiskFiles:
         self._measured_at = 0.0
         self._numbers = 0
         self._closing = False
+        self._deleting: set[Key] = set()  # keys whose files are about to go
+        self._clearing = 0  # and how often all of them are
         self.read_rate = self.write_seconds = self.read_seconds = 0.0
         self.written_bytes = self.dropped = self.evictions = self.damaged = 0
         try:
@@ -190,6 +192,8 @@ class DiskFiles:
     def forget(self, keys: Iterable[Key]) -> None:
         """Delete files, whose keys may be wrong, after the writes that are queued."""
         own, keys = self._own, list(keys)
+        with self._lock:
+            self._deleting.update(keys)
         for group, digest in keys:
             self._index[group].pop(digest, None)
         self._jobs.put(lambda: self._delete(own, keys))
@@ -197,10 +201,11 @@ class DiskFiles:
     def clear(self) -> None:
         """Delete all files of this model."""
         own = self._own
+        with self._lock:
+            self._clearing += 1
         for hashes in self._index.values():
             hashes.clear()
-        self._jobs.put(lambda: shutil.rmtree(own, ignore_errors=True))
-        self._jobs.put(lambda: _make(own))
+        self._jobs.put(lambda: self._delete_all(own))
 
     def renew(self) -> None:
         """Begin an empty folder for new weights, which no other engine and no restart has."""
@@ -486,6 +491,17 @@ class DiskFiles:
             _path(own, key).unlink(missing_ok=True)
             if own == self._own:
                 self._index[key[0]].pop(key[1], None)
+        with self._lock:
+            self._deleting.difference_update(keys)
+
+    def _delete_all(self, own: Path) -> None:
+        shutil.rmtree(own, ignore_errors=True)
+        _make(own)
+        if own == self._own:
+            for hashes in self._index.values():
+                hashes.clear()
+        with self._lock:
+            self._clearing -= 1
 
     def _look_again(self) -> None:
         self._look()
@@ -546,6 +562,8 @@ class DiskFiles:
                     size += entry.stat(follow_symlinks=False).st_size
         if own:
             self._forget_folder(path.name, keys)
+            with self._lock:  # a deletion may be queued behind this look
+                keys = set() if self._clearing else keys - self._deleting
             for group, digest in keys:
                 self._index[group][digest] = None
         return size

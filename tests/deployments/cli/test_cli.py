@@ -455,6 +455,37 @@ def test_doctor_says_whether_the_engine_drafts(tmp_path: Path) -> None:
     assert refused.state == "MISSING" and "peak" in refused.text and "auto" in refused.way_out
 
 
+def test_doctor_and_plan_tell_of_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bugs: a folder that others can read, or a disk without room, shows when the engine starts;
+    the plan leaves a tier out."""
+    save_checkpoint(tmp_path, "llama")
+    folder = tmp_path / "kv"
+
+    def check(size: int) -> Any:
+        engine = {
+            "host_kv_bytes": 1 << 24, "disk_kv_bytes": size, "disk_kv_folder": str(folder),
+        }  # fmt: skip
+        text = {"model": str(tmp_path), "engine": engine}
+        config = parse_config(text, check_files=False)
+        checks = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
+        return {check.name: check for check in checks}["KV on disk"]
+
+    assert check(1 << 24).state == "ok"
+    assert not folder.exists()
+    full = check(1 << 60)
+    assert full.state == "MISSING" and full.way_out == "lower engine.disk_kv_bytes"
+    folder.mkdir(mode=0o755)
+    open_to_others = check(1 << 24)
+    assert open_to_others.state == "MISSING" and "chmod 700" in open_to_others.way_out
+    spec = tmp_path / "manta.yaml"
+    spec.write_text(
+        f"model: {tmp_path}\nengine: {{host_kv_bytes: 16777216, disk_kv_bytes: 1073741824, "
+        f"disk_kv_folder: {folder}}}\n"
+    )
+    assert run_plan(str(spec), "h200", 1, None) == 0
+    assert "1.00 GiB" in (said := capsys.readouterr().out) and str(folder) in said
+
+
 def test_plan_of_a_model_in_parts_that_is_yet_to_be_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
