@@ -77,6 +77,7 @@ from engine.scheduling.memory.block_manager import FreeList
 from engine.scheduling.memory.host_tier import HostCopies, HostPlan, HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.snapshots import SnapshotPlan
+from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
 from engine.scheduling.orders.sleeping import Sleeper
 from engine.scheduling.orders.updates import WeightLoader
 from engine.scheduling.speculation import Speculation
@@ -101,6 +102,10 @@ logger = logging.getLogger("manta.engine")
 Progress = Callable[[str, float], None]
 _LOG_SECONDS = 5.0
 _LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads them
+# Bytes of host memory for blocks on their way to other replicas, and as much for their way here.
+_STAGED_CUDA, _STAGED_CPU = 128 << 20, 32 << 20
+_LEAST_STAGED = 4  # blocks
+_END_BYTES = 1 << 16  # bytes at both ends of a weight file that tell it from others
 _ANY = 1 << 62  # number of blocks that never lowers the minimum over ranks
 
 
@@ -196,6 +201,7 @@ def build(
         Speculation.of(resolved.speculation),
         _receiver(part, ranks),
         _host_tier(part, core_config, ranked),
+        _moves(part, core_config),
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -282,6 +288,41 @@ def _slot_memory(slots: HostSlots) -> SlotMemory:
     memory = slots.memory
     view = memoryview(memory.numpy().data)
     return SlotMemory(view, slots.num_bytes, memory.data_ptr())
+
+
+def _moves(part: _Part, config: CoreConfig) -> BlockMoves | None:
+    """Return the moves of KV blocks between replicas, with their staging memory; None if the engine
+    has none. Raises ConfigError."""
+    resolved, runner = part.resolved, part.runner
+    if not resolved.config.kv_moves:
+        return None
+    device = resolved.device
+    caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
+    block_bytes = sum(cache.storage.nbytes // config.num_blocks for cache in caches)
+    size = _STAGED_CUDA if device.type == "cuda" else _STAGED_CPU
+    slots = max(_LEAST_STAGED, min(config.num_blocks, size // block_bytes))
+    try:
+        copies = host_copies(caches, 2 * slots, 0, device, after_steps=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"kv_moves: {error}. Ways out: raise the limit of locked memory (ulimit -l, or the "
+            "container's memlock), or leave it out",
+            param="kv_moves",
+        ) from error
+    meaning = [
+        config.model_key,
+        str(resolved.dtype),
+        f"{resolved.kv.name} {resolved.kv.bits}",
+        repr(config.kinds),
+        repr([(tuple(part().shape[::2]), config.block_size) for part in copies.blocks.parts]),
+        repr(resolved.config.speculation),
+    ]
+    if resolved.config.deterministic:  # texts are equal on equal devices alone
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        meaning.append(name)
+    digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
+    plan = MovePlan(slots, copies.blocks.num_bytes, digest)
+    return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in copies.blocks.slots])
 
 
 def _weights(part: _Part, ranks: Ranks | None, ranked: RankedRunner | None) -> WeightLoader | None:
@@ -554,9 +595,9 @@ def _rehearse(core: EngineCore) -> None:
 
 
 def _model_key(resolved: Resolved) -> str:
-    """Return a key that changes with the weights, without reading them.
+    """Return a key that changes with the weights, and is the same on all machines.
 
-    A redeployment may put other weights at the same path.
+    Weight files are read at their ends only: different trainings differ there, too.
     """
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
@@ -566,8 +607,12 @@ def _model_key(resolved: Resolved) -> str:
         state.update(f"\0dummy\0{config.seed or 0}".encode())
     else:
         for path in weight_files(folder):
-            stat = path.stat()
-            state.update(f"\0{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+            size = path.stat().st_size
+            state.update(f"\0{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                state.update(file.read(_END_BYTES))
+                file.seek(max(0, size - _END_BYTES))
+                state.update(file.read(_END_BYTES))
     return state.hexdigest()
 
 

@@ -16,6 +16,14 @@ from engine.images.image import Image
 from engine.sampling_params import SamplingParams
 
 
+class KVSource(msgspec.Struct, array_like=True, frozen=True):
+    """The replica from which KV blocks can be pulled. secret: in hex."""
+
+    host: str
+    port: int
+    secret: str
+
+
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """A request for one choice; a client's n > 1 becomes n messages with the same seed.
 
@@ -30,6 +38,9 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     prediction: tokens that the client expects in the output, for drafts.
     speculate: whether the engine may draft for the request; the text is the same without drafts.
     images: the images of the prompt, in its order; their spans in token_ids do not overlap.
+    source: the replica that has the prefix, from which an engine with kv_moves pulls the blocks
+        that it lacks; set by routers, never by clients.
+    keep_seconds: how long the blocks are held for a pull after the request has ended.
     """
 
     id: int
@@ -45,6 +56,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     prediction: list[int] = []
     speculate: bool = True
     images: list[Image] = []
+    source: KVSource | None = None
+    keep_seconds: float = 0.0
 
     @property
     def urgency(self) -> tuple[int, bool]:
@@ -72,10 +85,12 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
     """An order to the engine.
 
     what: "drain" (refuse new requests, finish old ones), "stats" (send a frame now),
-        "reset_prefix_cache", "sleep" (once no request runs), "wake", "pause", "resume" or "stop".
-        An Answer follows once a sleep, a wake or a pause has been carried out.
+        "reset_prefix_cache", "sleep" (once no request runs), "wake", "pause", "resume", "serve_kv"
+        or "stop". An Answer follows once a sleep, a wake, a pause or a serve_kv has been carried
+        out.
     ticket: the next frame returns it, so that the sender can tell that frame from an earlier one.
-    argument: the mode of a pause, see `engine.scheduling.orders.updates.Pause`.
+    argument: the mode of a pause, see `engine.scheduling.orders.updates.Pause`; the address on
+        which a "serve_kv" listens.
     level: of a sleep: 1 keeps the weights in host memory, 2 drops them; 0 only asks whether the
         engine would refuse.
     tags: the parts of the memory to free or to take, of PARTS; none = all.
@@ -300,6 +315,14 @@ class EngineStats(msgspec.Struct, array_like=True):
     # should have and did not, which the replica sets.
     images_received: int = 0
     images_not_received: int = 0
+    # Of KV blocks from other replicas, since the start: pulls, those that failed in part or as a
+    # whole, and what came. The bytes that others pulled here.
+    moves: int = 0
+    failed_moves: int = 0
+    moved_tokens: int = 0
+    moved_bytes: int = 0
+    move_seconds: float = 0.0  # from a pull's beginning to its last block
+    sent_kv_bytes: int = 0
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

@@ -207,6 +207,7 @@ def decide(
             )
         max_model_len = config.max_model_len
     _check_host_tier(config, model)
+    _check_moves(config, model)
     _check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
     max_num_seqs = config.max_num_seqs or most
@@ -270,6 +271,23 @@ def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
             "in memory of its own; leave it out",
             param="disk_kv_bytes",
         )
+
+
+def _check_moves(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if KV blocks of this engine cannot go to other replicas."""
+    if not config.kv_moves:
+        return
+    why = ""
+    if not config.prefix_caching:
+        why = "prefix_caching is off, whose blocks it moves; turn that on"
+    elif config.num_ranks > 1:
+        why = "not with several ranks, each of which has a part of a block"
+    elif model.whole_texts:
+        why = f"{model.architecture} is an encoder and keeps no keys"
+    elif model.recurrent:
+        why = f"{model.architecture} has recurrent states, which do not move"
+    if why:
+        raise ConfigError(f"kv_moves: {why}; or leave it out", param="kv_moves")
 
 
 def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:

@@ -510,6 +510,42 @@ REPLICA_METRICS = (
         lambda s: s.disk_kv_failed_reads,
     ),
     ReplicaMetric(
+        "kv_moves_total",
+        "counter",
+        "Requests for which KV blocks were pulled from another replica.",
+        lambda s: s.moves,
+    ),
+    ReplicaMetric(
+        "kv_moves_failed_total",
+        "counter",
+        "Pulls of KV blocks that failed in part or as a whole; the rest was computed.",
+        lambda s: s.failed_moves,
+    ),
+    ReplicaMetric(
+        "kv_moved_tokens_total",
+        "counter",
+        "Prompt tokens whose KV blocks came from another replica.",
+        lambda s: s.moved_tokens,
+    ),
+    ReplicaMetric(
+        "kv_moved_bytes_total",
+        "counter",
+        "Bytes of KV blocks that came from other replicas.",
+        lambda s: s.moved_bytes,
+    ),
+    ReplicaMetric(
+        "kv_move_seconds_total",
+        "counter",
+        "Seconds of pulls of KV blocks from other replicas.",
+        lambda s: s.move_seconds,
+    ),
+    ReplicaMetric(
+        "kv_sent_bytes_total",
+        "counter",
+        "Bytes of KV blocks that other replicas pulled.",
+        lambda s: s.sent_kv_bytes,
+    ),
+    ReplicaMetric(
         "engine_prompt_tokens_total",
         "counter",
         "Prompt tokens computed by the engine.",

@@ -37,6 +37,7 @@ from engine.messages import (
     EngineStats,
     Failed,
     FromEngine,
+    KVSource,
     LogLine,
     Progress,
     Pulse,
@@ -185,6 +186,15 @@ class EngineClient:
     async def wake(self, tags: Sequence[str] = ()) -> None:
         """Allocate parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
+
+    async def serve_kv(self, host: str) -> KVSource:
+        """Let other replicas pull KV blocks; return where. Raises InvalidRequest, EngineDead.
+
+        host: the address to listen on.
+        """
+        message = await self._order(lambda ticket: Control("serve_kv", ticket, host))
+        port, secret = message.split()
+        return KVSource(host, int(port), secret)
 
     async def update_weights(
         self,

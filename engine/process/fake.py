@@ -453,6 +453,9 @@ class FakeCore:
         for message in self._pause.end():
             self.add_request(message)
 
+    def serve_kv(self, host: str, ticket: int) -> None:
+        """Do nothing, as the fake core has no KV blocks."""
+
     def update_weights(self, message: UpdateWeights) -> None:
         self._updates.ask(message)
 

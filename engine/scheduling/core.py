@@ -43,6 +43,7 @@ from engine.messages import (
     Delta,
     EngineRequest,
     EngineStats,
+    KVSource,
     RemoveAdapter,
     TransferWeights,
     UpdateWeights,
@@ -51,6 +52,7 @@ from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.moves.block_moves import KV_MOVES_OFF, BlockMoves
 from engine.scheduling.orders.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.orders.transfers import WeightReceiver, WeightTransfers
 from engine.scheduling.orders.updates import Pause, WeightLoader, WeightUpdates
@@ -150,6 +152,7 @@ class EngineCore:
         speculation: Speculation | None = None,
         receiver: WeightReceiver | None = None,
         tier: HostTier | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         """Set up the core.
 
@@ -159,12 +162,17 @@ class EngineCore:
         mask_memory: allocates the host memory from which the device copies masks.
         speculation: the drafts of steps; None = each decode gets one token a step.
         tier: the KV blocks in host memory, of a device with one pool; None = there are none.
+        moves: the KV blocks that go to other replicas and come from them; likewise.
         """
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
         self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
-        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, speculation, tier)
+        self.scheduler = Scheduler(
+            self.config, self._adapters, free_blocks, speculation, tier, moves
+        )
+        self._moves = moves
+        self._unserved: list[Answer] = []  # to orders that an engine without moves refuses
         self.draining = False
         self._sleep = EngineSleep(memory)
         self._pause = Pause()
@@ -177,7 +185,8 @@ class EngineCore:
         self._pending: deque[PendingResult] = deque()
         self._outbox: list[Delta] = []  # deltas that arose between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
-        self._preparing: dict[int, Request] = {}  # requests whose grammars are being compiled
+        # requests whose grammars are being compiled, or whose blocks come from another replica
+        self._preparing: dict[int, Request] = {}
         # The newest step and the function that finishes its masks, if the step waits for masks.
         self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer(config.micro_batches)
@@ -211,6 +220,32 @@ class EngineCore:
             # max_tokens is 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))
             return
+        if message.source is not None and self._pull(request, message.source):
+            self._preparing[request.id] = request
+            return
+        self._constrain(request)
+
+    def _pull(self, request: Request, source: KVSource) -> bool:
+        """Begin to pull a request's prefix from another replica, if that can be used; return
+        whether the request waits for it."""
+        moves, scheduler = self._moves, self.scheduler
+        if moves is None or self._sleep.parts or not scheduler.shares(request):
+            return False
+        (pool,) = scheduler.memory.pools
+        count = (len(request.token_ids) - 1) // self.config.block_size
+        return moves.pull(request, source, pool, pool.hash_prefix(request, count))
+
+    def _take_moves(self, moves: BlockMoves) -> None:
+        """Let the moves go on, and the requests whose blocks have come."""
+        scheduler = self.scheduler
+        (pool,) = scheduler.memory.pools
+        for id in moves.poll(pool, scheduler.step, scheduler.done_step):
+            request = self._preparing.pop(id, None)
+            if request is not None:  # it was not aborted meanwhile
+                self._constrain(request)
+
+    def _constrain(self, request: Request) -> None:
+        """Queue a request, once its grammar is compiled if it has one."""
         params, output = request.params, request.token_ids[request.num_prompt :]
         limits: TokenLimits | None = None
         if params.allowed_token_ids or params.bad_words_ids:
@@ -256,6 +291,8 @@ class EngineCore:
             later = self._pause.later.pop(id, None)
             if later is not None or self._preparing.pop(id, None) is not None:
                 self._outbox.append(Delta(id, [], "abort"))
+            if self._moves is not None:
+                self._moves.cancel(id)
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
@@ -271,6 +308,7 @@ class EngineCore:
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self.scheduler.loading
+            or (self._moves is not None and self._moves.has_news())
             or self._may_fall_asleep()
         )
 
@@ -293,6 +331,8 @@ class EngineCore:
         scheduler.take_loaded()
         if scheduler.tier is not None:
             scheduler.take_arrived()
+        if self._moves is not None:
+            self._take_moves(self._moves)
         if self._preparing:
             self._take_prepared()
         batch = None if held else scheduler.schedule()
@@ -308,7 +348,8 @@ class EngineCore:
                 result = pending.popleft().wait()
             self.on_device = False
         idle = not (result or blame.failure or batch or held)
-        if idle and scheduler.loading:
+        moving = self._moves is not None and (self._moves.copying or self._moves.holds)
+        if idle and (scheduler.loading or moving):
             time.sleep(_LOAD_SECONDS)
         else:
             assert not (idle and scheduler.can_run()), "requests are left, yet none can run"
@@ -551,6 +592,8 @@ class EngineCore:
         if self.scheduler.tier is not None:
             self.scheduler.tier.copies.wait()
             self.scheduler.take_arrived()
+        if self._moves is not None:
+            self._moves.settle()
         self._sleep.begin()
 
     def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
@@ -586,6 +629,19 @@ class EngineCore:
             self.scheduler.tier.copies.wait()
             self.scheduler.tier.disk.poll()
             self.scheduler.tier.disk.files.close()
+        if self._moves is not None:
+            self._moves.close()
+
+    def serve_kv(self, host: str, ticket: int) -> None:
+        """Begin to serve KV blocks to other replicas; see `answers`.
+
+        host: the address to listen on.
+        """
+        if self._moves is not None:
+            self._moves.serve(host, ticket)
+            return
+        text = "serve_kv: this engine moves no KV blocks; set kv_moves"
+        self._unserved.append(Answer(ticket, KV_MOVES_OFF, text, "kv_moves"))
 
     def _replace_weights(self) -> None:
         """Replace the weights by the checked ones, with no step in flight.
@@ -603,6 +659,9 @@ class EngineCore:
         self.config = replace(self.config, model_key=key)
         for request in self._preparing.values():
             request.set_model_key(key)
+            request.hashes = []
+        if self._moves is not None:
+            self._moves.weights_changed(self._updates.version, self._updates.count)
 
     def add_adapter(self, message: AddAdapter) -> None:
         """Begin to register an adapter; see `answers`."""
@@ -616,7 +675,10 @@ class EngineCore:
         call."""
         self.scheduler.take_loaded()
         requests = bool(self.scheduler.requests or self._preparing)
+        unserved, self._unserved = self._unserved, []
         return [
+            *unserved,
+            *(() if self._moves is None else self._moves.take_answers()),
             *self._adapters.take_answers(),
             *self._updates.take_answers(),
             *self._sleep.take_answers(),
@@ -630,6 +692,8 @@ class EngineCore:
         self._grammars.on_ready(wake)
         self._updates.on_checked(wake)
         self._transfers.on_done(wake)
+        if self._moves is not None:
+            self._moves.wake = wake
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -671,6 +735,7 @@ class EngineCore:
             **_of_states(scheduler),
             **({} if scheduler.images is None else scheduler.images.stats()),
             **({} if scheduler.tier is None else scheduler.tier.stats()),
+            **({} if self._moves is None else self._moves.stats()),
         )
 
     def check_integrity(self) -> None:

@@ -68,6 +68,7 @@ class Request:
         "hashes",
         "id",
         "images",
+        "keep_seconds",
         "kv_rank",
         "last_step",
         "limit",
@@ -154,6 +155,7 @@ class Request:
         self.cacheable = config.prefix_caching
         self.fetched = False  # whether blocks were loaded for it since it was queued
         self.read_from_disk = False  # and whether they were read from disk before
+        self.keep_seconds = message.keep_seconds
         self.num_reused = 0  # leading blocks that the host tier stores when it leaves
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.group_index = -1  # index in the decode group

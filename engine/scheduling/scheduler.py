@@ -47,6 +47,7 @@ from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
 from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.memory.snapshots import Snapshots
+from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
@@ -82,6 +83,7 @@ class Scheduler:
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         speculation: Speculation | None = None,
         tier: HostTier | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         self.config = config
         self.speculation = speculation
@@ -91,8 +93,9 @@ class Scheduler:
         # Every running request must be able to decode in every step, so the token budget bounds
         # rows.
         self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.memory = RequestMemory(config, self._most_rows, free_blocks, tier)
+        self.memory = RequestMemory(config, self._most_rows, free_blocks, tier, moves)
         self.tier = tier
+        self.moves = moves
         self.running = self.memory.running
         self.images = None if config.images is None else ImageCache(config.images)
         self.counters = SchedulerCounters()
@@ -239,6 +242,8 @@ class Scheduler:
         if self.tier is not None:
             for request in self.tier.abandon():
                 self.queue.blocks_ready(request)
+        if self.moves is not None:
+            self.moves.abandon()
         self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
 
@@ -504,6 +509,8 @@ class Scheduler:
         """
         pool, rank = self.memory.pool(request), request.kv_rank
         while pool.num_free < needed:
+            if self.moves is not None and self.moves.yield_blocks():
+                continue
             coming = self.memory.coming(rank, builder.sampling + builder.prefill_only)
             if pool.num_free + coming >= builder.owed[rank] + needed:
                 builder.owed[rank] += needed
@@ -543,6 +550,9 @@ class Scheduler:
                 memories = []
                 continue
             if not self._start(request, memories, builder):
+                if not self.running and self.moves is not None and self.moves.yield_blocks():
+                    memories = []
+                    continue
                 queue.retry = False
                 return
             self._schedule_chunk(request, builder)
@@ -576,7 +586,7 @@ class Scheduler:
 
         memories: the memory of each pool.
         """
-        if request.fetched or self.queue.only is not None or not self._shares(request):
+        if request.fetched or self.queue.only is not None or not self.shares(request):
             return False
         (pool,) = self.memory.pools
         hashes = pool.hash_prefix(request, (len(request.token_ids) - 1) // self.config.block_size)
@@ -597,7 +607,7 @@ class Scheduler:
         self.queue.wait_for_blocks(request)
         return True
 
-    def _shares(self, request: Request) -> bool:
+    def shares(self, request: Request) -> bool:
         """Whether the request may start with blocks of others."""
         return (
             self.config.prefix_caching
@@ -612,7 +622,7 @@ class Scheduler:
         """
         held, size, num_tokens = self.memory, self.config.block_size, len(request.token_ids)
         caching = self.config.prefix_caching and request.pooled is None
-        lookup = self._shares(request)
+        lookup = self.shares(request)
         hashes: list[bytes] = []
         if lookup:
             # The last token is computed again even if it is cached, because sampling needs its

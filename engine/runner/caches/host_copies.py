@@ -111,6 +111,11 @@ class CpuCopies:
         self._lost: frozenset[int] = frozenset()  # slots whose last store failed
         self.load_rate = self.store_seconds = self.load_seconds = 0.0
 
+    @property
+    def storing(self) -> bool:
+        """Whether a copy to the host is in flight."""
+        return False
+
     def room(self) -> int:
         return self.blocks.count
 
@@ -225,6 +230,12 @@ class CudaCopies:
         self._lost: frozenset[int] = frozenset()  # slots whose last store failed
         torch.cuda.synchronize(device)  # the caches are filled before the first copy
         self._probe()
+
+    @property
+    def storing(self) -> bool:
+        """Whether a copy to the host is in flight."""
+        self._take_stored()
+        return bool(self._stores)
 
     def room(self) -> int:
         self._take_stored()

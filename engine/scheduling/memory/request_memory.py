@@ -12,6 +12,7 @@ from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.snapshots import Snapshots
+from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
 
@@ -34,6 +35,7 @@ class RequestMemory:
     pools: the block pool of each KV rank; block ids start from 0 in each.
     running: id -> request that has a row.
     tier: the blocks in host memory; None = blocks that leave the device are lost.
+    moves: the blocks that go to other replicas and come from them; None = none do.
     reserved_blocks: blocks of all running requests at their maximum lengths.
     """
 
@@ -43,9 +45,11 @@ class RequestMemory:
         num_rows: int,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         tier: HostTier | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._config = config
         self.tier = tier
+        self.moves = moves
         self._free_blocks = free_blocks
         self.num_rows = num_rows
         self.running: dict[int, Request] = {}
@@ -135,6 +139,9 @@ class RequestMemory:
         pool.hash_blocks(request, request.num_computed)
         if self.snapshots is not None:
             self.snapshots.leave(request)
+        ends = request.phase is RequestPhase.ENDED
+        if self.moves is not None and request.keep_seconds and ends:
+            self.moves.keep(request, pool, request.keep_seconds)
         tier = self.tier
         worth = () if tier is None else tier.leave(request, pool.block_size)
         del self.running[request.id]
@@ -180,6 +187,8 @@ class RequestMemory:
             pool.reset()
         if self.tier is not None:
             self.tier.clear()
+        if self.moves is not None:
+            self.moves.clear()
         for request in self.running.values():
             request.cacheable = False
 
@@ -279,6 +288,7 @@ class RequestMemory:
         held += [(release.row, release.kv_rank, release.blocks) for release in self.deferred]
         for rank, pool in enumerate(self.pools):
             tables = [] if self.tier is None else self.tier.tables(pool)
+            tables += [] if self.moves is None else self.moves.tables(pool)
             pool.check_integrity([*tables, *(blocks for _, its, blocks in held if its == rank)])
         if self.snapshots is not None:
             self.snapshots.check_integrity()

@@ -1,0 +1,534 @@
+"""BlockMoves: KV blocks that go to other replicas and come from them, as the step loop sees it.
+
+A request may name another replica as the source of its prefix (`EngineRequest.source`). It then
+waits outside the queue while threads pull the blocks (puller.py):
+
+ source   prefix cache -> held -> slot of host memory -> socket
+ puller   socket -> slot of host memory -> block -> prefix cache
+
+Arrived blocks enter the prefix cache under their hashes, which contain model, adapter and salt. The
+request then starts as after any other hit. So a move that fails, comes late or brings a part is a
+miss: the rest is computed.
+
+Blocks go only between engines of equal `compatibility`, a digest of everything that decides what a
+block's bytes mean. The source holds the blocks of a pull until they are sent, and those of a
+request with `keep_seconds` until they were pulled or the time is over. When the source itself needs
+memory, it drops what it holds for others.
+"""
+
+import hashlib
+import logging
+import queue
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.messages import Answer, KVSource
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.host_tier import HostCopies
+from engine.scheduling.moves.puller import Pull, Puller, split
+from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer
+from engine.scheduling.moves.wire import Offer, PeerError
+from engine.scheduling.request import Request
+
+logger = logging.getLogger("manta.engine")
+
+KV_MOVES_OFF = "kv_moves_off"
+_MOST_PULLS = 16  # further requests are computed
+_KEPT_SHARE = 4  # kept blocks are at most one in so many of the pool's
+_LOG_SECONDS = 5.0
+
+
+class MoveCopies(HostCopies, Protocol):
+    """The copies between blocks of the device and the slots of host memory."""
+
+    @property
+    def storing(self) -> bool:
+        """Whether a copy to the host is in flight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """The sizes of moves.
+
+    slots: slots of host memory for each direction, of block_bytes each.
+    compatibility: digest of everything but the weights' version that decides what blocks mean.
+    """
+
+    slots: int
+    block_bytes: int
+    compatibility: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Export:
+    """A pull of another replica, which is answered once the steps in flight are done."""
+
+    order: Order
+    pool: BlockManager
+    step: int  # the last step that was scheduled before it
+    table: list[int]  # held blocks
+    entries: list[tuple[int, int, tuple[int, bytes]]]  # (index in the table, block, name)
+    hashes: list[bytes]
+    answered: bool = False
+    staged: int = 0  # entries that are staged or being staged
+    staging: int = 0  # entries whose copies are in flight
+    dropped: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Import:
+    """The step loop's part of a pull: what has arrived."""
+
+    pull: Pull
+    pool: BlockManager
+    table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
+    loads: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    ended: bool = False  # its threads have ended
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Kept:
+    pool: BlockManager
+    blocks: list[int]
+    until: float
+
+
+class BlockMoves:
+    """The moves of one engine. All methods are called by the step loop.
+
+    wake: called from any thread when `has_news` may have changed.
+    """
+
+    def __init__(self, plan: MovePlan, copies: MoveCopies, memory: Sequence[memoryview]) -> None:
+        """Set up the moves.
+
+        copies: between blocks and slots, with twice as many slots as the plan has.
+        memory: the bytes of these slots.
+        """
+        self.plan = plan
+        self.copies = copies
+        self.wake: Callable[[], None] = lambda: None
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._server = SourceServer(memory, self._post_order, self._post_sent, self._post_lost)
+        incoming = range(plan.slots, 2 * plan.slots)
+        self._puller = Puller(memory, incoming, self._post_arrived, self._post_ended)
+        self._free = list(range(plan.slots))  # slots to send from
+        self._exports: dict[Order, _Export] = {}
+        self._stages: deque[list[tuple[_Export, int, int]]] = deque()  # (export, entry, slot)
+        self._imports: dict[int, _Import] = {}  # by the request's id
+        self._came: list[tuple[_Import, int, int]] = []  # (import, index, slot)
+        self._loads: dict[int, _Import] = {}  # by ticket
+        self._kept: dict[bytes, _Kept] = {}  # by the last hash
+        self._pulled: list[int] = []
+        self._answers: list[Answer] = []
+        self._tickets = 0
+        self._pool: BlockManager | None = None
+        self._step = 0
+        self._weights = b""
+        self._logged = 0.0
+        self.pulls = self.failed_pulls = 0
+        self.pulled_tokens = self.pulled_bytes = self.sent_bytes = 0
+        self.pull_seconds = 0.0
+
+    # ---- events of the threads -----------------------------------------------------------------
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self._events.put(event)
+        self.wake()
+
+    def _post_order(self, order: Order) -> None:
+        self._post(lambda: self._take_order(order))
+
+    def _post_sent(self, order: Order, slot: int) -> None:
+        self._post(lambda: self._note_sent(order, slot))
+
+    def _post_lost(self, order: Order) -> None:
+        self._post(lambda: self._drop_order(order))
+
+    def _post_arrived(self, pull: Pull, index: int, slot: int) -> None:
+        self._post(lambda: self._take_block(pull, index, slot))
+
+    def _post_ended(self, pull: Pull, error: str) -> None:
+        self._post(lambda: self._end_pull(pull, error))
+
+    # ---- for the core --------------------------------------------------------------------------
+
+    def serve(self, host: str, ticket: int) -> None:
+        """Listen on an address; the answer's message is the `KVSource` of this engine, as
+        "port secret"."""
+        try:
+            if not self._server.port:
+                self._server.listen(host)
+        except OSError as error:
+            self._answers.append(Answer(ticket, KV_MOVES_OFF, f"kv_moves: {host}: {error}"))
+            return
+        message = f"{self._server.port} {self._server.secret.hex()}"
+        self._answers.append(Answer(ticket, message=message))
+
+    def take_answers(self) -> list[Answer]:
+        """Return the answers to orders since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        self._server.close()
+
+    @property
+    def compatibility(self) -> bytes:
+        """The digest that both engines of a move must have."""
+        state = hashlib.blake2b(self.plan.compatibility, digest_size=16)
+        state.update(self._weights)
+        return state.digest()
+
+    def weights_changed(self, version: str, updates: int) -> None:
+        """Note that the weights were replaced, and that the cache was emptied.
+
+        Weights without a name of their own are equal to those of no other engine.
+        """
+        named = version not in ("", str(updates))
+        self._weights = version.encode() if named else secrets.token_bytes(16)
+
+    def has_news(self) -> bool:
+        """Whether `poll` has something to do."""
+        unanswered = any(not export.answered for export in self._exports.values())
+        return not self._events.empty() or self.copying or unanswered
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies are in flight, whose ends `poll` looks for."""
+        return bool(self._stages or self._loads)
+
+    @property
+    def holds(self) -> bool:
+        """Whether blocks are held that will become free without a step."""
+        return bool(self._exports or self._kept or self._imports)
+
+    def poll(self, pool: BlockManager, step: int, done_step: int) -> list[int]:
+        """Handle what threads and copies have done; return the ids of requests that wait no longer.
+
+        step, done_step: the last step that was scheduled, and the last that is done.
+        """
+        self._pool, self._step = pool, step
+        while not self._events.empty():
+            self._events.get()()
+        self._expire()
+        self._load_blocks()
+        self._finish_loads()
+        for export in [e for e in self._exports.values() if not e.answered]:
+            if done_step >= export.step:
+                self._answer(export)
+        self._finish_stages()
+        self._stage()
+        for number, imported in list(self._imports.items()):
+            if imported.ended and not imported.loads:
+                self._finish_import(number, imported)
+        pulled, self._pulled = self._pulled, []
+        return pulled
+
+    # ---- the source ----------------------------------------------------------------------------
+
+    def keep(self, request: Request, pool: BlockManager, seconds: float) -> None:
+        """Hold the cached blocks of a request that leaves, for a pull that will come."""
+        hashes = request.hashes[: request.num_registered]
+        blocks = [block for block in pool.match_prefix(hashes) if block >= 0]
+        held = sum(len(kept.blocks) for kept in self._kept.values())
+        if not blocks or held + len(blocks) > pool.num_blocks // _KEPT_SHARE:
+            return
+        self._let_go(hashes[-1])
+        pool.share(blocks)
+        self._kept[hashes[-1]] = _Kept(pool, blocks, time.monotonic() + min(seconds, LEASE_SECONDS))
+
+    def _let_go(self, last: bytes) -> None:
+        kept = self._kept.pop(last, None)
+        if kept is not None:
+            kept.pool.free(kept.blocks)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for last in [last for last, kept in self._kept.items() if kept.until <= now]:
+            self._let_go(last)
+        for order in [order for order in self._exports if order.deadline <= now]:
+            self._drop_order(order)
+
+    def yield_blocks(self) -> bool:
+        """Give up blocks that are held for others; return whether any became free."""
+        held = bool(self._kept)
+        for last in list(self._kept):
+            self._let_go(last)
+        for order, export in list(self._exports.items()):
+            held |= not export.staging
+            self._drop_order(order)
+        return held
+
+    def _take_order(self, order: Order) -> None:
+        pool, ask = self._pool, order.ask
+        try:
+            hashes = split(ask.hashes)
+        except PeerError as error:
+            self._refuse(order, str(error))
+            return
+        if pool is None or ask.compatibility != self.compatibility:
+            self._refuse(order, "another model, version of its weights, or layout of its KV cache")
+            return
+        table = pool.match_prefix(hashes)
+        entries = []
+        for index in range(max(0, ask.near) * pool.num_groups, len(table)):
+            name = pool.name_of(table[index]) if table[index] >= 0 else None
+            if name is not None:
+                entries.append((index, table[index], name))
+        if not entries:
+            self._refuse(order, "the source has no such blocks")
+            return
+        held = [block for _, block, _ in entries]
+        pool.share(held)
+        self._exports[order] = _Export(order, pool, self._step, held, entries, hashes)
+
+    def _refuse(self, order: Order, why: str) -> None:
+        self._server.forget(order)
+        order.ended.set()
+        order.answer.put(Offer(why))
+
+    def _answer(self, export: _Export) -> None:
+        """Offer blocks whose keys are computed by now, and that are still in the prefix cache."""
+        pool, order = export.pool, export.order
+        if any(pool.name_of(block) != name for _, block, name in export.entries):
+            self._drop_order(order)
+            return
+        export.answered = True
+        indices = [index for index, _, _ in export.entries]
+        order.answer.put(Offer("", order.ticket, indices, self.plan.block_bytes))
+
+    def _stage(self) -> None:
+        """Begin to copy blocks of exports to free slots."""
+        stage: list[tuple[_Export, int, int]] = []
+        for export in self._exports.values():
+            while export.answered and self._free and export.staged < len(export.entries):
+                stage.append((export, export.staged, self._free.pop()))
+                export.staged += 1
+                export.staging += 1
+        if not stage:
+            return
+        pairs = [(export.entries[entry][1], slot) for export, entry, slot in stage]
+        if self.copies.store(pairs):
+            self._stages.append(stage)
+            self._finish_stages()
+            return
+        self.copies.wait()
+        for export, _, slot in stage:
+            export.staging -= 1
+            self._free.append(slot)
+        for export in {id(e): e for e, _, _ in stage}.values():
+            self._drop_order(export.order)
+
+    def _finish_stages(self) -> None:
+        """Hand staged blocks to the threads that send them."""
+        if not self._stages or self.copies.storing:
+            return
+        stages, self._stages = self._stages, deque()
+        for export, entry, slot in (staged for stage in stages for staged in stage):
+            export.staging -= 1
+            if export.dropped:
+                self._free.append(slot)
+                self._release(export)
+                continue
+            queues = export.order.staged
+            queues[entry % len(queues)].put((export.entries[entry][0], slot))
+            if entry >= len(export.entries) - len(queues):  # the last one of its stripe
+                queues[entry % len(queues)].put(None)
+        for export in self._exports.values():
+            if export.staged == len(export.entries) and not export.staging:
+                for stripe in export.order.staged[len(export.entries) :]:
+                    stripe.put(None)  # there are fewer blocks than stripes
+
+    def _note_sent(self, order: Order, slot: int) -> None:
+        self._free.append(slot)
+        order.num_sent += 1
+        self.sent_bytes += self.plan.block_bytes
+        export = self._exports.get(order)
+        if export is not None and order.num_sent >= len(export.entries):
+            for digest in export.hashes:
+                self._let_go(digest)
+            self._drop_order(order)
+
+    def _drop_order(self, order: Order) -> None:
+        """End an export, with or without success. Idempotent."""
+        export = self._exports.pop(order, None)
+        if export is None:
+            return
+        self._server.forget(order)
+        export.dropped = True
+        if not export.answered:
+            order.answer.put(Offer("the source gave up its blocks"))
+        for stripe in order.staged:
+            while not stripe.empty():
+                block = stripe.get()
+                if block is not None:
+                    self._free.append(block[1])
+            stripe.put(None)
+        order.ended.set()
+        self._release(export)
+
+    def _release(self, export: _Export) -> None:
+        """Free the blocks of an export that has ended, once no copy reads them."""
+        if not export.staging and export.table:
+            table, export.table = export.table, []
+            export.pool.free(table)
+
+    # ---- the puller ----------------------------------------------------------------------------
+
+    def pull(
+        self, request: Request, source: KVSource, pool: BlockManager, hashes: Sequence[bytes]
+    ) -> bool:
+        """Begin to pull a request's prefix; return whether the request waits for it.
+
+        hashes: of the blocks that it can share.
+        """
+        near = len(pool.match_prefix(hashes)) // pool.num_groups
+        if near >= len(hashes) or len(self._imports) >= _MOST_PULLS:
+            return False
+        pull = Pull(
+            request.id,
+            source,
+            self.compatibility,
+            list(hashes),
+            near,
+            pool.num_groups,
+            self.plan.block_bytes,
+        )
+        self._imports[request.id] = _Import(pull, pool)
+        self.pulls += 1
+        self._puller.begin(pull)
+        return True
+
+    def cancel(self, request: int) -> None:
+        """End the pull of a request that has ended; unknown ones are ignored."""
+        imported = self._imports.get(request)
+        if imported is not None:
+            imported.pull.cancelled = True
+
+    def _import_of(self, pull: Pull) -> _Import | None:
+        imported = self._imports.get(pull.request)
+        return imported if imported is not None and imported.pull is pull else None
+
+    def _take_block(self, pull: Pull, index: int, slot: int) -> None:
+        imported = self._import_of(pull)
+        if imported is None or pull.cancelled:
+            self._puller.give_back(slot)
+            return
+        self._came.append((imported, index, slot))
+
+    def _load_blocks(self) -> None:
+        """Begin to copy blocks that have arrived to blocks of the device."""
+        came, self._came = self._came, []
+        for imported in {id(i): i for i, _, _ in came}.values():
+            pool = imported.pool
+            blocks = [(index, slot) for i, index, slot in came if i is imported]
+            if imported.pull.cancelled or pool.num_free < len(blocks):
+                imported.pull.cancelled = True  # no memory: the running requests come first
+                for _, slot in blocks:
+                    self._puller.give_back(slot)
+                continue
+            taken = pool.allocate(len(blocks))
+            load = [(i, slot, block) for (i, slot), block in zip(blocks, taken, strict=True)]
+            self._tickets += 1
+            imported.loads[self._tickets] = load
+            self._loads[self._tickets] = imported
+            self.copies.load(self._tickets, [(slot, block) for _, slot, block in load])
+
+    def _finish_loads(self) -> None:
+        for ticket, succeeded in self.copies.finished():
+            imported = self._loads.pop(ticket)
+            pull, pool = imported.pull, imported.pool
+            for index, slot, block in imported.loads.pop(ticket):
+                self._puller.give_back(slot)
+                if succeeded and not pull.cancelled:
+                    group, digest = index % pull.groups, pull.hashes[index // pull.groups]
+                    pool.adopt(block, (group, digest))
+                imported.table.append((index, block))
+            if not succeeded:
+                pull.cancelled = True
+                imported.error = "blocks were not copied to the device"
+
+    def _end_pull(self, pull: Pull, error: str) -> None:
+        imported = self._import_of(pull)
+        if imported is not None:
+            imported.ended = True
+            imported.error = imported.error or error
+
+    def _finish_import(self, number: int, imported: _Import) -> None:
+        """Give the blocks of a pull to the prefix cache alone; its request goes on."""
+        del self._imports[number]
+        pull = imported.pull
+        imported.pool.free([block for _, block in sorted(imported.table)])
+        if imported.table and not pull.cancelled:
+            self.pulled_bytes += len(imported.table) * self.plan.block_bytes
+            positions = {index // pull.groups for index, _ in imported.table}
+            self.pulled_tokens += len(positions) * imported.pool.block_size
+            self.pull_seconds += time.monotonic() - pull.began
+        if imported.error:
+            self.failed_pulls += 1
+            if time.monotonic() >= self._logged + _LOG_SECONDS:
+                self._logged = time.monotonic()
+                logger.warning("KV blocks were not moved here: %s", imported.error)
+        self._pulled.append(number)
+
+    # ---- dropping ------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop what is held, and let nothing that is on its way enter the prefix cache."""
+        for last in list(self._kept):
+            self._let_go(last)
+        for order in list(self._exports):
+            self._drop_order(order)
+        for imported in self._imports.values():
+            imported.pull.cancelled = True
+
+    def abandon(self) -> None:
+        """Forget blocks of a pool that is replaced; requests that wait go on once their threads
+        have ended."""
+        self.clear()
+        self.settle()
+        for imported in self._imports.values():
+            imported.pool.free([block for _, block in sorted(imported.table)])
+            imported.table.clear()
+
+    def settle(self) -> None:
+        """Wait for the copies in flight, and take note of their ends."""
+        self.copies.wait()
+        self._finish_stages()
+        self._finish_loads()
+
+    # ---- counts and checks ---------------------------------------------------------------------
+
+    def tables(self, pool: BlockManager) -> list[list[int]]:
+        """Return the blocks that each move holds."""
+        moving = [e for stage in self._stages for e, _, _ in stage if e.dropped]
+        exports = {id(e): e for e in [*self._exports.values(), *moving]}.values()
+        tables = [e.table for e in exports if e.pool is pool]
+        tables += [kept.blocks for kept in self._kept.values() if kept.pool is pool]
+        for imported in self._imports.values():
+            if imported.pool is pool:
+                tables.append([block for _, block in imported.table])
+                tables += [[b for _, _, b in load] for load in imported.loads.values()]
+        return tables
+
+    def waiting(self) -> Collection[int]:
+        """Return the ids of requests that wait for blocks."""
+        return self._imports.keys()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of `EngineStats` about moves."""
+        return {
+            "moves": self.pulls,
+            "moved_tokens": self.pulled_tokens,
+            "moved_bytes": self.pulled_bytes,
+            "move_seconds": self.pull_seconds,
+            "failed_moves": self.failed_pulls,
+            "sent_kv_bytes": self.sent_bytes,
+        }

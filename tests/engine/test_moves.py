@@ -1,0 +1,288 @@
+"""kv_moves: KV blocks that an engine pulls from another one, from the socket to the text."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError
+from engine.messages import Answer, KVSource
+from engine.resolve import resolve
+from engine.scheduling.core import EngineCore
+from engine.scheduling.moves import source as source_module
+from engine.scheduling.moves import wire
+from tests.engine.test_host_kv import LATENTS, PLAIN, RECURRENT, WINDOWS, core_of
+from tests.engine.test_memory import config_of
+from tests.fakes import Output, collect, make_request
+
+PROMPT = [(7 * at) % 190 for at in range(61)]
+MOVES: dict[str, Any] = {"kv_moves": True, "num_blocks": 60}
+
+
+def kv_source(core: EngineCore) -> KVSource:
+    """Let a core serve its blocks; return where."""
+    core.serve_kv("127.0.0.1", 1)
+    (answer,) = core.answers()
+    assert isinstance(answer, Answer)
+    port, secret = answer.message.split()
+    return KVSource("127.0.0.1", int(port), secret)
+
+
+class Cores:
+    """Several cores whose loops run in turn, as those of processes would beside each other."""
+
+    def __init__(self, *cores: EngineCore) -> None:
+        self.cores = cores
+        self._number = 100
+        self.outputs: dict[int, Output] = {}
+
+    def run(self, core: EngineCore, prompt: list[int], **fields: Any) -> list[int]:
+        """Run a request at one core while all go on; return its output."""
+        number = self.begin(core, prompt, **fields)
+        self.until(lambda: number in self.outputs and bool(self.outputs[number].finish))
+        output = self.outputs[number]
+        assert output.finish != "error", output
+        return output.tokens
+
+    def begin(self, core: EngineCore, prompt: list[int], **fields: Any) -> int:
+        self._number += 1
+        fields = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0} | fields
+        core.add_request(make_request(self._number, prompt, **fields))
+        return self._number
+
+    def until(self, condition: Any, seconds: float = 15.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it hangs"
+            self.step()
+
+    def step(self) -> None:
+        busy = [core for core in self.cores if core.has_work()]
+        for core in busy:
+            collect(core.step(), self.outputs)
+        if not busy:
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        """Let all moves end; then nothing may be held."""
+        for core in self.cores:
+            moves = core._moves
+            assert moves is not None
+            moves.yield_blocks()
+            self.until(lambda: not (moves.holds or moves.copying or core.has_work()))  # noqa: B023
+            core.check_integrity()
+            (pool,) = core.scheduler.memory.pools
+            assert pool.num_free == pool.num_blocks
+            assert sorted(moves._free) == list(range(moves.plan.slots))
+            assert moves._puller._free.qsize() == moves.plan.slots
+
+
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        (PLAIN, {}),
+        pytest.param(PLAIN, {"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param(WINDOWS, {"num_blocks": 90}, marks=pytest.mark.slow),
+        pytest.param(LATENTS, {}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "quantised", "windows", "latents"],
+)
+def test_text_is_equal(changes: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    """Bugs: a moved block has the keys of another one; the prefix is computed all the same; a turn
+    that goes on with moved blocks has another text."""
+    one, other = (core_of(tmp_path, changes, **(MOVES | options)) for _ in range(2))
+    alone = core_of(tmp_path, changes, **options)
+    cores = Cores(one, other)
+    answer = cores.run(one, PROMPT)
+    longer = [*PROMPT, *answer, 5, 6]
+    expected = Cores(alone)
+    assert expected.run(alone, PROMPT) == answer
+    text = expected.run(alone, longer, max_tokens=9)
+    assert cores.run(other, longer, max_tokens=9, source=kv_source(one)) == text
+    stats = other.stats()
+    assert stats.moved_tokens >= 60 and stats.failed_moves == 0
+    assert stats.prefix_hits >= 60 and stats.moved_bytes > 0 and stats.move_seconds > 0
+    assert one.stats().sent_kv_bytes == stats.moved_bytes
+    # what has come is an ordinary part of the prefix cache
+    assert cores.run(other, longer, max_tokens=9) == text
+    assert other.stats().moves == 1
+    cores.settle()
+
+
+@pytest.mark.slow
+def test_several_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: stripes mix up their blocks; fewer slots than blocks stop a move."""
+    from engine import factory
+    from engine.scheduling.moves import puller
+
+    monkeypatch.setattr(puller, "_STRIPE_BYTES", 1 << 10)
+    monkeypatch.setattr(factory, "_STAGED_CPU", 1)
+    one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
+    assert one._moves is not None and one._moves.plan.slots == 4
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    source, tokens = kv_source(one), cores.run(other, PROMPT, source=kv_source(one))
+    assert tokens == Cores(alone).run(alone, PROMPT)
+    assert other.stats().moved_tokens == 60
+    # and both ways at once
+    texts = [[at % 190 for at in range(first, first + 60)] for first in (30, 77)]
+    cores.run(one, texts[0])
+    cores.run(other, texts[1])
+    back = kv_source(other)
+    numbers = [
+        cores.begin(other, [*texts[0], 1, 2], source=source),
+        cores.begin(one, [*texts[1], 1, 2], source=back),
+    ]
+    cores.until(lambda: all(n in cores.outputs and cores.outputs[n].finish for n in numbers))
+    assert one.stats().moved_tokens == 60 and other.stats().moved_tokens == 120
+    cores.settle()
+
+
+@pytest.mark.slow
+def test_others_share_nothing(tmp_path: Path) -> None:
+    """Bug: a tenant gets the blocks of another one by way of a replica."""
+    one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
+    cores = Cores(one, other)
+    cores.run(one, PROMPT, cache_salt="tenant")
+    cores.run(other, PROMPT, source=kv_source(one))
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.failed_moves, stats.prefix_hits) == (0, 1, 0)
+    cores.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["weights", "dtype", "secret", "kept weights"])
+def test_foreign_engines_are_refused(what: str, tmp_path: Path) -> None:
+    """Bug: keys of other weights, or bytes of another layout, enter the prefix cache."""
+    one = core_of(tmp_path, PLAIN, **MOVES)
+    changes = {"weights": {"seed": 3}, "dtype": {"dtype": "bfloat16"}}.get(what, {})
+    other = core_of(tmp_path, PLAIN, **(MOVES | changes))
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    source = kv_source(one)
+    if what == "secret":
+        source = KVSource(source.host, source.port, "00" * 32)
+    if what == "kept weights":
+        assert one._moves is not None
+        one._moves.weights_changed("1", 1)
+    alone = core_of(tmp_path, PLAIN, **changes)
+    assert cores.run(other, PROMPT, source=source) == Cores(alone).run(alone, PROMPT)
+    stats = other.stats()
+    assert (stats.moved_tokens, stats.failed_moves) == (0, 1)
+    cores.settle()
+
+
+def silent(listener: socket.socket, answer: bytes) -> None:
+    sock, _ = listener.accept()
+    sock.sendall(answer)
+    threading.Event().wait(3)
+    sock.close()
+
+
+@pytest.mark.parametrize("what", ["nobody", "silence", "nonsense"])
+def test_dead_source_is_a_miss(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a source that is dead, hangs or is something else fails the request, or stops it."""
+    from engine.scheduling.moves import puller
+
+    for module in (wire, puller):
+        monkeypatch.setattr(module, "IDLE_SECONDS", 0.2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    if what == "nobody":
+        listener.close()
+    else:
+        answer = b"" if what == "silence" else b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100
+        threading.Thread(target=silent, args=(listener, answer), daemon=True).start()
+    core = core_of(tmp_path, PLAIN, **MOVES)
+    alone = core_of(tmp_path, PLAIN)
+    cores = Cores(core)
+    began = time.monotonic()
+    tokens = cores.run(core, PROMPT, source=KVSource("127.0.0.1", port, "00" * 32))
+    assert tokens == Cores(alone).run(alone, PROMPT)
+    assert core.stats().failed_moves == 1
+    assert time.monotonic() - began < 5
+    cores.settle()
+
+
+def test_source_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a part of a prefix is taken for the whole; a stuck peer holds blocks for ever."""
+    from engine import factory
+    from engine.scheduling.moves import puller
+
+    monkeypatch.setattr(factory, "_STAGED_CPU", 1)  # four slots
+    for module in (wire, puller, source_module):
+        monkeypatch.setattr(module, "IDLE_SECONDS", 0.3)
+    one, other, alone = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(3))
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    number = cores.begin(other, PROMPT, source=kv_source(one))
+    only_other = Cores(other)
+    cores.until(lambda: one.stats().sent_kv_bytes > 0)
+    only_other.until(lambda: number in only_other.outputs and only_other.outputs[number].finish)
+    assert only_other.outputs[number].tokens == Cores(alone).run(alone, PROMPT)
+    assert other.stats().failed_moves == 1
+    cores.settle()
+
+
+def test_abort_during_a_move(tmp_path: Path) -> None:
+    """Bug: the end of a request that waits for blocks is lost, or its blocks are."""
+    one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    number = cores.begin(other, PROMPT, source=kv_source(one))
+    assert other.stats().waiting == 1
+    other.abort([number])
+    cores.until(lambda: number in cores.outputs)
+    assert cores.outputs[number].finish == "abort"
+    cores.settle()
+
+
+@pytest.mark.slow
+def test_kept_blocks(tmp_path: Path) -> None:
+    """Bugs: blocks of a prompt for another replica are evicted before the other one has them; they
+    are held for ever; they keep requests from running."""
+    one, other = (core_of(tmp_path, PLAIN, **(MOVES | {"num_blocks": 64})) for _ in range(2))
+    cores = Cores(one, other)
+    first = cores.run(one, PROMPT, max_tokens=1, keep_seconds=20.0)
+    (pool,) = one.scheduler.memory.pools
+    assert pool.num_free == 64 - 15
+    for number in range(3):  # would evict them
+        cores.run(one, [number + 1] * 110)
+    again = cores.run(other, [*PROMPT, *first], source=kv_source(one))
+    assert other.stats().moved_tokens == 60 and pool.num_free == 64
+    assert len(again) == 6
+    cores.run(one, PROMPT, max_tokens=1, keep_seconds=20.0)
+    cores.run(one, [9] * 120, max_tokens=8)  # needs half of the memory
+    numbers = [cores.begin(one, [n] * 100, max_tokens=20) for n in (11, 12)]
+    cores.until(lambda: all(n in cores.outputs and cores.outputs[n].finish for n in numbers))
+    cores.settle()
+
+
+@pytest.mark.slow
+def test_new_weights_end_moves(tmp_path: Path) -> None:
+    """Bug: blocks that were on their way when the cache was emptied enter it all the same."""
+    one, other = (core_of(tmp_path, PLAIN, **MOVES) for _ in range(2))
+    cores = Cores(one, other)
+    cores.run(one, PROMPT)
+    number = cores.begin(other, PROMPT, source=kv_source(one))
+    other.reset_prefix_cache()
+    cores.until(lambda: number in cores.outputs and cores.outputs[number].finish)
+    assert other.stats().moved_tokens == 0 and other.stats().prefix_hits == 0
+    cores.settle()
+
+
+def test_refusals_name_the_key(tmp_path: Path) -> None:
+    """Bug: moves are silently off, or fail at the first one."""
+    for changes, options, why in (
+        (PLAIN, {"prefix_caching": False}, "prefix_caching is off"),
+        (PLAIN, {"tensor_parallel": 2}, "several ranks"),
+        (RECURRENT, {}, "recurrent states"),
+    ):
+        config = config_of(tmp_path, changes, **{"kv_moves": True, **options})
+        assert isinstance(config, EngineConfig)
+        with pytest.raises(ConfigError, match=f"kv_moves: .*{why}.*leave it out"):
+            resolve(config)
