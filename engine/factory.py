@@ -321,7 +321,8 @@ def _moves(part: _Part, config: CoreConfig) -> BlockMoves | None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         meaning.append(name)
     digest = blake2b("\0".join(meaning).encode(), digest_size=16).digest()
-    plan = MovePlan(slots, copies.blocks.num_bytes, digest)
+    num_bytes = copies.blocks.num_bytes
+    plan = MovePlan(slots, num_bytes, digest, num_bytes * len(config.kinds) / config.block_size)
     return BlockMoves(plan, copies, [memoryview(slot.numpy()) for slot in copies.blocks.slots])
 
 

@@ -123,6 +123,7 @@ class EngineReplica:
             "start_seconds": time.monotonic() - began,
             "dtype": ready.dtype,
             "logprobs_mode": config.logprobs_mode,
+            **self._server.kv_metadata(),
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from engine.messages import (
     EngineRequest,
     EngineStats,
     Failed,
+    KVSource,
     Pulse,
     Ready,
     StepFrame,
@@ -55,6 +56,7 @@ logger = logging.getLogger("manta.replica")
 _ROUTER_BITS = 40  # engine's request id = connection's index << 40 | the router's request id
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _IDLE_NEWS = 0.05  # seconds between stats for a router that has no tokens in a step
+_PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; the longest wait
 _FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
 _MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
 
@@ -99,6 +101,8 @@ class ReplicaEngine(Protocol):
 
     async def transfer_weights(self, what: str, info: dict[str, Any] | None = None) -> str: ...
 
+    async def serve_kv(self, host: str) -> tuple[KVSource, float]: ...
+
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
     ) -> AdapterInfo: ...
@@ -137,6 +141,8 @@ class ReplicaServer:
         self.steps = StepCostModel(StepCost.mean(()))  # measured cost of this engine's steps
         self.failed: Failed | None = None
         self.port = 0
+        # where other replicas pull KV blocks, and the bytes of a token; None: they cannot
+        self.kv: tuple[KVSource, float] | None = None
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
@@ -175,6 +181,8 @@ class ReplicaServer:
             self._rows.size = self.stats.image_cache_size
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
+        if config.kv_moves:
+            self.kv = await self._engine.serve_kv(host)
         self._check_engine()
         if self._sleep is not None:
             self._sleep.begin()
@@ -207,8 +215,33 @@ class ReplicaServer:
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline and self.failed is None:
             await asyncio.sleep(0.05)
+        pulled = self.in_flight > 0 and self.kv is not None
         self.hand_over()
         await asyncio.sleep(_FAREWELL)
+        if pulled:
+            await self._await_pulls()
+
+    async def _await_pulls(self) -> None:
+        """Wait while other replicas pull the KV blocks of requests that were handed over."""
+        quiet, longest = _PULLS
+        deadline = time.monotonic() + longest
+        sent = -1
+        while time.monotonic() < deadline and self.failed is None:
+            if self.stats.sent_kv_bytes == sent:
+                return
+            sent = self.stats.sent_kv_bytes
+            await asyncio.sleep(quiet)
+
+    def kv_metadata(self) -> dict[str, Any]:
+        """Return what routers need to name this replica as a source of KV blocks."""
+        if self.kv is None:
+            return {}
+        source, token_bytes = self.kv
+        return {
+            "kv_port": source.port,
+            "kv_secret": source.secret,
+            "kv_token_bytes": token_bytes,
+        }
 
     def hand_over(self) -> None:
         """Return running and newly arriving requests to the routers, which move them elsewhere.

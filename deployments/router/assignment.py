@@ -22,7 +22,7 @@ from deployments.routing.replica_state import ReplicaState
 from deployments.routing.route import route
 from deployments.transport.channel import AdapterRef, Submit
 from engine.errors import MantaError, Overloaded
-from engine.messages import Abort
+from engine.messages import Abort, KVSource
 
 
 class DisplacedChoices:
@@ -140,7 +140,24 @@ class Assignment:
         inflight.placed = now
         inflight.replicas.append(decision.replica)
         inflight.trace.sent(decision, now, len(first.emitted))
-        self._submit(choices, client, decision, wanted)
+        self._submit(choices, client, decision, wanted, self._source(first, client, decision))
+
+    def _source(
+        self, choice: InflightChoice, client: ReplicaClient, decision: RoutingDecision
+    ) -> KVSource | None:
+        """Return the replica from which a choice's prefix should be pulled; None if the replica has
+        it, or computes it sooner.
+
+        A choice that moves has its newest tokens at the replica that it leaves, if that one lives.
+        """
+        tokens = len(choice.inflight.request.token_ids) + len(choice.emitted)
+        left = choice.place if choice.place != client.replica else ""
+        lacking = tokens if decision.source else tokens - decision.cached
+        if left and self._replicas.fleet.move_saves(client.state, lacking):
+            source = self._replicas.source(left)
+            if source is not None:
+                return source
+        return self._replicas.source(decision.source) if decision.source else None
 
     def assign_displaced(self) -> None:
         """Send all displaced choices, as there may be a replica for them now."""
@@ -196,6 +213,7 @@ class Assignment:
         client: ReplicaClient,
         decision: RoutingDecision,
         wanted: RoutingRequest,
+        source: KVSource | None,
     ) -> None:
         inflight = choices[0].inflight
         request = inflight.request
@@ -213,9 +231,11 @@ class Assignment:
             choice.begun = len(choice.emitted)
             client.choices[choice.id] = choice
             assert client.connection is not None
+            message = choice.as_request()
+            message.source = source
             client.connection.send(
                 Submit(
-                    choice.as_request(),
+                    message,
                     prefix_hashes=prefix_hashes,
                     adapter=adapter,
                     start=suspicion.start,

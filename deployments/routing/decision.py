@@ -26,10 +26,12 @@ class RoutingDecision:
 
     replica: name of the replica.
     reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (the replica is to have it);
-        "spill" (the replica that has it is too busy); "only" (it is the only replica).
+        "spill" (the replica that has it is too busy); "move" (the same, and it pulls the prefix
+        from there); "only" (it is the only replica).
     seconds: expected time to the first token.
     cached: prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.
+    source: name of the replica from which it should pull `cached` tokens; "": it has them itself.
     """
 
     replica: str
@@ -37,3 +39,4 @@ class RoutingDecision:
     seconds: float
     cached: int = 0
     loads_adapter: bool = False
+    source: str = ""

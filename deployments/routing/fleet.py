@@ -27,12 +27,14 @@ from engine.messages import EngineStats
 Fields = NDArray[np.float64]  # [fields, columns]
 
 # The fields of a column, which are rows of the table; the first three are `Fleet.terms`.
-FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING = range(9)
+FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING, _MOVE = range(10)
 HARM = 0.1  # weight of a second's delay for each running stream, against one for the new request
 # Seconds without a frame that are normal for a busy replica, in addition to three steps.
 _STALE = 0.25
 OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
 _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
+MOVE_TOKENS = 256  # fewer are computed rather than pulled from another replica
+MOVE_SECONDS = 0.01  # of a pull, besides those of its bytes: connections, and steps in flight
 _WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
 
 
@@ -59,8 +61,8 @@ class Fleet:
     def _resize(self, capacity: int) -> None:
         count = len(self.columns)
         old = getattr(self, "_table", None)
-        self._table: Fields = np.zeros((9, capacity))
-        self._table[FIXED] = self._table[_DUE] = np.inf
+        self._table: Fields = np.zeros((10, capacity))
+        self._table[FIXED] = self._table[_DUE] = self._table[_MOVE] = np.inf
         self.hashes: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
         if old is not None:
             self._table[:, :count] = old[:, :count]
@@ -75,6 +77,7 @@ class Fleet:
         self.room, self.beyond = table[_ROOM], table[_BEYOND]
         self.due = table[_DUE]  # time at which a missing frame counts as silence
         self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
+        self.move = table[_MOVE]  # seconds for each token that is pulled from another replica
         self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
 
     # -- members
@@ -87,12 +90,14 @@ class Fleet:
         step_tokens: int,
         adapter_slots: int = 0,
         prefix_caching: bool = True,
+        kv_token_bytes: float = 0.0,
     ) -> ReplicaState:
         """Add a replica that will send frames.
 
         It is assumed to be as fast as its pool until it was measured.
 
         adapter_slots: adapters that fit on its device; 0: unknown.
+        kv_token_bytes: see `ReplicaState`.
         """
         column = next(
             (i for i, known in enumerate(self.columns) if known is None), len(self.columns)
@@ -109,6 +114,7 @@ class Fleet:
             step_tokens=step_tokens,
             adapter_slots=adapter_slots,
             prefix_caching=prefix_caching,
+            kv_token_bytes=kv_token_bytes,
             cost=StepCost.mean(peers),
             changed=self._changed,
         )
@@ -134,6 +140,7 @@ class Fleet:
         del self.replicas[replica.name], self._stats[column]
         self.columns[column] = None
         self._table[FIXED, column] = self._table[_DUE, column] = np.inf
+        self._table[_MOVE, column] = np.inf
 
     def available(self) -> list[ReplicaState]:
         return [replica for replica in self.replicas.values() if replica.available]
@@ -192,6 +199,14 @@ class Fleet:
             self._stats[column] = EngineStats()
             self._hold(replica, ())
             self.index.forget(column)
+
+    def move_saves(self, replica: ReplicaState, tokens: int) -> bool:
+        """Whether a replica pulls so many tokens from another one sooner than it computes them."""
+        self.refresh()
+        if tokens < MOVE_TOKENS or replica.column < 0:
+            return False
+        seconds = MOVE_SECONDS + tokens * float(self.move[replica.column])
+        return seconds < tokens * float(self.terms[TOKEN, replica.column])
 
     def _see_adapters(self, replica: ReplicaState) -> None:
         known, sent = replica.stats.adapters, replica.sent_adapters
@@ -265,6 +280,7 @@ class Fleet:
         table[_DUE, column] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
         table[_STEP, column] = step
         table[_ENDING, column] = ending
+        table[_MOVE, column] = replica.move_seconds()
         table[_VICTIM, column] = 0.0
         held = self._held.get(column, ())
         if held and len(held) >= replica.adapter_slots > 0:

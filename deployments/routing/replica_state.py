@@ -31,6 +31,8 @@ _AHEAD_LEAST = 1 / 8  # lower bound, as a share of a step's token budget
 _AHEAD_UNKNOWN = 1 / 2  # the same share until the replica's prompt rate is measured
 # The hit rate of a new frame weighs (its looked-up prompt tokens) / this, at most one half.
 _MISSED_TOKENS = 20_000
+# Bytes and seconds of moves of KV blocks that are assumed besides the measured ones: 1 GB/s.
+_MOVED = (64e6, 0.064)
 
 
 class FadingRate:
@@ -56,6 +58,7 @@ class ReplicaState:
 
     step_tokens: most tokens of its engine's step.
     adapter_slots: adapters that fit on its device; 0: not reported.
+    kv_token_bytes: bytes of a token in KV blocks; 0: they do not move.
     cost: assumed cost of its steps until measured.
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
     column: column in the fleet's table; -1: none.
@@ -71,6 +74,7 @@ class ReplicaState:
         step_tokens: int,
         adapter_slots: int = 0,
         prefix_caching: bool = True,
+        kv_token_bytes: float = 0.0,
         cost: StepCost | None = None,
         changed: "set[ReplicaState] | None" = None,
     ) -> None:
@@ -82,6 +86,7 @@ class ReplicaState:
         self.step_tokens = step_tokens
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching
+        self.kv_token_bytes = kv_token_bytes
         self.seen = 0.0  # time of the last frame
         self.stats = EngineStats()  # as last published
         self.steps = StepCostModel(cost or StepCost.mean(()))
@@ -231,6 +236,19 @@ class ReplicaState:
             self._work.observe(computed + cached + sampled, seconds)
             part = min(1.0, len(self._ours) / (last.running + last.waiting))
             self._part.observe(part * seconds, seconds)
+
+    def move_seconds(self) -> float:
+        """Return the seconds that a token's KV blocks take from another replica to this one; inf
+        where they do not move.
+
+        Moves that failed took time for nothing.
+        """
+        if not self.kv_token_bytes:
+            return math.inf
+        stats = self.stats
+        rate = (stats.moved_bytes + _MOVED[0]) / (stats.move_seconds + _MOVED[1])
+        failed = (stats.failed_moves + 1) / (stats.moves + 2) if stats.failed_moves else 0.0
+        return self.kv_token_bytes / rate / max(0.01, 1 - failed)
 
     # -- how many more choices to send
 

@@ -9,6 +9,9 @@ It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the
   + loading the adapter, if it is not there, and evicting another one
   + its silence, if it is busy and a frame is overdue
 
+A replica that can pull the prefix from another one (engine.kv_moves) counts these tokens at the
+seconds that they take to move, where that is less.
+
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
 decides, so that routers agree without communication, and further replicas come into use as the load
@@ -25,7 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deployments.routing.decision import RoutingDecision, RoutingRequest
-from deployments.routing.fleet import DECODE, TOKEN, Fleet
+from deployments.routing.fleet import (
+    DECODE,
+    FIXED,
+    MOVE_SECONDS,
+    MOVE_TOKENS,
+    TOKEN,
+    Fleet,
+)
 from deployments.routing.prefix_index import STRIDE
 
 # Output tokens that count: users notice the beginning, and the length is unknown.
@@ -75,6 +85,11 @@ def route(
             for holders, prefix_hashes in matches:
                 cached[_columns(holders, len(cost))] = prefix_hashes * STRIDE
             cost -= cached * terms[TOKEN]
+    pulled: NDArray[np.float64] | None = None
+    source = -1
+    if cached is not None and np.isfinite(fleet.move).any():
+        source, pulled = _moves(fleet, cached)
+        cost -= pulled
     has: NDArray[np.bool_] | None = None
     if request.adapter:
         load = fleet.adapter_seconds
@@ -103,13 +118,34 @@ def route(
     saved = 0 if cached is None else int(cached[column])
     chosen = fleet.columns[column]
     assert chosen is not None
+    holder = None
+    if cached is not None and pulled is not None and pulled[column] > 0:
+        holder, saved, reason = fleet.columns[source], int(cached[source]), "move"
     return RoutingDecision(
         chosen.name,
         reason,
         float(cost[column] - output * terms[DECODE, column]),
         saved,
         bool(request.adapter) and not (has is not None and has[column]),
+        "" if holder is None else holder.name,
     )
+
+
+def _moves(fleet: Fleet, cached: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
+    """Return the column from which others may pull the prefix, and the seconds that each column
+    saves by that; 0 where computing is faster.
+
+    cached: prompt tokens that each column has.
+    """
+    held = np.where(np.isfinite(fleet.move), cached, 0.0)
+    most = held.max()
+    sources = (held == most).nonzero()[0]
+    source = int(sources[fleet.terms[FIXED, sources].argmin()])
+    lacking = np.maximum(most - cached, 0.0)
+    with np.errstate(invalid="ignore"):
+        saved = lacking * (fleet.terms[TOKEN] - fleet.move) - MOVE_SECONDS
+    saved[~(saved > 0) | (lacking < MOVE_TOKENS)] = 0.0
+    return source, saved
 
 
 def _choose(

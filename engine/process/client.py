@@ -187,14 +187,16 @@ class EngineClient:
         """Allocate parts of the memory again; none = all. Raises InvalidRequest, EngineDead."""
         await self._order(lambda ticket: Control("wake", ticket, tags=list(tags)))
 
-    async def serve_kv(self, host: str) -> KVSource:
-        """Let other replicas pull KV blocks; return where. Raises InvalidRequest, EngineDead.
+    async def serve_kv(self, host: str) -> tuple[KVSource, float]:
+        """Let other replicas pull KV blocks; return where, and the bytes of a token.
+
+        Raises UpdateFailed where there are no moves, and EngineDead.
 
         host: the address to listen on.
         """
         message = await self._order(lambda ticket: Control("serve_kv", ticket, host))
-        port, secret = message.split()
-        return KVSource(host, int(port), secret)
+        port, secret, token_bytes = message.split()
+        return KVSource(host, int(port), secret), float(token_bytes)
 
     async def update_weights(
         self,

@@ -28,7 +28,7 @@ def kv_source(core: EngineCore) -> KVSource:
     core.serve_kv("127.0.0.1", 1)
     (answer,) = core.answers()
     assert isinstance(answer, Answer)
-    port, secret = answer.message.split()
+    port, secret, _ = answer.message.split()
     return KVSource("127.0.0.1", int(port), secret)
 
 

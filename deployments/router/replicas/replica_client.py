@@ -13,7 +13,7 @@ from deployments.router.replicas.replica_calls import ReplicaCalls
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import unpack_hashes
 from deployments.transport.channel import ChannelLimits, FromReplica, RouterEnd
-from engine.messages import Failed, StepFrame
+from engine.messages import Failed, KVSource, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -30,6 +30,8 @@ class ReplicaEndpoint:
     start_seconds: duration of the replica's start; 0: not reported.
     dtype: of the engine's weights, as in "bfloat16"; "": not reported.
     logprobs_mode: of requests that name none.
+    kv_port, kv_secret: where its KV blocks are pulled; 0 and "": they are not.
+    kv_token_bytes: bytes of a token in KV blocks.
     """
 
     host: str
@@ -46,6 +48,14 @@ class ReplicaEndpoint:
     start_seconds: float = 0.0
     dtype: str = ""
     logprobs_mode: str = "raw_logprobs"
+    kv_port: int = 0
+    kv_secret: str = ""
+    kv_token_bytes: float = 0.0
+
+    @property
+    def kv_source(self) -> KVSource | None:
+        """The source of this replica's KV blocks, if it has one."""
+        return KVSource(self.host, self.kv_port, self.kv_secret) if self.kv_port else None
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> "ReplicaEndpoint":
@@ -64,6 +74,9 @@ class ReplicaEndpoint:
             start_seconds=float(metadata.get("start_seconds", 0.0)),
             dtype=str(metadata.get("dtype", "")),
             logprobs_mode=str(metadata.get("logprobs_mode", "raw_logprobs")),
+            kv_port=int(metadata.get("kv_port", 0)),
+            kv_secret=str(metadata.get("kv_secret", "")),
+            kv_token_bytes=float(metadata.get("kv_token_bytes", 0.0)),
         )
 
 
@@ -119,6 +132,7 @@ class ReplicaClient:
             step_tokens=endpoint.step_tokens,
             adapter_slots=endpoint.adapter_slots,
             prefix_caching=endpoint.prefix_caching,
+            kv_token_bytes=endpoint.kv_token_bytes,
         )
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())

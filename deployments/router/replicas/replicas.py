@@ -13,6 +13,7 @@ from deployments.router.replicas.replica_client import (
 )
 from deployments.routing.fleet import Fleet
 from deployments.transport.channel import ChannelLimits
+from engine.messages import KVSource
 
 logger = logging.getLogger("manta.router")
 
@@ -38,6 +39,13 @@ class Replicas(dict[str, ReplicaClient]):
         """Yield all clients, including retired ones."""
         yield from self.values()
         yield from self.closing
+
+    def source(self, name: str) -> KVSource | None:
+        """Return the source of a connected replica's KV blocks, which may be retired."""
+        for client in self.everywhere():
+            if client.replica == name and client.connection is not None:
+                return client.endpoint.kv_source
+        return None
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
         """Return the client that has a choice; None if no client has it."""

@@ -57,11 +57,13 @@ class MovePlan:
 
     slots: slots of host memory for each direction, of block_bytes each.
     compatibility: digest of everything but the weights' version that decides what blocks mean.
+    token_bytes: bytes of a token in all its blocks.
     """
 
     slots: int
     block_bytes: int
     compatibility: bytes
+    token_bytes: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -160,15 +162,15 @@ class BlockMoves:
     # ---- for the core --------------------------------------------------------------------------
 
     def serve(self, host: str, ticket: int) -> None:
-        """Listen on an address; the answer's message is the `KVSource` of this engine, as
-        "port secret"."""
+        """Listen on an address; the answer's message is "port secret bytes", with the bytes of a
+        token in all its blocks."""
         try:
             if not self._server.port:
                 self._server.listen(host)
         except OSError as error:
             self._answers.append(Answer(ticket, KV_MOVES_OFF, f"kv_moves: {host}: {error}"))
             return
-        message = f"{self._server.port} {self._server.secret.hex()}"
+        message = f"{self._server.port} {self._server.secret.hex()} {self.plan.token_bytes:g}"
         self._answers.append(Answer(ticket, message=message))
 
     def take_answers(self) -> list[Answer]:

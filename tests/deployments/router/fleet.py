@@ -27,6 +27,7 @@ from engine.messages import (
     Answer,
     Delta,
     EngineRequest,
+    KVSource,
     Pulse,
     Ready,
     RemoveAdapter,
@@ -144,6 +145,9 @@ class LocalEngine:
         self.core.transfer_weights(TransferWeights(ticket, what, info or {}))
         return await self._order(ticket)
 
+    async def serve_kv(self, host: str) -> tuple[KVSource, float]:
+        return KVSource(host, 1, "00"), 1000.0
+
     async def _order(self, ticket: int) -> str:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._ordered[ticket] = future
@@ -231,6 +235,8 @@ class LocalEngine:
 class Fleet:
     """`async with Fleet(2) as fleet`: replicas r0, r1 and a dispatcher connected to them."""
 
+    kv_moves = False
+
     def __init__(
         self,
         count: int,
@@ -291,7 +297,10 @@ class Fleet:
     async def add_replica(self, name: str) -> ReplicaServer:
         replica_server = ReplicaServer(FAST, self._stall, self._engine(name))
         config = EngineConfig(
-            model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras
+            model=f"fake:{self._options}",
+            max_num_seqs=self._rows,
+            max_loras=self._loras,
+            kv_moves=self.kv_moves,
         )
         self._ready = await replica_server.start(config, "127.0.0.1")
         self.replica_servers[name] = replica_server
@@ -319,6 +328,7 @@ class Fleet:
                 "eos_token_ids": [2],
                 "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
+                **self.replica_servers[name].kv_metadata(),
             }
             for name in names or self.replica_servers
         }

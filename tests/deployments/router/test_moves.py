@@ -1,0 +1,126 @@
+"""KV blocks that move between replicas: when a router names a source, and that texts stay equal."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from deployments.routing.fleet import Fleet as RoutingFleet
+from deployments.routing.route import route
+from engine.config.engine_config import EngineConfig
+from engine.factory import build
+from engine.messages import Answer, EngineStats, KVSource, Ready
+from tests.deployments.router.fleet import Fleet, LocalEngine, read, until
+from tests.deployments.router.test_routing import FAST, choose, prompt, see, sent, stats
+from tests.engine.test_host_kv import PLAIN
+from tests.engine.test_memory import config_of
+
+LONG = prompt(1, 40)  # 2,570 tokens
+LONGER = {**PLAIN, "max_position_embeddings": 1024}
+PROMPT = [(7 * at) % 190 for at in range(700)]
+
+
+def moving(**replicas: EngineStats) -> RoutingFleet:
+    """Replicas whose tokens have 100 kB of KV each: 0.1 ms at 1 GB/s, and as long to compute."""
+    fleet = RoutingFleet()
+    for name, figures in replicas.items():
+        state = fleet.add_replica(name, "gpu", step_tokens=512, kv_token_bytes=10_000)
+        state.steps.cost = FAST
+        state.opened(1, 0.0)
+        see(fleet, name, figures)
+    return fleet
+
+
+def test_source_is_named_where_it_pays() -> None:
+    """Bugs: a prefix is computed while another replica has it; it is moved though its holder is
+    idle, or though computing is faster."""
+    fleet = moving(a=stats(), b=stats())
+    decision = route(LONG, fleet, Random(0), 0.0, among=["a"])
+    assert decision is not None and decision.source == ""
+    sent(fleet, decision, LONG)
+    see(fleet, "a", stats(), taken=range(1000))
+    assert choose(fleet, LONG) == {"a": 100}, "its holder is idle"
+    see(fleet, "a", stats(waiting_tokens=100_000))
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None
+    assert (decision.replica, decision.source, decision.reason) == ("b", "a", "move")
+    assert decision.cached == 40 * 64
+    # a slow network
+    see(fleet, "b", stats(moves=9, moved_bytes=10_000_000, move_seconds=10.0))
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None and (decision.replica, decision.source) == ("b", "")
+    # a network that fails
+    see(fleet, "b", stats(moves=90, failed_moves=90))
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None and decision.source == ""
+
+
+def test_draining_replica_is_a_source() -> None:
+    """Bug: what a replica that leaves has in its cache is computed again."""
+    fleet = moving(a=stats(), b=stats(), c=stats())
+    decision = route(LONG, fleet, Random(0), 0.0, among=["a"])
+    assert decision is not None
+    sent(fleet, decision, LONG)
+    see(fleet, "a", stats(draining=True))
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None and decision.replica != "a" and decision.source == "a"
+
+
+class MovingEngine(LocalEngine):
+    """A random model whose KV blocks move."""
+
+    folder = Path()
+
+    async def start(self, config: EngineConfig) -> Ready:
+        fixed = {"dtype": "float32", "deterministic": True, "block_size": 4, "num_threads": 1}
+        more: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 1200, "kv_moves": True}
+        self.core, ready = build(config_of(self.folder, LONGER, **fixed, **more))  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+        self.core.on_loaded(lambda: loop.call_soon_threadsafe(self._wake))
+        self.alive = True
+        return ready
+
+    async def serve_kv(self, host: str) -> tuple[KVSource, float]:
+        self.core.serve_kv(host, 1)
+        (answer,) = self.core.answers()
+        assert isinstance(answer, Answer)
+        port, secret, token_bytes = answer.message.split()
+        return KVSource(host, int(port), secret), float(token_bytes)
+
+
+class MovingFleet(Fleet):
+    kv_moves = True
+
+    def _engine(self, name: str) -> Callable[..., LocalEngine]:
+        def make(*callbacks: Any) -> LocalEngine:
+            self.engines[name] = MovingEngine(*callbacks)
+            return self.engines[name]
+
+        return make
+
+    def moved(self) -> int:
+        return sum(engine.core.stats().moved_tokens for engine in self.engines.values())
+
+
+async def test_drained_stream_takes_its_blocks_along(tmp_path: Path) -> None:
+    """Bugs: a long stream is computed again when its replica leaves; its text changes."""
+    MovingEngine.folder = tmp_path
+    fields: dict[str, Any] = {
+        "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0.9
+    }  # fmt: skip
+    async with MovingFleet(1) as fleet:
+        whole = await asyncio.wait_for(read(fleet.generate(**fields)), 60)
+    async with MovingFleet(2) as fleet:
+        entry = fleet.generate(**fields)
+        reading = asyncio.create_task(read(entry))
+        await until(lambda: len(entry.choices[0].emitted) >= 20, 30)
+        leaving = fleet.replica_servers[entry.choices[0].place]
+        drained = asyncio.create_task(leaving.drain(0.0))
+        assert await asyncio.wait_for(reading, 60) == whole
+        assert entry.migrations == 1
+        await drained
+        stayed = [e for n, e in fleet.engines.items() if fleet.replica_servers[n] is not leaving]
+        figures = stayed[0].core.stats()
+        assert figures.moved_tokens >= 700 and figures.failed_moves == 0
+        assert figures.prompt_tokens < 100
