@@ -17,6 +17,7 @@ from deployments.router.models.model_cards import ModelCards
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
 from deployments.routing.decision import RoutingDecision, RoutingRequest
+from deployments.routing.fleet import MOVE_TOKENS
 from deployments.routing.prefix_index import hash_prefix, pack_hashes
 from deployments.routing.replica_state import ReplicaState
 from deployments.routing.route import route
@@ -130,7 +131,14 @@ class Assignment:
         sent_before = inflight.replicas or request.emitted
         names = self._allowed(choices, among) if sent_before else among
         fleet = self._replicas.fleet
-        decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
+        decision = None
+        prefilled, first_only = first.prefill, False
+        if fleet.apart:
+            decision, first_only = self._apart(choices, wanted, names, now)
+        if decision is None:
+            decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
+        for choice in choices:
+            choice.prefill = first_only and decision is not None
         if decision is None:
             self.displaced.add_choices(choices)
             return
@@ -140,20 +148,59 @@ class Assignment:
         inflight.placed = now
         inflight.replicas.append(decision.replica)
         inflight.trace.sent(decision, now, len(first.emitted))
-        self._submit(choices, client, decision, wanted, self._source(first, client, decision))
+        source = self._source(first, client, decision, prefilled=prefilled)
+        self._submit(choices, client, decision, wanted, source)
+
+    def _apart(
+        self,
+        choices: list[InflightChoice],
+        wanted: RoutingRequest,
+        among: Sequence[str] | None,
+        now: float,
+    ) -> tuple[RoutingDecision | None, bool]:
+        """Return the replica for choices where some replicas compute prompts for others, and
+        whether it computes the prompt only; (None, False) if none of the right role may be chosen.
+
+        A prompt that a replica has, but for a few tokens, starts there.
+        """
+        fleet, first = self._replicas.fleet, choices[0]
+        names = list(fleet.replicas) if among is None else among
+        states = {name: fleet.replicas[name] for name in names if name in fleet.replicas}
+        going_on = [name for name, state in states.items() if state.role != "prefill"]
+        pooled = first.inflight.request.params.pooled
+        if first.emitted or first.suspicion.tokens or pooled:
+            choice = route(wanted, fleet, self._random, now, among=going_on, avoid=first.place)
+            return choice, False
+        roomy = [n for n, s in fleet.replicas.items() if s.role != "prefill" and s.room()[0] > 0]
+        warm = route(wanted, fleet, self._random, now, among=roomy) if roomy else None
+        if warm is not None and wanted.prompt_tokens - warm.cached < MOVE_TOKENS:
+            return warm, False
+        computing = [name for name, state in states.items() if state.role != "decode"]
+        decision = route(wanted, fleet, self._random, now, among=computing, avoid=first.place)
+        if decision is None:
+            return None, False
+        return decision, fleet.replicas[decision.replica].role == "prefill"
 
     def _source(
-        self, choice: InflightChoice, client: ReplicaClient, decision: RoutingDecision
+        self,
+        choice: InflightChoice,
+        client: ReplicaClient,
+        decision: RoutingDecision,
+        *,
+        prefilled: bool,
     ) -> KVSource | None:
         """Return the replica from which a choice's prefix should be pulled; None if the replica has
         it, or computes it sooner.
 
         A choice that moves has its newest tokens at the replica that it leaves, if that one lives.
+
+        prefilled: whether that replica has computed the prompt for another one.
         """
         tokens = len(choice.inflight.request.token_ids) + len(choice.emitted)
         left = choice.place if choice.place != client.replica else ""
         lacking = tokens if decision.source else tokens - decision.cached
-        if left and self._replicas.fleet.move_saves(client.state, lacking):
+        saves = self._replicas.fleet.move_saves(client.state, lacking)
+        if left and (saves or (prefilled and lacking >= MOVE_TOKENS)):
             source = self._replicas.source(left)
             if source is not None:
                 return source

@@ -24,6 +24,7 @@ from engine.messages import Delta, EngineRequest
 # Unread bytes of a stream, estimated, beyond which the stream pauses.
 UNREAD_BYTES = 2**20
 READER_SECONDS = 30.0  # seconds for which a paused stream is kept
+KEEP_SECONDS = 20.0  # for which a replica that computes prompts holds their KV blocks
 DELTA_BYTES = 256  # estimated bytes of a delta with one token
 LOGPROB_BYTES = 192  # estimated bytes of a log-probability
 
@@ -37,6 +38,7 @@ class InflightChoice:
     suspicion: the record of engine deaths that the choice may have caused.
     weights: weights of the choice's last replica; it may only continue with the same weights.
     version: version of the weights that sampled the last tokens; "" before the first.
+    prefill: whether its replica computes the prompt and the first token only.
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class InflightChoice:
         "inflight",
         "last",
         "place",
+        "prefill",
         "suspicion",
         "version",
         "weights",
@@ -65,6 +68,7 @@ class InflightChoice:
         self._version_starts: list[tuple[str, int]] = []  # version -> where its tokens begin
         self.begun = 0
         self.suspicion = Suspicion()
+        self.prefill = False
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
 
@@ -92,7 +96,8 @@ class InflightChoice:
     def as_request(self) -> EngineRequest:
         """Return the message that starts the choice, or resumes it after the emitted tokens.
 
-        A suspect is started for the tokens of its probation only.
+        A suspect is started for the tokens of its probation only, and a prompt at a replica that
+        computes prompts for one token.
         """
         request = self.inflight.request
         params = request.params
@@ -100,8 +105,9 @@ class InflightChoice:
             # Prompt logprobs came with the first delta; requesting them again would disable the
             # prefix cache for nothing.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        limit = len(self.emitted) + self.suspicion.tokens
-        if self.suspicion.tokens and (params.max_tokens is None or limit < params.max_tokens):
+        tokens = self._first_tokens
+        limit = len(self.emitted) + tokens
+        if tokens and (params.max_tokens is None or limit < params.max_tokens):
             least = min(params.min_tokens, limit)
             params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
         return EngineRequest(
@@ -118,15 +124,21 @@ class InflightChoice:
             prediction=request.prediction,
             speculate=request.speculate,
             images=request.images,
+            keep_seconds=KEEP_SECONDS if self.prefill else 0.0,
         )
 
+    @property
+    def _first_tokens(self) -> int:
+        """The tokens after which the choice leaves its replica; 0: it stays."""
+        return self.suspicion.tokens or int(self.prefill)
+
     def passes(self, delta: Delta, context: int) -> bool:
-        """Whether this delta ends only the choice's probation, not the choice.
+        """Whether this delta ends only the choice's probation or prompt, not the choice.
 
         context: context length of the replica's model, in tokens.
         """
         total = len(self.emitted) + len(delta.token_ids)
-        tokens, request = self.suspicion.tokens, self.inflight.request
+        tokens, request = self._first_tokens, self.inflight.request
         limit = request.params.max_tokens
         return (
             delta.finish == "length"

@@ -24,8 +24,8 @@ logger = logging.getLogger("manta.router")
 class ReplicaEvents:
     """The listener to all replicas of one model (`replica_client.ReplicaListener`).
 
-    Three kinds of ends in a frame are not passed to the client: those from a draining replica, of a
-    replaced adapter, and of a passed probation.
+    Four kinds of ends in a frame are not passed to the client: those from a draining replica, of a
+    replaced adapter, of a passed probation, and of a prompt that was computed for another replica.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class ReplicaEvents:
                         choice.change_version(version)
                     delta.finish = ""
                     choice.inflight.take_delta(choice, delta, now)
-                    self._end_probation(client, choice)
+                    if choice.prefill:
+                        self._end_prefill(client, choice)
+                    else:
+                        self._end_probation(client, choice)
                     continue
             if delta.finish == "error" and self._stale.hold_back(choice, delta):
                 continue
@@ -109,6 +112,14 @@ class ReplicaEvents:
                 choice.change_version(version)
             choice.inflight.take_delta(choice, delta, now)
         self._queue.hear_frame(state)
+
+    def _end_prefill(self, client: ReplicaClient, choice: InflightChoice) -> None:
+        """Let a choice whose prompt is computed go on at a replica for that, which pulls the
+        prompt's KV blocks."""
+        choice.begun = len(choice.emitted)
+        choice.inflight.trace.moves(client.replica, "its prompt is computed", time.monotonic())
+        if not choice.inflight.paused:
+            self._assignment.assign([choice])
 
     def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:
         """Let a choice that has passed its probation go on after the other suspects at its replica.

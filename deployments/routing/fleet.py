@@ -91,13 +91,14 @@ class Fleet:
         adapter_slots: int = 0,
         prefix_caching: bool = True,
         kv_token_bytes: float = 0.0,
+        role: str = "engine",
     ) -> ReplicaState:
         """Add a replica that will send frames.
 
         It is assumed to be as fast as its pool until it was measured.
 
         adapter_slots: adapters that fit on its device; 0: unknown.
-        kv_token_bytes: see `ReplicaState`.
+        kv_token_bytes, role: see `ReplicaState`.
         """
         column = next(
             (i for i, known in enumerate(self.columns) if known is None), len(self.columns)
@@ -115,6 +116,7 @@ class Fleet:
             adapter_slots=adapter_slots,
             prefix_caching=prefix_caching,
             kv_token_bytes=kv_token_bytes,
+            role=role,
             cost=StepCost.mean(peers),
             changed=self._changed,
         )
@@ -141,6 +143,12 @@ class Fleet:
         self.columns[column] = None
         self._table[FIXED, column] = self._table[_DUE, column] = np.inf
         self._table[_MOVE, column] = np.inf
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas are available that compute prompts for others, and such others."""
+        roles = {replica.role for replica in self.available()}
+        return "prefill" in roles and len(roles) > 1
 
     def available(self) -> list[ReplicaState]:
         return [replica for replica in self.replicas.values() if replica.available]

@@ -59,6 +59,7 @@ class ReplicaState:
     step_tokens: most tokens of its engine's step.
     adapter_slots: adapters that fit on its device; 0: not reported.
     kv_token_bytes: bytes of a token in KV blocks; 0: they do not move.
+    role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.
     cost: assumed cost of its steps until measured.
     changed: the fleet's set of states whose columns are out of date; this state adds itself.
     column: column in the fleet's table; -1: none.
@@ -75,6 +76,7 @@ class ReplicaState:
         adapter_slots: int = 0,
         prefix_caching: bool = True,
         kv_token_bytes: float = 0.0,
+        role: str = "engine",
         cost: StepCost | None = None,
         changed: "set[ReplicaState] | None" = None,
     ) -> None:
@@ -87,6 +89,7 @@ class ReplicaState:
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching
         self.kv_token_bytes = kv_token_bytes
+        self.role = role
         self.seen = 0.0  # time of the last frame
         self.stats = EngineStats()  # as last published
         self.steps = StepCostModel(cost or StepCost.mean(()))

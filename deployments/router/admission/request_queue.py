@@ -200,13 +200,17 @@ class RequestQueue:
         of them has a free row)."""
         ready = free = False
         roomy = []
+        apart, goes_on = self._fleet.apart, False
         for replica in self._fleet.replicas.values():
             if replica.available:
                 ready = True
                 room, free_rows = replica.room()
-                if room > 0:
+                goes_on = goes_on or (room > 0 and replica.role != "prefill")
+                if room > 0 and not (apart and replica.role == "decode"):
                     roomy.append(replica)
                     free = free or free_rows > 0
+        if apart and not goes_on:  # prompts would be computed long before their answers begin
+            return ready, [], False
         return ready, roomy, free
 
     def _limit(self, request: GenerationRequest) -> int:

@@ -32,6 +32,7 @@ class ReplicaEndpoint:
     logprobs_mode: of requests that name none.
     kv_port, kv_secret: where its KV blocks are pulled; 0 and "": they are not.
     kv_token_bytes: bytes of a token in KV blocks.
+    role: "prefill" computes prompts for others, "decode" goes on with them; "engine" does both.
     """
 
     host: str
@@ -51,6 +52,7 @@ class ReplicaEndpoint:
     kv_port: int = 0
     kv_secret: str = ""
     kv_token_bytes: float = 0.0
+    role: str = "engine"
 
     @property
     def kv_source(self) -> KVSource | None:
@@ -77,6 +79,7 @@ class ReplicaEndpoint:
             kv_port=int(metadata.get("kv_port", 0)),
             kv_secret=str(metadata.get("kv_secret", "")),
             kv_token_bytes=float(metadata.get("kv_token_bytes", 0.0)),
+            role=str(metadata.get("role", "engine")),
         )
 
 
@@ -133,6 +136,7 @@ class ReplicaClient:
             adapter_slots=endpoint.adapter_slots,
             prefix_caching=endpoint.prefix_caching,
             kv_token_bytes=endpoint.kv_token_bytes,
+            role=endpoint.role,
         )
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())

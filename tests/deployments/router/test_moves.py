@@ -6,6 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from deployments.routing.fleet import Fleet as RoutingFleet
 from deployments.routing.route import route
 from engine.config.engine_config import EngineConfig
@@ -124,3 +126,86 @@ async def test_drained_stream_takes_its_blocks_along(tmp_path: Path) -> None:
         figures = stayed[0].core.stats()
         assert figures.moved_tokens >= 700 and figures.failed_moves == 0
         assert figures.prompt_tokens < 100
+
+
+class RolesFleet(MovingFleet):
+    """The first replica computes prompts, the others go on with them."""
+
+    roles = ("prefill", "decode", "decode")
+
+    def published(self, *names: str) -> dict[str, dict[str, Any]]:
+        published = super().published(*names)
+        for name, metadata in published.items():
+            metadata["role"] = self.roles[int(name[1:])]
+        return published
+
+
+ROLES: dict[str, Any] = {
+    "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0.9
+}  # fmt: skip
+
+
+async def whole_text(folder: Path, **fields: Any) -> dict[int, list[int]]:
+    MovingEngine.folder = folder
+    async with MovingFleet(1) as fleet:
+        return await asyncio.wait_for(read(fleet.generate(**(ROLES | fields))), 60)
+
+
+async def test_roles(tmp_path: Path) -> None:
+    """Bugs: the decoding replica computes the prompt again; a choice is lost on its way; the text
+    is another one; a conversation's next turn goes to the replica for prompts though its last one
+    is in a cache."""
+    whole = await whole_text(tmp_path, n=2)
+    async with RolesFleet(3) as fleet:
+        entry = fleet.generate(**ROLES, n=2)
+        assert await asyncio.wait_for(read(entry), 60) == whole
+        assert entry.replicas[0] == "r0" and set(entry.replicas[1:]) <= {"r1", "r2"}
+        assert entry.migrations == 0
+        assert fleet.engines["r0"].core.stats().output_tokens == 2
+        assert fleet.moved() >= 700
+        assert fleet.engines[entry.replicas[1]].core.stats().prompt_tokens < 100
+        next_turn = [*PROMPT, *whole[0], 1, 2]
+        entry = fleet.generate(prompt=next_turn, max_tokens=3, ignore_eos=True, temperature=0.9)
+        await asyncio.wait_for(read(entry), 60)
+        assert entry.replicas[0] in ("r1", "r2"), "it has all but a few tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["prefill", "prefill after it", "decode", "decode alone"])
+async def test_replicas_with_roles_are_killed(tmp_path: Path, killed: str) -> None:
+    """Bugs: a prompt is lost with the replica that computes it; a stream is lost with the one that
+    goes on; a pull from a dead replica is waited for."""
+    whole = await whole_text(tmp_path)
+    async with RolesFleet(2 if killed == "decode alone" else 3) as fleet:
+        entry = fleet.generate(**ROLES)
+        reading = asyncio.create_task(read(entry))
+        (choice,) = entry.choices
+        if killed == "prefill":
+            await until(lambda: fleet.load()["r0"] > 0)
+            fleet.engines["r0"].die()
+        elif killed == "prefill after it":
+            await until(lambda: choice.place in ("r1", "r2"), 30)
+            core = fleet.engines["r0"].core
+            core.close()  # its port
+            fleet.engines["r0"].die()
+        else:
+            await until(lambda: len(choice.emitted) > 12, 30)
+            fleet.engines[choice.place].die()
+        assert await asyncio.wait_for(reading, 60) == whole
+        assert not fleet.dispatcher.requests
+
+
+@pytest.mark.slow
+async def test_lease_that_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the answer of a source that has given up its blocks ends the request."""
+    whole = await whole_text(tmp_path)
+    async with RolesFleet(3) as fleet:
+        source = fleet.engines["r0"].core
+
+        def forgets(*arguments: Any) -> None:
+            source.reset_prefix_cache()
+
+        monkeypatch.setattr(source._moves, "keep", forgets)
+        assert await asyncio.wait_for(read(fleet.generate(**ROLES)), 60) == whole
+        assert fleet.moved() == 0
+        assert sum(e.core.stats().failed_moves for e in fleet.engines.values()) == 1
