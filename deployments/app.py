@@ -451,10 +451,10 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
     )
     args = counted.model_dump(exclude_defaults=True)
     uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
-    of_encoders = {"role", "encode_seconds"}
+    unset = {"engine": {"role", "encode_seconds"}, "encoder": set[str]()}
     args["pools"] = {
         name: pool.model_copy(update=uncounted).model_dump(
-            exclude=of_encoders if pool.role == "engine" else None
+            exclude=unset.get(pool.role, {"encode_seconds"})
         )
         for name, pool in resolved.items()
     }

@@ -1,8 +1,9 @@
-"""python -m bench.simulate routing|scaling|overload|costs|calibrate
+"""python -m bench.simulate routing|scaling|overload|roles|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
 are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
-times their capacity. costs: the time of a routing decision and of prefix reports here. calibrate:
+times their capacity. roles: prompts at some replicas and answers at others, against both at all.
+costs: the time of a routing decision and of prefix reports here. calibrate:
 the cost of a real replica's step here, and the simulator's error. --out FOLDER writes
 simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
     calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import result_file
-from bench.simulate import calibrate, costs, overload, routing, scaling
+from bench.simulate import calibrate, costs, overload, roles, routing, scaling
 from bench.simulate.fleet.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus.engine import engine_fields
@@ -23,7 +24,8 @@ from bench.versus.engine import engine_fields
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=("routing", "scaling", "overload", "costs", "calibrate"))
+    known = ("routing", "scaling", "overload", "roles", "costs", "calibrate")
+    parser.add_argument("what", choices=known)
     parser.add_argument("--out", type=Path, help="folder for the result files")
     parser.add_argument("--pictures", type=Path, help="folder for SVG files")
     parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
@@ -47,8 +49,9 @@ def main() -> None:
             if case_rows[0].case.startswith(("mixed/64", "gpu/64")):
                 name = case_rows[0].case.rpartition("/")[0]
                 pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
-    elif args.what in ("costs", "overload"):
-        rows = costs.all_rows() if args.what == "costs" else overload.rows()
+    elif args.what in ("costs", "overload", "roles"):
+        made = {"costs": costs.all_rows, "overload": overload.rows, "roles": roles.all_rows}
+        rows = list(made[args.what]())
         _show(rows)
         lines = [asdict(row) for row in rows]
     else:

@@ -23,6 +23,7 @@ from deployments.plan.memory import (
     ranks_that_fit,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
+from deployments.scaling import roles
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full
 from engine.config.model_config import ModelConfig
@@ -81,6 +82,8 @@ def _print(
             for label, value in _nodes(by_name[name]):
                 print(f"  {label:<28} {value}")
     for line in _encoders(config, model, device):
+        print(line)
+    for line in roles.lines(config):
         print(line)
     for line in _costs(config, model, priced, gpu):
         print(line)
@@ -170,8 +173,8 @@ def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return replace(model, quantized=None)
 
 
-def _engine(config: MantaConfig, kind: PoolKind, pool: PoolConfig) -> EngineConfig:
-    options = config.engine_options(config.decided(kind, pool))
+def _engine(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
+    options = config.engine_options(config.decided(name, pool))
     return EngineConfig(**with_drafter(options, weights=False))
 
 
@@ -185,16 +188,17 @@ def _costs(
     kinds: tuple[PoolKind, ...] = ("gpu", "cpu")
     if wanted:
         kinds = ("cpu",) if wanted == "cpu" else ("gpu",)
-    pools: dict[PoolKind, PoolConfig] = config.engine_pools or {
+    pools: dict[str, PoolConfig] = config.engine_pools or {
         kind: PoolConfig(replicas=config.replicas) for kind in kinds
     }
-    for kind, pool in pools.items():
-        engine = _engine(config, kind, pool)
+    for name, pool in pools.items():
+        kind = config.kind(name, pool)
+        engine = _engine(config, name, pool)
         loaded = as_loaded(model, engine)
         try:
             check_quantization(loaded, engine, "cuda" if kind == "gpu" else "cpu")
         except ConfigError as error:
-            yield f"Pool     {kind}: {error.message}"
+            yield f"Pool     {name}: {error.message}"
             continue
         lines = [
             offer
@@ -202,9 +206,9 @@ def _costs(
             if kind == "cpu" or wanted not in GPUS or offer.node.gpu == wanted
         ]
         if not lines:
-            yield f"Pool     {kind}: fits on no node type of the price list"
+            yield f"Pool     {name}: fits on no node type of the price list"
             continue
-        yield f"Pool     {kind}: {_span(pool, lines[0], prices.currency)}"
+        yield f"Pool     {name}: {_span(pool, lines[0], prices.currency)}"
         yield (
             f"  {'node type':<16} {'device':<14} {'replicas':>8} {'node/h':>9} {'replica/h':>9} "
             f"{'KV tokens':>12} {'1 M output tokens':>18}"
@@ -240,7 +244,11 @@ def _offer(offer: NodeOffer) -> str:
 def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
     """Yield (pool, engine configuration) for each pool that would run on the device."""
     wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
-    pools = {kind: pool for kind, pool in config.engine_pools.items() if kind == wanted}
+    pools = {
+        name: pool
+        for name, pool in config.engine_pools.items()
+        if config.kind(name, pool) == wanted
+    }
     if config.pools and not pools:
         raise ConfigError(
             f"the configuration has no {wanted} pool; give --gpu "

@@ -359,7 +359,7 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
     if len(path) > 1 and path[0] == "models":
         section, path = ServedModelConfig, path[2:]
     if path == ("pools",):
-        return ["gpu", "cpu", "any other name with role: encoder"]
+        return ["gpu", "cpu", "any other name with a role"]
     if path and path[0] == "pools":
         return list(PoolConfig.model_fields)
     for part in path:

@@ -124,16 +124,20 @@ _ENCODE_SECONDS = 5.0
 _KINDS: tuple[PoolKind, ...] = typing.get_args(PoolKind)
 # Engine options that an encoder pool may have of its own, and others that it takes from `engine`.
 _OF_ENCODERS = ("num_threads", "image_cache_tokens")
+# Engine options that decide what a KV block means, so that pools with roles have them in common.
+_OF_BLOCKS = ("block_size", "dtype", "kv_dtype", "quantization", "speculation")
 _OF_TOWERS = (*_OF_ENCODERS, "dtype", "load_format", "seed", "deterministic", "gpu_capability")
 
 
 class PoolConfig(Section):
     """Engine replicas of one kind, or encoders: one Serve deployment."""
 
-    role: Literal["engine", "encoder"] = Field(
+    role: Literal["engine", "encoder", "prefill", "decode"] = Field(
         "engine",
         description="encoder: actors with the tower alone, in a pool of any other name, on the CPU "
-        "unless num_gpus is set (docs/images.md).",
+        "unless num_gpus is set (docs/images.md). prefill: replicas compute prompts for others; "
+        "decode: they go on with them; in pools of any name, on GPUs unless engine.device is cpu "
+        "(docs/kv-tiers.md).",
     )
     encode_seconds: float = Field(
         _ENCODE_SECONDS,
@@ -239,7 +243,8 @@ class PoolConfig(Section):
 
 
 def _pools(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate pools by name: replicas of engines are called gpu or cpu, encoders otherwise."""
+    """Validate pools by name: replicas of engines without a role are called gpu or cpu, encoders
+    otherwise."""
     errors: list[Any] = []
     for name, pool in value.items() if isinstance(value, dict) else ():
         role = pool.get("role") if isinstance(pool, dict) else getattr(pool, "role", None)
@@ -249,7 +254,7 @@ def _pools(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
                 "pools.pictures"
             )
             errors.append({"loc": (name, "role"), "msg": message, "type": "pool"})
-        elif role != "encoder" and name not in _KINDS:
+        elif role in (None, "engine") and name not in _KINDS:
             errors.append({"loc": (name, "[key]"), "msg": "", "type": "pool"})
     try:
         result = validate(value)
@@ -453,15 +458,16 @@ class MantaConfig(Section):
         if self.pools and "replicas" in self.model_fields_set:
             raise ValueError("replicas and pools are both set; give the counts in pools")
         self._check_encoders()
+        self._check_roles()
         engines = self.engine_pools
         if engines and not any(p.max_replicas or p.replicas for p in engines.values()):
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
-        for kind, pool in engines.items():
-            self._check_ranks(kind, pool)
+        for name, pool in engines.items():
+            self._check_ranks(name, pool)
             if self.sleeps(pool):
-                _check_sleep(kind, pool)
+                _check_sleep(name, self.kind(name, pool), pool)
         alone = not self.pools and not self.models
         if alone and self.engine.get("sleep_in_host_memory"):
             raise ValueError(
@@ -543,9 +549,56 @@ class MantaConfig(Section):
         return {self.name(): self}
 
     @property
-    def engine_pools(self) -> dict[PoolKind, PoolConfig]:
-        """The configured pools of engines, by kind."""
-        return {kind: self.pools[kind] for kind in self.pools if kind in _KINDS}
+    def engine_pools(self) -> dict[str, PoolConfig]:
+        """The configured pools of engines, by name."""
+        return {name: pool for name, pool in self.pools.items() if pool.role != "encoder"}
+
+    def kind(self, name: str, pool: PoolConfig) -> PoolKind:
+        """Return the kind of a pool of engines: its name, or that of its device."""
+        if name in _KINDS:
+            return name
+        device = {**self.engine, **pool.engine}.get("device", "auto")
+        return "cpu" if device == "cpu" else "gpu"
+
+    @property
+    def apart(self) -> bool:
+        """Whether some replicas compute prompts for others."""
+        return any(pool.role == "prefill" for pool in self.pools.values())
+
+    def _check_roles(self) -> None:
+        """Check that pools with roles have each other, and equal KV blocks. Raises ValueError."""
+        roles = {pool.role: name for name, pool in self.engine_pools.items()}
+        name = roles.get("prefill") or roles.get("decode")
+        if name is None:
+            return
+        if "prefill" not in roles or len(roles) == 1:
+            other = "decode" if "prefill" in roles else "prefill"
+            raise ValueError(
+                f"pools.{name}: role: {self.pools[name].role} needs a pool with role: {other}; add "
+                "one, or leave the role out"
+            )
+        kinds = {self.kind(name, pool): name for name, pool in self.engine_pools.items()}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"pools.{kinds['cpu']}: prompts do not go from GPUs to CPUs; give all pools with "
+                "roles the same engine.device"
+            )
+        for name, pool in self.engine_pools.items():
+            if not {**self.engine, **pool.engine}.get("kv_moves", True):
+                raise ValueError(
+                    f"pools.{name}: engine.kv_moves is off, without which no prompt gets from pool "
+                    "to pool; leave it out"
+                )
+            for key in pool.engine.keys() & set(_OF_BLOCKS):
+                raise ValueError(
+                    f"pools.{name}.engine.{key}: KV blocks go from pool to pool, so all pools have "
+                    "one value; set it under the top level's engine"
+                )
+            if max(self.divisions(pool)) > 1:
+                raise ValueError(
+                    f"pools.{name}: KV blocks of several ranks do not go from pool to pool; leave "
+                    "the roles out, or tensor_parallel and pipeline_parallel"
+                )
 
     @property
     def encoders(self) -> dict[str, PoolConfig]:
@@ -581,22 +634,23 @@ class MantaConfig(Section):
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **own, "device": "cuda" if pool.num_gpus else "cpu", "quantization": "none"}
 
-    def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
+    def _check_ranks(self, name: str, pool: PoolConfig) -> None:
         """Check that a replica's reserved GPUs and cores suit its ranks. Raises ValueError."""
+        kind = self.kind(name, pool)
         tensor, pipeline, nodes = self.divisions(pool)
         if pipeline % nodes:
             raise ValueError(
-                f"pools.{kind}: engine.pipeline_nodes is {nodes} and engine.pipeline_parallel "
+                f"pools.{name}: engine.pipeline_nodes is {nodes} and engine.pipeline_parallel "
                 f"{pipeline}: all nodes have equally many stages. Set one of them for this pool"
             )
         ranks, gpus, cores = self.node_ranks(pool), pool.num_gpus, pool.num_cpus
         said = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
         key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
-        setting = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
+        setting = f"pools.{name}.num_gpus is {gpus or 0:g} and {said}"
         if kind == "cpu" and gpus:
             raise ValueError(
-                f"pools.cpu.num_gpus is {gpus:g}: a replica on the CPU uses no GPU, which would be "
-                "reserved and idle. Leave num_gpus out, or take pools.gpu"
+                f"pools.{name}.num_gpus is {gpus:g}: a replica on the CPU uses no GPU, which would "
+                "be reserved and idle. Leave num_gpus out, or take pools.gpu"
             )
         if gpus is not None and gpus > ranks:
             raise ValueError(
@@ -607,7 +661,7 @@ class MantaConfig(Section):
             raise ValueError(f"{setting}: each rank needs a GPU of its own. Leave num_gpus out")
         if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
             raise ValueError(
-                f"pools.cpu.num_cpus is {cores:g} and {said}: each rank needs a "
+                f"pools.{name}.num_cpus is {cores:g} and {said}: each rank needs a "
                 f"core of its own. Raise num_cpus, or lower engine.{key}"
             )
 
@@ -632,10 +686,11 @@ class MantaConfig(Section):
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
         """Return EngineConfig's fields for a pool, including model, revision and log_level."""
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
-        return {**top, **self.engine, **pool.engine}
+        moves = {"kv_moves": True} if self.apart else {}
+        return {**top, **moves, **self.engine, **pool.engine}
 
-    def pools_on(self, gpus: float) -> dict[PoolKind, PoolConfig]:
-        """Return the pools of engines by kind, with device and quantization resolved.
+    def pools_on(self, gpus: float) -> dict[str, PoolConfig]:
+        """Return the pools of engines by name, with device and quantization resolved.
 
         gpus: GPUs of a machine, which decide the kind of a pool that is not configured.
         """
@@ -644,13 +699,14 @@ class MantaConfig(Section):
             device = self.engine.get("device", "auto")
             gpu = device == "cuda" or (device == "auto" and gpus > 0)
             named = {"gpu" if gpu else "cpu": PoolConfig(replicas=self.replicas)}
-        return {kind: self.decided(kind, pool) for kind, pool in named.items()}
+        return {name: self.decided(name, pool) for name, pool in named.items()}
 
-    def decided(self, kind: PoolKind, pool: PoolConfig) -> PoolConfig:
+    def decided(self, name: str, pool: PoolConfig) -> PoolConfig:
         """Return a pool with its device, and its quantization if that depends on the other pools.
 
         A request may continue only with equal weights, so pools on GPUs and CPUs must use the same.
         """
+        kind = self.kind(name, pool)
         engine = {"device": "cuda" if kind == "gpu" else "cpu", **pool.engine}
         asked = {**self.engine, **engine}.get("quantization", "auto")
         if asked == "auto" and kind == "cpu" and "gpu" in self.pools:
@@ -680,12 +736,12 @@ class MantaConfig(Section):
         return path.stem if path.suffix == ".gguf" else path.name
 
 
-def _check_sleep(kind: PoolKind, pool: PoolConfig) -> None:
+def _check_sleep(name: str, kind: PoolKind, pool: PoolConfig) -> None:
     """Check that a pool's replicas can sleep, and that others can use the device meanwhile.
 
     Raises ValueError.
     """
-    where = f"pools.{kind}: engine.sleep_in_host_memory is on"
+    where = f"pools.{name}: engine.sleep_in_host_memory is on"
     if pool.max_replicas is not None and not pool.min_replicas:
         raise ValueError(
             f"{where} and min_replicas is 0: the last replica would end where it should sleep. Set "

@@ -57,6 +57,7 @@ class ReplicaSettings:
     loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
     sleep: SleepSettings | None = None  # None: the replica never sleeps
+    role: str = "engine"  # of its pool
     encode_seconds: float = 0.0  # longest wait for an image's embeddings from an encoder pool
 
 
@@ -123,6 +124,7 @@ class EngineReplica:
             "start_seconds": time.monotonic() - began,
             "dtype": ready.dtype,
             "logprobs_mode": config.logprobs_mode,
+            "role": settings.role,
             **self._server.kv_metadata(),
         }
 

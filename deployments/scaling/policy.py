@@ -45,7 +45,7 @@ _SMOOTHING = 0.3  # weight of the newest start-up time in the mean
 _KEY = "manta/scaling/"
 _EVERY = 1.0  # seconds between two decisions
 # tokens/s of prompts and outputs, until measured
-_RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
+RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
 _IMAGES_AT_ONCE = 2.0  # images at an encoder, of which it encodes one, before another starts
 _REPORT_SECONDS = 1.0  # seconds between two reports of a replica
@@ -58,19 +58,18 @@ def scales(pool: PoolConfig) -> bool:
 
 def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
     """Return the arguments of PoolsPolicy for the pools that scale."""
-    return {
-        "pools": {
-            name: {
-                "prompt_rate": _RATES[name][0],
-                "output_rate": _RATES[name][1],
+    models = {}
+    for name, pool in pools.items():
+        if scales(pool) and pool.role != "encoder":
+            kind = config.kind(name, pool)
+            models[name] = {
+                "prompt_rate": RATES[kind][0],
+                "output_rate": RATES[kind][1],
                 "start_seconds": pool.start_seconds,
-                "price": pool.price or _PRICES[name],
+                "price": pool.price or _PRICES[kind],
+                **({} if pool.role == "engine" else {"role": pool.role}),
             }
-            for name, pool in pools.items()
-            if scales(pool) and pool.role == "engine"
-        },
-        "objective": config.scaling.model_dump(),
-    }
+    return {"pools": models, "objective": config.scaling.model_dump()}
 
 
 def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
@@ -141,14 +140,28 @@ class ServeContext(Protocol):
 class PoolsPolicy:
     """The policy for all pools of an application together.
 
-    pools: fields of decide.PoolModel, by pool.
+    Pools of different roles do not stand in for each other, so each role is decided alone: for
+    prompts, and for answers that go on elsewhere.
+
+    pools: fields of decide.PoolModel, and "role" if there is one, by pool.
     objective: fields of decide.ServiceObjective.
     """
 
     def __init__(
         self, pools: Mapping[str, Mapping[str, Any]], objective: Mapping[str, Any]
     ) -> None:
-        self._pools = {name: PoolModel(**fields) for name, fields in pools.items()}
+        roles = {name: fields.get("role", "engine") for name, fields in pools.items()}
+        self._parts: list[PoolsPolicy] = [self]
+        if len(set(roles.values())) > 1:
+            self._parts = [
+                PoolsPolicy({name: pools[name] for name in pools if roles[name] == role}, objective)
+                for role in dict.fromkeys(roles.values())
+            ]
+        self._role = next(iter(roles.values()), "engine")
+        self._pools = {
+            name: PoolModel(**{key: value for key, value in fields.items() if key != "role"})
+            for name, fields in pools.items()
+        }
         self._objective = ServiceObjective(**objective)
         self._history = ScalingHistory()
         # By pool: when more replicas were wanted, and how many.
@@ -175,11 +188,15 @@ class PoolsPolicy:
         if not engines:
             return decisions, states
         router = by_name[ROUTER][1] if ROUTER in by_name else None
-        plan = self.plan(engines, router)
-        for name, target in plan.targets.items():
-            id = by_name[ENGINE_PREFIX + name][0]
-            decisions[id] = target
-            states[id] = {"target": target, "reason": plan.reasons[name]}
+        for part in self._parts:
+            own = {name: context for name, context in engines.items() if name in part._pools}
+            if not own:
+                continue
+            plan = part.plan(own, router)
+            for name, target in plan.targets.items():
+                id = by_name[ENGINE_PREFIX + name][0]
+                decisions[id] = target
+                states[id] = {"target": target, "reason": plan.reasons[name]}
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
@@ -195,9 +212,8 @@ class PoolsPolicy:
             return last
         observed = {name: self._pool_state(name, context, now) for name, context in engines.items()}
         pools = {name: self._measured(name, context) for name, context in engines.items()}
-        plan = decide(
-            pools, observed, _demand(engines, router, now), self._history, self._objective
-        )
+        demand = _of_role(_demand(engines, router, now), engines, self._role)
+        plan = decide(pools, observed, demand, self._history, self._objective)
         if last and any(map(_silent, (*engines.values(), router))):
             plan = keep(plan, last.targets, "some say nothing of their load")
         self._history, self._plan, self._decided = plan.history, plan, now
@@ -273,6 +289,18 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
         running += sum(_values(context, "running"))
     running = max(running, sum(_values(router, "in_flight")))
     return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
+
+
+def _of_role(demand: Demand, engines: Mapping[str, ServeContext], role: str) -> Demand:
+    """Return the part of a demand that pools of this role carry."""
+    if role == "engine":
+        return demand
+    contexts = engines.values()
+    running = sum(sum(_values(context, "running")) for context in contexts)
+    if role == "prefill":
+        return replace(demand, output_rate=0.0, running=math.ceil(running))
+    waiting = sum(sum(_values(context, "waiting")) for context in contexts)
+    return replace(demand, prompt_rate=0.0, waiting_tokens=0.0, waiting=math.ceil(waiting))
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:

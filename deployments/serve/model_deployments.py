@@ -92,6 +92,7 @@ def engine_deployments(
             encode_seconds=max(
                 (encoder.encode_seconds for encoder in encoders.values()), default=0.0
             ),
+            role=pool.role,
         )
         engine = deployment(EngineReplica).options(
             name=deployment_name(name),
@@ -300,16 +301,17 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
         )
     for name, pool in config.pools_on(machine.gpus).items():
         engine = dict(pool.engine)
-        cores = pool.num_cpus
-        if name == "cpu":
+        cores, kind = pool.num_cpus, config.kind(name, pool)
+        if kind == "cpu":
             if cores is None:
-                cores = float(max(1, (machine.cores - _encoding(config)) // max(1, pool.replicas)))
+                count = _open_replicas(config, machine)
+                cores = float(max(1, (machine.cores - _encoding(config)) // count))
                 _check_share(config, pool, machine, cores)
             if not {**config.engine, **engine}.get("num_threads"):
                 engine["num_threads"] = max(1, int(cores) // config.node_ranks(pool))
         num_gpus = pool.num_gpus
         if num_gpus is None:
-            num_gpus = float(config.node_ranks(pool)) if name == "gpu" else 0.0
+            num_gpus = float(config.node_ranks(pool)) if kind == "gpu" else 0.0
         resolved[name] = pool.model_copy(
             update={
                 "num_cpus": float(config.node_ranks(pool)) if cores is None else cores,
@@ -341,16 +343,27 @@ def check_gpus(
                 "run on the CPU",
                 param=f"pools.{name}.num_gpus",
             )
-    pool = resolved.get("gpu")
-    if pool is None or machine.gpus >= (pool.num_gpus or 0):
+    engines = {name: pool for name, pool in resolved.items() if pool.role != "encoder"}
+    for name, pool in engines.items():
+        if config.kind(name, pool) == "gpu":
+            _check_gpu_pool(config, name, engines, machine)
+
+
+def _check_gpu_pool(
+    config: MantaConfig, name: str, engines: Mapping[str, PoolConfig], machine: NodeCapacity
+) -> None:
+    """Check one pool of engines on GPUs; see `check_gpus`."""
+    pool = engines[name]
+    if machine.gpus >= (pool.num_gpus or 0):
         return
-    if "cpu" in resolved and autoscaling.scales(pool) and not pool.min_replicas:
+    if "cpu" in engines and autoscaling.scales(pool) and not pool.min_replicas:
         return
     assert pool.num_gpus is not None
     needs = f"a replica needs {pool.num_gpus:g} GPU{'s' * (pool.num_gpus != 1)} of one node"
     there = f"the largest has {machine.gpus:g}" if machine.gpus else "no node has one"
-    said, key, way_out = "pools.gpu", "pools.gpu", "take pools.cpu in its place"
-    if "gpu" not in config.pools:
+    said = key = f"pools.{name}"
+    way_out = "take pools.cpu in its place" if name == "gpu" else f"set {key}.engine.device: cpu"
+    if name not in config.pools:
         key = "engine.device"
         said, way_out = f"{key}: {config.engine.get('device', 'auto')}", f"set {key}: cpu"
     if machine.grows:
@@ -360,7 +373,7 @@ def check_gpus(
     if machine.gpus:
         _, pipeline, _ = config.divisions(pool)
         key = "engine.pipeline_parallel" if pipeline > 1 else "engine.tensor_parallel"
-        key = "pools.gpu.num_gpus" if config.node_ranks(pool) == 1 else key
+        key = f"pools.{name}.num_gpus" if config.node_ranks(pool) == 1 else key
         way_out = f"lower {key}"
     raise ConfigError(
         f"{said}: {needs}, {there}, and nothing starts other nodes; {way_out}, or give the cluster "
@@ -420,8 +433,11 @@ def beside(
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
     """Return the number of CPU replicas without a configured number of cores; 0 if it is
     configured."""
-    pool = config.pools_on(machine.gpus).get("cpu")
-    return max(1, pool.replicas) if pool is not None and pool.num_cpus is None else 0
+    return sum(
+        max(1, pool.replicas)
+        for name, pool in config.pools_on(machine.gpus).items()
+        if config.kind(name, pool) == "cpu" and pool.num_cpus is None
+    )
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
@@ -431,8 +447,8 @@ def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
     """
     return (0.0 if _open_replicas(config, machine) else _encoding(config)) + sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
-        for kind, pool in config.pools_on(machine.gpus).items()
-        if kind != "cpu" or pool.num_cpus is not None
+        for name, pool in config.pools_on(machine.gpus).items()
+        if config.kind(name, pool) != "cpu" or pool.num_cpus is not None
     )
 
 

@@ -1,0 +1,57 @@
+"""Roles: what `manta plan` says of pools that compute prompts for each other.
+
+The estimate leaves out what `python -m bench.simulate roles` has: queues, steps, and the gaps
+between tokens.
+"""
+
+from collections.abc import Iterator
+
+from deployments.config.load import MantaConfig
+from deployments.scaling.policy import RATES
+
+_WORK = ((1024, 256), (8192, 256), (2048, 1024))  # (prompt, output) tokens of a request
+_ENOUGH = 0.9  # of the tokens/s that the same replicas reach without roles
+
+
+def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kind: str) -> float:
+    """Return the requests/s of pools with roles, over those of the same replicas without.
+
+    It is at most 1: a role leaves its replicas idle while the other one is full.
+
+    prefills, decodes: replicas of each role.
+    kind: "gpu" or "cpu".
+    """
+    prompts, outputs = RATES[kind]
+    together = (prefills + decodes) / (prompt / prompts + output / outputs)
+    return min(prefills * prompts / prompt, decodes * outputs / output) / together
+
+
+def lines(config: MantaConfig) -> Iterator[str]:
+    """Yield what the plan says of roles; nothing without them."""
+    if not config.apart:
+        return
+    pools = config.engine_pools
+    counts = {
+        role: sum(
+            max(pool.replicas if pool.max_replicas is None else pool.max_replicas, 1)
+            for pool in pools.values()
+            if (pool.role == "prefill") == (role == "prefill")
+        )
+        for role in ("prefill", "decode")
+    }
+    name, pool = next(iter(pools.items()))
+    kind = config.kind(name, pool)
+    shares = {
+        work: share_of_together(counts["prefill"], counts["decode"], *work, kind) for work in _WORK
+    }
+    yield (
+        f"Roles    {counts['prefill']} for prompts, {counts['decode']} for answers; requests/s "
+        "against the same replicas without roles, if none was measured:"
+    )
+    for (prompt, output), share in shares.items():
+        verdict = "" if share >= _ENOUGH else ", so roles do not pay in tokens/s"
+        yield f"  {prompt:>6,} tokens in, {output:>5,} out: {share:.2f}{verdict}"
+    yield (
+        "  Roles keep prompts out of the steps of answers, at the price of replicas that idle "
+        "while others are full; engine.target_tpot_ms bounds the steps too"
+    )
