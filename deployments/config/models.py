@@ -135,9 +135,8 @@ class PoolConfig(Section):
     role: Literal["engine", "encoder", "prefill", "decode"] = Field(
         "engine",
         description="encoder: actors with the tower alone, in a pool of any other name, on the CPU "
-        "unless num_gpus is set (docs/images.md). prefill: replicas compute prompts for others; "
-        "decode: they go on with them; in pools of any name, on GPUs unless engine.device is cpu "
-        "(docs/kv-tiers.md).",
+        "unless num_gpus is set (docs/images.md). prefill, decode: engines for prompts, and for "
+        "answers, in pools of any name (docs/kv-tiers.md).",
     )
     encode_seconds: float = Field(
         _ENCODE_SECONDS,

@@ -129,12 +129,13 @@ def _labelled(config: MantaConfig) -> MantaConfig:
                 f"{model} has is not known here",
                 param=f"{before}pools",
             )
-        if "cpu" in part.pools and part.pools["cpu"].num_cpus is None:
-            raise ConfigError(
-                f"{before}pools.cpu.num_cpus must be there: how many cores a pod has is not known "
-                "here",
-                param=f"{before}pools.cpu.num_cpus",
-            )
+        for name, pool in part.engine_pools.items():
+            if part.kind(name, pool) == "cpu" and pool.num_cpus is None:
+                raise ConfigError(
+                    f"{before}pools.{name}.num_cpus must be there: how many cores a pod has is not "
+                    "known here",
+                    param=f"{before}pools.{name}.num_cpus",
+                )
         for kind, pool in part.pools.items():
             if pool.num_gpus and part.sleeps(pool):
                 raise ConfigError(
