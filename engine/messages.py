@@ -15,6 +15,8 @@ from engine.batch import TokenLogprobs
 from engine.images.image import Image
 from engine.sampling_params import SamplingParams
 
+PREFIX_STRIDE, PREFIX_BYTES = 64, 8  # tokens of a router's prefix hash, and its bytes
+
 
 class KVSource(msgspec.Struct, array_like=True, frozen=True):
     """The replica from which KV blocks can be pulled. secret: in hex."""
@@ -41,6 +43,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     source: the replica that has the prefix, from which an engine with kv_moves pulls the blocks
         that it lacks; set by routers, never by clients.
     keep_seconds: how long the blocks are held for a pull after the request has ended.
+    prefix_hashes: joined hashes by which routers know the prefixes of token_ids
+        (`deployments.routing.prefix_index`); the engine tells which of them it has evicted.
     """
 
     id: int
@@ -58,6 +62,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     images: list[Image] = []
     source: KVSource | None = None
     keep_seconds: float = 0.0
+    prefix_hashes: bytes = b""
 
     @property
     def urgency(self) -> tuple[int, bool]:
@@ -332,6 +337,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     ticket: of the newest order that the engine had carried out before this frame.
     taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
         id is here, the router that sent a request adds it to the figures itself.
+    gone: joined hashes of prefixes that have left the prefix cache and the host tier.
     """
 
     stats: EngineStats
@@ -339,6 +345,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     prefix_hashes: bytes = b""
     ticket: int = 0
     taken: list[int] = []
+    gone: bytes = b""
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):

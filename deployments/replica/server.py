@@ -317,10 +317,13 @@ class ReplicaServer:
         # heartbeat.
         idle = not stats.running and not stats.waiting
         routers = self._routers
+        for router in routers.values() if frame.gone else ():
+            if len(router.gone) < _MAX_PREFIX_BYTES * 8:
+                router.gone += frame.gone
         for id in frame.taken:
-            router = routers.get(id >> _ROUTER_BITS)
-            if router is not None:
-                router.taken.append(id & _ROUTER_MASK)
+            sender = routers.get(id >> _ROUTER_BITS)
+            if sender is not None:
+                sender.taken.append(id & _ROUTER_MASK)
         if len(routers) == 1:
             (router,) = routers.values()
             index = router.index

@@ -280,6 +280,7 @@ class Assignment:
             assert client.connection is not None
             message = choice.as_request()
             message.source = source
+            message.prefix_hashes = b"".join(wanted.prefix_hashes)
             client.connection.send(
                 Submit(
                     message,

@@ -191,6 +191,11 @@ class Fleet:
         if replica.column >= 0:
             self.index.add_prefix(prefix_hashes, replica.column)
 
+    def remove_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
+        """Record that prefixes have left a replica's caches, as hashes."""
+        if replica.column >= 0:
+            self.index.remove(prefix_hashes, replica.column)
+
     def adapter_loaded(self, seconds: float) -> None:
         """Note that a request waited some seconds until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)

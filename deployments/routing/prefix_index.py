@@ -1,9 +1,9 @@
 """PrefixIndex: which replica holds which prefix, as far as this router knows, in bounded memory.
 
 The index has two sources: this router's own requests, and those of other routers. Their requests
-carry prefix hashes, which the replica passes on with its next frame. Replicas do not report
-evictions. The index is as large as the caches and forgets in the same order. A wrong entry costs
-one prefill, after which it is right. docs/routing.md compares this with reporting every block to
+carry prefix hashes, which the replica passes on with its next frame. Replicas report which of them
+have left their caches. The index is as large as the caches, and a wrong entry costs one prefill,
+after which it is right. docs/routing.md compares this with reporting every block to
 all routers.
 
 A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from engine.images.image import Image
+from engine.messages import PREFIX_BYTES, PREFIX_STRIDE
 from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 
 # Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
-STRIDE = 64
-HASH_BYTES = 8  # a collision costs a wrong guess and nothing else
+STRIDE = PREFIX_STRIDE
+HASH_BYTES = PREFIX_BYTES  # a collision costs a wrong guess and nothing else
 FORWARDED_HASHES = 64  # leading hashes of a request that are passed on to other routers
 _LIMIT = 2**19  # most (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 

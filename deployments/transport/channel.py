@@ -361,9 +361,10 @@ class ReplicaEnd(ChannelConnection):
         self.index = -1  # the replica's number of this connection
         self.live: set[int] = set()  # engine's request ids of its unfinished requests
         self.router = ""
-        # For this router's next frame: prefix hashes that other routers have sent, and the ids of
-        # its own requests that the stats now count.
+        # For this router's next frame: prefix hashes that other routers have sent, those that the
+        # engine has evicted, and the ids of its own requests that the stats now count.
         self.prefix_hashes = bytearray()
+        self.gone = bytearray()
         self.taken: list[int] = []
         self._on_made = on_made
         self._on_open = on_open
@@ -380,8 +381,10 @@ class ReplicaEnd(ChannelConnection):
         told."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
+        gone = bytes(self.gone)
         self.prefix_hashes.clear()
-        self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken))
+        self.gone.clear()
+        self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken, gone=gone))
 
     def since_sent(self, now: float) -> float:
         """Return the seconds since the last frame to this router. now: the loop's time."""

@@ -453,6 +453,10 @@ class FakeCore:
         for message in self._pause.end():
             self.add_request(message)
 
+    def take_gone(self) -> bytes:
+        """Return nothing, as the fake core has no prefix cache."""
+        return b""
+
     def serve_kv(self, host: str, ticket: int) -> None:
         """Do nothing, as the fake core has no KV blocks."""
 

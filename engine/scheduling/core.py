@@ -695,6 +695,10 @@ class EngineCore:
         if self._moves is not None:
             self._moves.wake = wake
 
+    def take_gone(self) -> bytes:
+        """Return the field `gone` of the next frame."""
+        return self.scheduler.memory.take_gone()
+
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         pools, first = scheduler.memory.pools, scheduler.memory.pools[0]

@@ -88,6 +88,7 @@ class Request:
         "phase",
         "pooled",
         "prediction",
+        "prefix_hashes",
         "prompt_logprobs",
         "queued_tokens",
         "queued_us",
@@ -156,6 +157,7 @@ class Request:
         self.fetched = False  # whether blocks were loaded for it since it was queued
         self.read_from_disk = False  # and whether they were read from disk before
         self.keep_seconds = message.keep_seconds
+        self.prefix_hashes = message.prefix_hashes
         self.num_reused = 0  # leading blocks that the host tier stores when it leaves
         self.marks: Marks | None = None  # while it has a row, if layers are recurrent
         self.group_index = -1  # index in the decode group

@@ -204,6 +204,10 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._order)
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether every group has the block of this hash on the host."""
+        return all(digest in slots for slots in self._slots)
+
     @property
     def num_loads(self) -> int:
         """The number of loads, and of steps of the disk tier, that `take_arrived` waits for."""

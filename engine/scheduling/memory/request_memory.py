@@ -7,6 +7,7 @@ step's contents. The scheduler says which requests start and leave, and which st
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.messages import PREFIX_BYTES, PREFIX_STRIDE
 from engine.scheduling.admission import Footprint, KVMemory
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.block_manager import BlockManager, FreeBlocks, FreeList
@@ -15,6 +16,8 @@ from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
+
+_MOST_GONE = 1 << 15  # bytes of hashes of evicted prefixes for a frame; further ones are dropped
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class RequestMemory:
         self.running: dict[int, Request] = {}
         self.deferred: list[DeferredRelease] = []
         self.reserved_blocks = 0
+        self._gone = bytearray()
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
@@ -65,6 +69,8 @@ class RequestMemory:
             BlockManager(num_blocks, size, self._free_blocks, config.kinds)
             for _ in range(config.kv_ranks)
         ]
+        # The hash of a block -> the name by which routers know the prefix that it ends.
+        self._routed: dict[bytes, bytes] = {}
         # rows that neither a request nor a snapshot has
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.snapshots: Snapshots | None = None
@@ -74,9 +80,8 @@ class RequestMemory:
             self.snapshots = Snapshots(
                 config.snapshots, size, pool.is_resident, self.free_rows, first
             )
-        if self.snapshots is not None or self.tier is not None:
-            for pool in self.pools:
-                pool.on_forget = self._forgotten
+        for pool in self.pools:
+            pool.on_forget = self._forgotten
 
     def _forgotten(self, digest: bytes) -> None:
         """Note that a block has left the prefix cache."""
@@ -84,6 +89,27 @@ class RequestMemory:
             self.snapshots.forget(digest)
         if self.tier is not None:
             self.tier.evicted(digest)
+        name = self._routed.pop(digest, b"")
+        on_host = self.tier is not None and digest in self.tier
+        if name and not on_host and len(self._gone) < _MOST_GONE:
+            self._gone += name
+
+    def _name_prefixes(self, request: Request) -> None:
+        """Note by which names routers know the cached prefixes of a request."""
+        names, size = request.prefix_hashes, self._config.block_size
+        if not names or PREFIX_STRIDE % size or request.num_virtual or not request.cacheable:
+            return
+        each = PREFIX_STRIDE // size
+        for index, digest in enumerate(request.hashes[each - 1 : request.num_registered : each]):
+            name = names[index * PREFIX_BYTES : (index + 1) * PREFIX_BYTES]
+            if name:
+                self._routed[digest] = name
+
+    def take_gone(self) -> bytes:
+        """Return the joined names of prefixes that have left the caches since the last call."""
+        gone = bytes(self._gone)
+        self._gone.clear()
+        return gone
 
     def pool(self, request: Request) -> BlockManager:
         """Return the pool of the request's blocks, while the request has a row."""
@@ -137,6 +163,7 @@ class RequestMemory:
         """Take the request's row and blocks; `give_back` frees them when its last step is done."""
         pool = self.pool(request)
         pool.hash_blocks(request, request.num_computed)
+        self._name_prefixes(request)
         if self.snapshots is not None:
             self.snapshots.leave(request)
         ends = request.phase is RequestPhase.ENDED

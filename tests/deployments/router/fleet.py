@@ -228,7 +228,8 @@ class LocalEngine:
 
     def _send(self, deltas: list[Delta]) -> None:
         taken, self._taken = self._taken, []
-        frame = StepFrame(self.core.stats(), deltas, ticket=self._ticket, taken=taken)
+        gone = self.core.take_gone()
+        frame = StepFrame(self.core.stats(), deltas, ticket=self._ticket, taken=taken, gone=gone)
         self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
 
 

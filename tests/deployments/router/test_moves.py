@@ -209,3 +209,17 @@ async def test_lease_that_has_expired(tmp_path: Path, monkeypatch: pytest.Monkey
         assert await asyncio.wait_for(read(fleet.generate(**ROLES)), 60) == whole
         assert fleet.moved() == 0
         assert sum(e.core.stats().failed_moves for e in fleet.engines.values()) == 1
+
+
+async def test_router_hears_of_evictions(tmp_path: Path) -> None:
+    """Bug: a prompt goes to a replica that has evicted its prefix, as the router goes on
+    guessing."""
+    MovingEngine.folder = tmp_path
+    async with MovingFleet(1) as fleet:
+        await asyncio.wait_for(read(fleet.generate(prompt=PROMPT, max_tokens=2)), 60)
+        index = fleet.dispatcher.replicas.fleet.index
+        assert len(index) == 699 // 64
+        engine = fleet.engines["r0"]
+        engine.core.reset_prefix_cache()
+        await asyncio.wait_for(read(fleet.generate(prompt=[1, 2, 3], max_tokens=2)), 60)
+        await until(lambda: len(index) == 0)

@@ -295,3 +295,21 @@ def test_random_lives(changes: dict[str, Any]) -> None:
         loaded += tier_of(driver).loaded_bytes
         driver.core.check_integrity()
     assert loaded > 20, "these runs are meant to load"
+
+
+@pytest.mark.parametrize("host", [None, ALL], ids=["alone", "host tier"])
+def test_evicted_prefixes_are_told(host: HostPlan | None) -> None:
+    """Bugs: routers are not told that a prefix is gone; or they are though the host has it, or
+    though it is still on the device."""
+    driver = make_driver(host, num_blocks=60, max_model_len=200)
+    names = b"prefix-1" + b"prefix-2"
+    prompt = [2 + i * i % 47 for i in range(150)]
+    say(driver, prompt, prefix_hashes=names)
+    assert driver.core.take_gone() == b""
+    say(driver, [9] * 130)  # evicts the tail alone
+    assert driver.core.take_gone() == (b"" if host else b"prefix-2")
+    say(driver, [8] * 180)
+    gone = driver.core.take_gone()
+    assert gone == (b"" if host else b"prefix-1")
+    driver.core.reset_prefix_cache()
+    assert driver.core.take_gone() == b""
