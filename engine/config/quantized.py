@@ -28,7 +28,9 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
 }
-Kind = Literal["gptq", "awq", "packed", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "llm-int8"]
+Kind = Literal[
+    "gptq", "awq", "packed", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "llm-int8", "sparse"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Scheme:
     divides: whether the scale of the whole matrix divides (kind "nvfp4").
     nested: whether scales are quantised to 8 bits themselves (kind "nf4").
     activations: bits of matmul inputs, as the file says; inputs are quantised only with 8.
+    sparse: whether two of each four weights are stored, with a bit mask. Of kind "sparse" these
+        are numbers of 16 or 32 bits.
     """
 
     kind: Kind
@@ -61,9 +65,17 @@ class Scheme:
     divides: bool = False
     nested: bool = False
     activations: Literal[8, 16] = 16
+    sparse: bool = False
 
     @property
     def name(self) -> str:
+        dense = self._dense_name
+        return f"{dense} 2:4 sparse".strip() if self.sparse else dense
+
+    @property
+    def _dense_name(self) -> str:
+        if self.kind == "sparse":
+            return ""
         if self.kind in ("gptq", "awq", "packed"):
             return f"{self.bits} bits" + (", inputs in another order" if self.ordered else "")
         if self.kind == "fp8" and self.group:
@@ -130,6 +142,10 @@ class Quantized:
             self, rules=tuple(rule for rule in self.rules if rule[1] is None or rule[1] in met)
         )
 
+    @property
+    def _sparse(self) -> bool:
+        return any(scheme is not None and scheme.sparse for _, scheme in self.rules)
+
     def keeps(self, name: str) -> bool:
         """Whether this matrix is stored unquantised."""
         if self.method == "gguf":
@@ -154,6 +170,7 @@ class Quantized:
         return name.endswith(
             (
                 *(".weight_shape", ".weight_format"),
+                *((".shape",) if self._sparse else ()),
                 *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
                 ".input_scale_ub",
                 *(".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),

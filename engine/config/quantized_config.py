@@ -10,6 +10,7 @@ from engine.config_reader import Reader
 
 _ALL = (".*",)
 _HEAD = "lm_head"  # most methods leave the head in 16 bits unless config.json names it
+_SPARSE = "sparse-24-bitmask"
 Rules = tuple[tuple[tuple[str, ...], Scheme | None], ...]
 
 
@@ -124,16 +125,11 @@ def _auto_round(read: Reader) -> Rules:
 
 
 def _compressed(read: Reader) -> Rules:
-    sparse = read.get("sparsity_config") or {}
-    kind = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
-    if kind != "dense" or str(read.get("format", "")).startswith(("marlin-24", "sparse")):
-        raise read.error(
-            "sparsity_config" if kind != "dense" else "format",
-            "2:4 sparse weights are not supported: there is no kernel for them, and as dense "
-            "weights they would be larger than they are; take a checkpoint that is not sparse",
-        )
+    sparse = _sparsity(read)
     _no_transforms(read)
     groups = read.get("config_groups", {})
+    if not groups and sparse is not None:
+        return _with_sparse(sparse, ((_ALL, None),))
     if not isinstance(groups, dict) or not groups:
         raise read.error("config_groups", "must have a group of layers at least")
     named: list[tuple[tuple[str, ...], Scheme | None]] = []
@@ -152,7 +148,54 @@ def _compressed(read: Reader) -> Rules:
             named.append((patterns, scheme))
     if len(others) > 1:
         raise read.error("config_groups", "more than one group has all linear layers")
-    return ((_patterns(read, "ignore", _names(read, "ignore")), None), *named, *others)
+    rules: Rules = ((_patterns(read, "ignore", _names(read, "ignore")), None), *named, *others)
+    return rules if sparse is None else _with_sparse(sparse, rules)
+
+
+def _sparsity(read: Reader) -> Reader | None:
+    """Return sparsity_config, where matrices are stored without their zeros.
+
+    Raises ConfigError naming another kind than 2:4 with a bit mask.
+    """
+    file_format = str(read.get("format", ""))
+    if file_format == "marlin-24":
+        raise read.error(
+            "format",
+            "'marlin-24' is laid out for one kernel, which Manta lacks; take the model as "
+            "'sparse-24-bitmask', or one that is not sparse",
+        )
+    sparse = read.inner("sparsity_config")
+    stored = ("dense", _SPARSE)
+    if sparse.one_of("format", stored, "dense") == "dense":
+        if file_format.startswith("sparse"):
+            raise read.error("format", f"{file_format!r} needs a sparsity_config")
+        return None  # zeros are stored as others are
+    sparse.one_of("sparsity_structure", ("2:4",), "2:4")
+    return sparse
+
+
+def _with_sparse(read: Reader, rules: Rules) -> Rules:
+    """Return rules by which the matrices that sparsity_config names are sparse as well.
+
+    read: sparsity_config.
+    """
+    targets = _names(read, "targets", ["Linear"])
+    within = _ALL if "Linear" in targets else _patterns(read, "targets", targets)
+    without = "|".join(_patterns(read, "ignore", _names(read, "ignore"))) or r"(?!)"
+    both: list[tuple[tuple[str, ...], Scheme | None]] = []
+    for patterns, scheme in rules:
+        named = "|".join(patterns) or r"(?!)"
+        sparse = rf"(?=(?:{named})\Z)(?!(?:{without})\Z)(?:{'|'.join(within)})"
+        both += [((sparse,), _sparse_scheme(read, scheme)), (patterns, scheme)]
+    return tuple(both)
+
+
+def _sparse_scheme(read: Reader, scheme: Scheme | None) -> Scheme:
+    if scheme is None:
+        return Scheme("sparse", 16, sparse=True)
+    if scheme.kind not in ("fp8", "int8"):
+        raise read.error("format", f"{_SPARSE!r} of weights in {scheme.name} is not supported")
+    return replace(scheme, sparse=True)
 
 
 def _no_transforms(read: Reader) -> None:

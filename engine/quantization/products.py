@@ -58,8 +58,10 @@ def products(
             if scheme is None:
                 continue
             packed = cuda or scheme.kind not in ("fp8", "nf4")
-            if of_experts and scheme.ordered:
+            if scheme.kind == "sparse" or (of_experts and scheme.ordered):
                 packed = False
+            if scheme.sparse and packed:
+                yield f"{scheme.name}: zeros are filled in at the start, and multiplied too"
             yield line(scheme.name, *_nominal(scheme), kept=packed, experts=of_experts)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
 from engine.quantization.layouts.layout import Layout, joined, of_stack, paired
+from engine.quantization.layouts.sparse import SparseRows
 from engine.quantization.method import Part
 from engine.weights.parameter import Parameter, Source, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
@@ -71,9 +72,13 @@ class EightBitLayout(Layout):
         self.scale_name = scheme.scale
         self.parameters: dict[str, Parameter] = {}
         kind = torch.float8_e4m3fn if self._floats else torch.int8
-        source = Source(f"{name}.weight", shape, rows, part.columns)
-        codes = self.add_parameter("weight", kind, source, (count, width), device, _fill_codes)
-        self._codes = codes.view(torch.uint8)
+        self._sparse: SparseRows | None = None
+        if scheme.sparse:
+            self._sparse = SparseRows(self, kind, device, _fill_codes)
+        else:
+            source = Source(f"{name}.weight", shape, rows, part.columns)
+            codes = self.add_parameter("weight", kind, source, (count, width), device, _fill_codes)
+            self._codes = codes.view(torch.uint8)
         key = scheme.scale
         if scheme.group:
             grid: tuple[int, ...] = (-(-shape[0] // scheme.rows), -(-shape[1] // scheme.group))
@@ -84,7 +89,10 @@ class EightBitLayout(Layout):
         self._scale = self.add_parameter(key, torch.float32, scale, grid, device, 2e-3)
 
     def decode(self, begin: int, end: int) -> Decoded:
-        codes = self._codes[begin:end]
+        if self._sparse is None:
+            codes = self._codes[begin:end]
+        else:
+            codes = self._sparse.dense(begin, end).view(torch.uint8)
         if not self._floats:
             return codes ^ 128, self._scales(begin, end), None
         if bool(((codes & _NAN) == _NAN).any()):

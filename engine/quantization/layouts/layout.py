@@ -18,7 +18,7 @@ from engine.errors import ConfigError, TensorError
 from engine.quantization.layouts.gguf import BLOCK_TYPES, BlockType
 from engine.quantization.method import Part
 from engine.weights.parameter import Fill, Parameter, Source, num_rows
-from kernels.packed import BLOCK, Decoded, Format
+from kernels.packed import BLOCK, Decoded, Format, unpacked
 
 # bit offsets of eight consecutive outputs
 _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]
@@ -106,6 +106,11 @@ class Layout(ABC):
             if not self.zero_scales and not bool(scale.all()):
                 raise TensorError(joined(self.name, self.scale_name), "a scale is zero")
             yield codes, scale, offset
+
+    def values(self, step: int) -> Iterator[Tensor]:
+        """Dequantise all rows, `step` at a time. Raises TensorError as `decoded` does."""
+        for decoded in self.decoded(step):
+            yield unpacked(self.form, decoded)
 
     def add_parameter(
         self,

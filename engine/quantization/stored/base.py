@@ -18,6 +18,7 @@ from engine.config.quantized import KEY, Quantized
 from engine.errors import ConfigError
 from engine.quantization.layouts.byte_layouts import EightBitLayout, FourBitFloats, Nf4Layout
 from engine.quantization.layouts.layout import GgufLayout, IntegerLayout, Layout
+from engine.quantization.layouts.sparse import SparseLayout
 from engine.quantization.method import (
     DenseState,
     EmbeddingTable,
@@ -28,7 +29,7 @@ from engine.quantization.method import (
 )
 from engine.weights.parameter import Parameter, Source
 from kernels.dispatch import Kernels
-from kernels.packed import Format, unpacked
+from kernels.packed import Format
 
 logger = logging.getLogger("manta.engine")
 
@@ -55,6 +56,8 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
     match scheme.kind:
         case "fp8" | "int8" | "llm-int8":
             return EightBitLayout(part, scheme, device)
+        case "sparse":
+            return SparseLayout(part, device)
         case "nvfp4" | "mxfp4":
             return FourBitFloats(part, scheme, device)
     if not isinstance(part.rows, tuple):
@@ -426,8 +429,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _values(layouts: list[Layout]) -> Iterator[Tensor]:
     for layout in layouts:
-        for decoded in layout.decoded(STEP):
-            yield unpacked(layout.form, decoded)
+        yield from layout.values(STEP)
 
 
 def _dequantised(layouts: list[Layout], dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,13 @@ def compressed(file_format: str, weights: dict[str, Any], **others: Any) -> dict
 
 _TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_SPARSE = {
+    "format": "sparse-24-bitmask",
+    "sparsity_structure": "2:4",
+    "global_sparsity": 0.5,
+    "targets": ["Linear"],
+    "ignore": ["lm_head"],
+}
 # quantization_config of each
 FILES: dict[str, dict[str, Any]] = {
     "compressed-w8a8": compressed(
@@ -118,6 +125,13 @@ FILES: dict[str, dict[str, Any]] = {
         "bnb_4bit_use_double_quant": True,
     },
     "llm-int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "sparse-24": {"quant_method": "compressed-tensors", "sparsity_config": _SPARSE},
+    "sparse-24-fp8": {
+        **compressed(
+            "float-quantized", {**_FLOAT8, "strategy": "channel"}, input_activations=_TOKEN
+        ),
+        "sparsity_config": _SPARSE,
+    },
 }
 POWERS = ("fp8-block-e8m0",)  # files whose scales are of that type
 
@@ -142,9 +156,12 @@ def matrix(
         "mxfp4": _floats,
         "nf4": _nf4,
         "gptq": _ordered,
+        "sparse": _numbers,
     }[scheme.kind]
     generator = torch.Generator().manual_seed(len(name))
     tensors, weight = maker(scheme, out, width, generator, powers)
+    if scheme.sparse:
+        tensors, weight = _without_zeros(tensors, weight, generator)
     return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, weight
 
 
@@ -199,6 +216,33 @@ def _floats(
         "input_global_scale" if scheme.divides else "input_scale": torch.tensor([2.0]),
     }
     return tensors, _by_group(E2M1[codes], scale)
+
+
+def _numbers(
+    scheme: Scheme, out: int, width: int, generator: torch.Generator, powers: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    weight = (torch.randn(out, width, generator=generator) * 0.02).bfloat16()
+    return {"weight": weight}, weight.float()
+
+
+def _without_zeros(
+    tensors: dict[str, Tensor], weight: Tensor, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Zero two of each four weights, and store the others as compressed-tensors 0.9 does."""
+    out, width = weight.shape
+    kept = torch.rand(out, width // 4, 4, generator=generator).topk(2).indices
+    mask = torch.zeros(out, width // 4, 4, dtype=torch.bool).scatter_(-1, kept, True)
+    mask = mask.view(out, width)
+    stored = tensors.pop("weight")
+    plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+    packed = np.packbits(mask.numpy(), axis=-1, bitorder="little")
+    tensors = {
+        **tensors,
+        "compressed": plain[mask].view(stored.dtype).view(out, width // 2),
+        "bitmask": torch.from_numpy(packed),
+        "shape": torch.tensor([[out], [width]]),
+    }
+    return tensors, weight * mask
 
 
 def _by_group(values: Tensor, scale: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from engine.quantization.stored.base import layout_of
 from engine.weights import load_weights
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
-from kernels.packed import PackedWeight, unpacked
+from kernels.packed import PackedWeight
 from tests.engine.test_memory import held
 from tests.engine.weights.quantized_files import (
     FILES,
@@ -96,7 +96,7 @@ def weights(
     columns: tuple[int, int] = (0, WIDTH),
 ) -> Tensor:
     layout = filled(kept, tensors, rows, columns)
-    return torch.cat([unpacked(layout.form, decoded) for decoded in layout.decoded(128)])
+    return torch.cat([*layout.values(128)])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -409,7 +409,7 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
         if stored.ordered:  # parts with an order each are counted as if they had one
             orders += held(linear.state) - linear.num_bytes
     if runs_on == "cuda" or able():
-        expanded = runs_on == "cpu" and stored.kind in ("fp8", "nf4")
+        expanded = stored.kind == "sparse" or (runs_on == "cpu" and stored.kind in ("fp8", "nf4"))
         assert bool(packed) != expanded
         assert ("are dequantised to" in caplog.text) == expanded
     assert logits(model).isfinite().all()
@@ -644,14 +644,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             **compressed("pack-quantized", {"num_bits": 4, "group_size": 128}),
             "sparsity_config": {"format": "sparse-24-bitmask"},
         },
-        "2:4 sparse weights are not supported: there is no kernel",
+        "sparse-24-bitmask' of weights in 4 bits is not supported",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+        "sparsity_config: format: .*sparse-bitmask",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "8:16"},
+        },
+        "sparsity_structure: .*8:16",
     ),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version.*gemv"),
     ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format.*gemv_fast"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3 is not supported"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size: 48 is not supported"),
     ({"quant_method": "hqq", "bits": 4}, "quant_method.*hqq"),
-    (compressed("marlin-24", {"num_bits": 4, "group_size": 128}), "2:4 sparse weights"),
+    (compressed("marlin-24", {"num_bits": 4, "group_size": 128}), "marlin-24.*sparse-24-bitmask"),
     (
         compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
         "symmetric: zero points",
