@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from engine import rounding
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.config.quant_formats import CHECKPOINT_FORMATS
 from engine.errors import ConfigError
 from engine.models.registry import build_model
 from engine.resolve import decide
+from engine.rounding.calibration import read_pieces
+from engine.rounding.checkpoint import round_checkpoint
 from engine.weights.converted import MANIFEST, VERSION, Manifest, Writer, copy_others
 from engine.weights.load import each_parameter
 from engine.weights.stream import Loading
@@ -79,12 +80,16 @@ def convert_rounded(
     config: EngineConfig,
     target: Path,
     progress: Callable[[Loading], None] | None = None,
+    calibration: Path | None = None,
 ) -> int:
     """Write a quantised copy of `config.model` and return the number of quantised matrices.
 
     The copy works on every device and in other programs. `config.quantization` is one of
-    CHECKPOINT_FORMATS. Host memory holds the largest matrix, a few times. The target folder appears
-    once it is complete.
+    CHECKPOINT_FORMATS. Host memory holds the largest matrix, a few times; with a calibration the
+    embedding, a layer and its Hessians. The target folder appears once it is complete.
+
+    calibration: a text like those that the model will get. Matrices in 4 bits are rounded so that
+        their outputs on this text change least.
     Raises ConfigError, also for a target that exists.
     """
     folder = Path(config.model)
@@ -96,11 +101,26 @@ def convert_rounded(
             f"{model_config.quantized.name} already; convert one in 16 bits",
             param="quantization",
         )
+    if calibration is not None and config.quantization != "int4":
+        raise ConfigError(
+            f"--calibrate: quantization {config.quantization!r} is rounded without a text; take "
+            "int4, or leave --calibrate out",
+            param="calibrate",
+        )
+    pieces = [] if calibration is None else read_pieces(calibration, folder)
     model = build_model(
         model_config, torch.float32, "meta", kernels_for("cpu"), quantization="none", runs_on="cuda"
     )
     with _appearing(target) as half:
-        return rounding.round_checkpoint(model, folder, half, config.quantization, progress)
+        return round_checkpoint(
+            model,
+            folder,
+            half,
+            config.quantization,
+            progress,
+            pieces,
+            config.quantization_layers,
+        )
 
 
 def _check(folder: Path, target: Path) -> None:

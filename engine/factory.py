@@ -454,6 +454,7 @@ def _build_part(
             device,
             kernels,
             quantization=config.quantization,
+            quantization_layers=config.quantization_layers,
             group=place.group,
             stage=place.stage,
             spread_experts=resolved.spread_experts,
@@ -603,6 +604,7 @@ def _model_key(resolved: Resolved) -> str:
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     state.update(config.quantization.encode())
+    state.update(repr(config.quantization_layers).encode())
     state.update(f"\0{resolved.kv.name}{resolved.kv.bits}\0".encode())
     if config.load_format == "dummy":
         state.update(f"\0dummy\0{config.seed or 0}".encode())

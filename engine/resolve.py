@@ -176,7 +176,8 @@ def decide(
                 "(T4, RTX 20) or later",
                 param="device",
             )
-        _check_capability(config.quantization, name, capability)
+        for quantization in {config.quantization, *config.quantization_layers.values()}:
+            _check_capability(quantization, name, capability)
 
     if config.images == "off":
         model = replace(model, vision=None)

@@ -211,6 +211,7 @@ def keeps_blocks(engine: Mapping[str, Any]) -> bool:
     return (
         engine.get("device") == "cpu"
         and engine.get("dtype", "auto") == "auto"
+        and not engine.get("quantization_layers")
         and not engine.get("deterministic")
         and engine.get("tensor_parallel", 1) == 1
         and engine.get("load_format") != "dummy"

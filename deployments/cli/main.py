@@ -241,7 +241,8 @@ def verify(
 
 @cli.command(
     epilog="Examples:  manta convert ./llama ./llama-manta  |  "
-    "manta convert ./llama ./llama-int4 --quantization int4  |  manta convert ./llama-manta --check"
+    "manta convert ./llama ./llama-int4 --quantization int4 --calibrate book.txt  |  "
+    "manta convert ./llama-manta --check"
 )
 def convert(
     spec: _Spec,
@@ -260,6 +261,12 @@ def convert(
         Convertible,
         typer.Option(help="gguf keeps a .gguf file's blocks; int8 and others quantise weights."),
     ] = "auto",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A text like your requests; int4 is rounded to change it least."
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Read a converted folder and compare its digests.")
     ] = False,
@@ -268,7 +275,15 @@ def convert(
     from deployments.cli.models.convert import run
 
     raise typer.Exit(
-        run(spec, target, device=device, dtype=dtype, quantization=quantization, check=check)
+        run(
+            spec,
+            target,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            check=check,
+            calibrate=calibrate,
+        )
     )
 
 

@@ -229,20 +229,24 @@ def plan(
         table = [whole.config.record.tensors["embedding"].names[0]] * (quantized.method == "gguf")
         quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
-    weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
+    by_format = _by_format(config, linears, experts)
+    kinds = dict.fromkeys(dtype if name in ("auto", "none") else name for name in by_format)
+    weights_kind = ", ".join(kinds)
     return EnginePlan(
         speculation=resolved.speculation,
         device=device,
         dtype=dtype,
         weights_kind=weights_kind if quantized is None else quantized.name,
         products=tuple(
-            products(
-                config.quantization,
+            line
+            for quantization, (own_linears, own_experts) in by_format.items()
+            for line in products(
+                quantization,
                 quantized,
                 device.capability,
                 cuda,
-                linears,
-                experts,
+                own_linears,
+                own_experts,
                 config.deterministic,
             )
         ),
@@ -310,6 +314,21 @@ def plan_encoder(
             param="pools",
         )
     return rows
+
+
+def _by_format(
+    config: EngineConfig, linears: list[str], experts: list[str]
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Return value of `quantization` -> the names of linear layers and experts that have it."""
+    from engine.quantization.by_layer import pattern_of  # imports torch
+
+    formats: dict[str, tuple[list[str], list[str]]] = {config.quantization: ([], [])}
+    for number, names in enumerate((linears, experts)):
+        for name in names:
+            pattern = pattern_of(config.quantization_layers, name)
+            own = config.quantization if pattern is None else config.quantization_layers[pattern]
+            formats.setdefault(own, ([], []))[number].append(name)
+    return formats
 
 
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:

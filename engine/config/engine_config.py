@@ -7,7 +7,7 @@ from typing import Literal, get_type_hints
 
 import msgspec
 
-from engine.config.quant_formats import Quantization
+from engine.config.quant_formats import LayerQuantization, Quantization
 from engine.errors import ConfigError
 from engine.sampling_params import LogprobsMode
 from engine.speculation.settings import read_speculation
@@ -52,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such a file
         where all replicas run on the CPU, dtype is "auto", deterministic is off and tensor_parallel
         is 1, else "none". The other values quantise 16-bit weights at load: the table below.
+    quantization_layers: formats of some matrices, where they differ: pattern of names -> format,
+        as in {"*.down_proj": int8, lm_head: none}; the first match holds.
     kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
         capability 8.9) and "int4" quantise them: about 1.9 times, or 3.6 times, the tokens in the
         same memory. int4 loses the most accuracy, int8 the least. On the CPU attention is then
@@ -154,6 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Device = "auto"
     dtype: DType = "auto"
     quantization: Quantization = "auto"
+    quantization_layers: dict[str, LayerQuantization] = {}
     kv_dtype: KVDType = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None

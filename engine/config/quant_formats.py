@@ -130,7 +130,9 @@ CHECKPOINT_FORMATS = tuple(name for name, form in QUANT_FORMATS.items() if form.
 
 if TYPE_CHECKING:  # names for type checkers, which do not read the table's values
     Quantization = str
+    LayerQuantization = str
     Convertible = str
 else:
     Quantization = Literal["auto", "none", "gguf", *QUANT_FORMATS]
+    LayerQuantization = Literal["none", *QUANT_FORMATS]
     Convertible = Literal["auto", "none", "gguf", *CHECKPOINT_FORMATS]

@@ -61,6 +61,7 @@ def load_model(resolved: Resolved) -> Model:
         resolved.device,
         kernels_for(resolved.device.type, config.deterministic),
         quantization=config.quantization,
+        quantization_layers=config.quantization_layers,
     )
     dummy = config.load_format == "dummy"
     load_weights(model, None if dummy else resolved.folder, seed=config.seed or 0)
@@ -95,6 +96,15 @@ class Paged:
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
         """Compute each entry's tokens from `start` to the end; return logits [end - start,
         vocab_size]."""
+        metas = self.metas(entries, lora)
+        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
+        logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
+        return list(logits.split([len(ids) - start for ids, _, start in entries]))
+
+    def metas(
+        self, entries: Sequence[Entry], lora: LoraStep | None = None
+    ) -> Sequence[AttentionMeta]:
+        """Return the planned AttentionMeta of each view for a step of these entries."""
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )
@@ -115,6 +125,4 @@ class Paged:
             attention = groups.groups[view.group].attention
             cache = self.kv.layers[view.layers[0]][0]
             self.kernels.prepare(view_meta, attention.num_heads, cache, attention.latent_rank)
-        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
-        logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
-        return list(logits.split([len(ids) - start for ids, _, start in entries]))
+        return metas

@@ -13,6 +13,7 @@ from engine.layers.linear import LatentProjection, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
+from engine.quantization.by_layer import LayerMethods
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Rows, Source, as_rows
 from kernels.dispatch import Kernels
@@ -43,8 +44,15 @@ class Builder:
     runs_on: str = "cuda"  # type of the device that will run the model
     # Names of tensors, and of modules with all their tensors, that only other ranks hold.
     elsewhere: set[str] = field(default_factory=set)
+    layer_methods: LayerMethods | None = None  # of layers with formats of their own
     # outputs of experts, passed to the next layer
     ahead: list[torch.Tensor] = field(default_factory=list)
+
+    def method_of(self, layer: str, names: Sequence[str]) -> LinearMethod:
+        """Return the method of a layer that merges these matrices of the checkpoint."""
+        if self.layer_methods is None:
+            return self.method
+        return self.layer_methods.of(layer, names)
 
     def at(self, layer: int) -> "Builder":
         return replace(self, layer=layer)
@@ -91,7 +99,8 @@ class Builder:
         """
         own_ranges = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
         parts = self._parts(ours, sizes, own_ranges, in_features, (0, in_features), stored)
-        return Linear(self._spec(ours, parts, bias), self.method)
+        spec = self._spec(ours, parts, bias)
+        return Linear(spec, self.method_of(spec.name, [part.name for part in parts]))
 
     def row(
         self,
@@ -112,7 +121,8 @@ class Builder:
             self.elsewhere.update(f"{part.name}.bias" for part in parts)
             bias = False
         spec = self._spec(ours, parts, bias)
-        return RowParallelLinear(spec, self.method, self.group)
+        method = self.method_of(spec.name, [part.name for part in parts])
+        return RowParallelLinear(spec, method, self.group)
 
     def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
         """Make a norm of the kind that the config names.
@@ -149,7 +159,8 @@ class Builder:
         rows: the range that this rank has.
         """
         parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
-        return LatentProjection(self._spec(ours, parts, False), self.method)
+        spec = self._spec(ours, parts, False)
+        return LatentProjection(spec, self.method_of(spec.name, [part.name for part in parts]))
 
     def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
         """Make an RMS norm without weights."""

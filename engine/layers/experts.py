@@ -23,8 +23,10 @@ class Stack:
     """
 
     def __init__(self, build: Builder) -> None:
-        self.method = build.method
         self.spec: ExpertsSpec = build.experts()
+        sources = (*self.spec.gate_up, *self.spec.down)
+        names = [source.name.removesuffix(".weight") for source in sources]
+        self.method = build.method_of(self.spec.name, names)
         self.state: Any
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = self.method.create_experts(self.spec)

@@ -21,7 +21,7 @@ from engine.models.vision.tower import Tower
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
-from engine.quantization.registry import linear_method
+from engine.quantization.registry import linear_method, methods_by_layer
 from engine.weights.parameter import Parameter, Unit
 from kernels.dispatch import Kernels
 from kernels.kv.quantized import KV
@@ -184,34 +184,48 @@ def build_model(
     kernels: Kernels,
     *,
     quantization: str = "none",
+    quantization_layers: Mapping[str, str] | None = None,
     group: TensorParallelGroup | None = None,
     stage: Stage = Stage(),  # noqa: B008, it is frozen
     spread_experts: bool = False,
     data_parallel_attention: bool = False,
     virtual_tokens: int = 0,
     runs_on: str | None = None,
+    method: LinearMethod | None = None,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
+    quantization_layers: pattern of the names of matrices -> their quantization, where it differs.
     spread_experts: whether ranks of the group have whole experts instead of a part of each.
     data_parallel_attention: whether each rank has all heads, for its own requests.
     virtual_tokens: rows after the vocabulary in the embedding table.
     runs_on: the type of the device that will run the model, if it differs. On torch's "meta" device
         a model takes no memory, but reports the memory that it would take.
+    method: the method of all linear layers, in place of the one that quantization names.
     """
     build = _builder(model_config, dtype, torch.device(device), kernels, quantization, runs_on)
     build = replace(
         build,
+        method=method or build.method,
         group=group or TensorParallelGroup(),
         stage=stage,
         spread_experts=spread_experts,
         data_parallel_attention=data_parallel_attention,
     )
+    layer_methods = None
+    if quantization_layers:
+        layer_methods = methods_by_layer(
+            build.method, quantization_layers, kernels, build.runs_on, model_config.quantized
+        )
+        build = replace(build, layer_methods=layer_methods)
     # A head that is the embedding is loaded with it, dense if the method needs that.
     tied = build.method
     if not tied.FROM_DENSE:
         tied = linear_method("none", kernels, build.runs_on)
-    return MODELS[model_config.record.network](build, tied, virtual_tokens)
+    model = MODELS[model_config.record.network](build, tied, virtual_tokens)
+    if layer_methods is not None:
+        layer_methods.check()
+    return model
 
 
 def build_tower_alone(

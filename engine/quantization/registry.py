@@ -1,11 +1,12 @@
 """Chooses the LinearMethod for a configuration and a checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from engine.config.quant_formats import QUANT_FORMATS, QuantFormat
 from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
+from engine.quantization.by_layer import LayerMethods
 from engine.quantization.cpu import DenseCpu, Int8Cpu
 from engine.quantization.method import DenseCuda, LinearMethod
 from engine.quantization.rounded.cpu import RoundedCpu
@@ -77,3 +78,33 @@ def linear_method(
     if quantized is not None:
         return (StoredCpu if device == "cpu" else StoredCuda)(kernels, quantized)
     return METHODS["none" if name in _AS_THEY_ARE else name][device](kernels)
+
+
+def methods_by_layer(
+    default: LinearMethod,
+    formats: Mapping[str, str],
+    kernels: Kernels,
+    device: str,
+    quantized: Quantized | None = None,
+) -> LayerMethods:
+    """Make the methods of layers with formats of their own.
+
+    default: the method of other layers.
+    formats: pattern of names -> name of a method.
+    Raises ConfigError for a checkpoint that is quantised, and as `check_quantization` does.
+    """
+    if quantized is not None:
+        raise ConfigError(
+            f"quantization_layers: the checkpoint's weights are {quantized.name} already; leave it "
+            "out, or take a checkpoint in 16 bits",
+            param="quantization_layers",
+        )
+    made: dict[str, LinearMethod] = {}
+    for name in dict.fromkeys(formats.values()):
+        try:
+            made[name] = linear_method(name, kernels, device)
+        except ConfigError as error:
+            raise ConfigError(
+                f"quantization_layers: {error.message}", param="quantization_layers"
+            ) from None
+    return LayerMethods(default, {pattern: made[name] for pattern, name in formats.items()})

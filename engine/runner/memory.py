@@ -81,6 +81,7 @@ def outline(resolved: Resolved, stage: int = 0, *, whole: bool = False) -> Model
         "meta",
         kernels_for("cpu", config.deterministic),  # its kernels are never called
         quantization=config.quantization,
+        quantization_layers=config.quantization_layers,
         # no other rank has more heads
         group=TensorParallelGroup(ranks - 1, ranks),
         stage=Stage(stage, stages),

@@ -154,6 +154,21 @@ def fill_part(part: Loadable, stored: dict[str, StoredTensor], folder: Path) -> 
     part.finish()
 
 
+def fill_parameters(
+    model: Loadable, parameters: Sequence[Parameter], stored: dict[str, StoredTensor], folder: Path
+) -> None:
+    """Allocate and fill some parameters of a model, without packing them.
+
+    stored: the tensors of the whole model, as `read_named` returns them.
+    Raises ConfigError as load_weights does.
+    """
+    sources = {source.name for parameter in parameters for source in parameter.sources}
+    units = [Unit([parameter], _nothing, False) for parameter in parameters]
+    _allocate([*parameters])
+    used = {name: stored[name] for name in stored if name in sources}
+    run_jobs(_jobs(model, units, used, folder), model.device, None)
+
+
 def each_parameter(
     model: Loadable,
     folder: Path,

@@ -17,7 +17,14 @@ _FLOATS = ("F32", "F16", "BF16")  # safetensors' names of 16- and 32-bit floats
 
 
 def run(
-    spec: str, target: Path | None, *, device: str, dtype: str, quantization: str, check: bool
+    spec: str,
+    target: Path | None,
+    *,
+    device: str,
+    dtype: str,
+    quantization: str,
+    check: bool,
+    calibrate: Path | None = None,
 ) -> int:
     if check:
         return _check(Path(spec))
@@ -37,11 +44,16 @@ def run(
     if config.quantization in CHECKPOINT_FORMATS:
         with StatusLine("Quantising") as status:
             count = convert_rounded(
-                config, target, lambda loading: status.update(f"Quantising: {loading}")
+                config,
+                target,
+                lambda loading: status.update(f"Quantising: {loading}"),
+                calibrate,
             )
         what = f"{count:,} matrices in {config.quantization}, for every device"
         print(f"{target}: {what}; {_sizes(target)}")
         return 0
+    if calibrate is not None:
+        raise ConfigError("--calibrate needs --quantization int4", param="calibrate")
     with StatusLine("Converting") as status:
         manifest = convert(config, target, lambda loading: status.update(f"Converting: {loading}"))
     weights = manifest.dtype if manifest.quantization == "none" else manifest.quantization

@@ -1,0 +1,168 @@
+"""Rounds matrices to 4-bit integers with a scale and a zero point for each group of inputs.
+
+`searched` minimises the squared error of each group. `fed_back` also spreads the error of each
+column over those that are not rounded yet, as GPTQ does (Frantar et al. 2022).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOP = 15  # the largest code
+_LEAST = 6e-8  # the smallest positive float16, the scale of groups of zeros
+# Shares of a group's range that are tried. A clipped outlier leaves finer steps for the rest.
+_SHARES = (1.0, 0.92, 0.84, 0.76, 0.68)
+_STEP = 4 << 20  # weights that are searched at once, with some float32 temporaries each
+_DAMPING = 0.01  # share of the mean diagonal that is added to the Hessian's diagonal
+
+
+class Codes(NamedTuple):
+    """A matrix in 4 bits: weight is about scale * (code - zero).
+
+    codes: uint8 [out, in].
+    scale: float16 [out, groups].
+    zeros: uint8 [out, groups].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zeros: Tensor
+
+    def dense(self) -> Tensor:
+        """Return the matrix that the codes stand for, float32 [out, in]."""
+        groups = self.codes.unflatten(1, (self.scale.shape[1], -1)).float()
+        groups = (groups - self.zeros.unsqueeze(-1).float()) * self.scale.unsqueeze(-1).float()
+        return groups.flatten(1)
+
+
+def searched(weight: Tensor, group: int, importance: Tensor | None = None) -> Codes:
+    """Round a matrix so that each group's squared error is the least that was tried.
+
+    weight: float32 [out, in].
+    group: inputs that share a scale and a zero point; it divides the inputs.
+    importance: float32 [in], the weight of each input's error; None = all are alike.
+    """
+    width = weight.shape[1]
+    scales, zeros, codes = [], [], []
+    for part in weight.split(max(1, _STEP // width)):
+        groups = part.unflatten(1, (-1, group))
+        weigh = torch.ones(width) if importance is None else importance.float()
+        scale, zero = _grid(groups, weigh.view(1, -1, group))
+        scales.append(scale.half())
+        zeros.append(zero.to(torch.uint8))
+        codes.append(_coded(groups, scale, zero).flatten(1).to(torch.uint8))
+    return Codes(torch.cat(codes), torch.cat(scales), torch.cat(zeros))
+
+
+def _coded(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    codes = (groups / scale.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1))
+    return codes.clamp_(0, TOP)
+
+
+def _grid(groups: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and zero point of each group, float32 [out, groups].
+
+    Scales are numbers of float16.
+
+    groups: [out, groups, inputs].
+    weigh: [1, groups, inputs], the weight of each squared error.
+    """
+    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+    best = torch.full(low.shape, float("inf"))
+    best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
+
+    def attempt(scale: Tensor, zero: Tensor) -> None:
+        """Keep this grid for the groups whose error it makes less."""
+        scale = scale.clamp(min=_LEAST).half().float()
+        steps = _coded(groups, scale, zero).sub_(zero.unsqueeze(-1))
+        error = steps.mul_(scale.unsqueeze(-1)).sub_(groups).square_().mul_(weigh).sum(-1)
+        better = error < best
+        best.copy_(torch.where(better, error, best))
+        best_scale.copy_(torch.where(better, scale, best_scale))
+        best_zero.copy_(torch.where(better, zero, best_zero))
+
+    for share in _SHARES:
+        scale = ((high - low) * (share / TOP)).clamp_(min=_LEAST)
+        attempt(scale, (-low * share / scale).round_().clamp_(0, TOP))
+    # the best scale for these codes, by least squares
+    zero = best_zero.clone()
+    steps = _coded(groups, best_scale, zero).sub_(zero.unsqueeze(-1))
+    weighed = steps * weigh
+    attempt((weighed * groups).sum(-1) / (weighed * steps).sum(-1).clamp_(min=1e-30), zero)
+    return best_scale, best_zero
+
+
+class Feedback(NamedTuple):
+    """The Hessian of the inputs of some matrices, as `fed_back` uses it.
+
+    order: int64 [in], the order in which columns are rounded.
+    inverse: float32 [in, in], the upper Cholesky factor of the inverse of the ordered Hessian.
+    importance: float32 [in], the mean square of each input, relative to all.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    importance: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor) -> "Feedback | None":
+        """Prepare a Hessian; return None for zeros, where no token came.
+
+        hessian: float32 [in, in], the sum of x x^T over the calibration's inputs x.
+        """
+        diagonal = hessian.diagonal()
+        mean = float(diagonal.mean())
+        if not mean > 0:
+            return None
+        order = diagonal.argsort(descending=True, stable=True)
+        inverse = _inverse_root(hessian[order][:, order] / mean)
+        return cls(order, inverse, diagonal / mean + _DAMPING)
+
+
+def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
+    """Round a matrix column by column; later columns make up for the error of earlier ones.
+
+    Columns with the largest inputs are rounded first, while most others can still change. Scales
+    and zero points are those of `searched`, so codes stay in the order of the inputs.
+
+    weight: float32 [out, in].
+    group: inputs that share a scale and a zero point.
+    """
+    order, inverse, importance = feedback
+    scale, zeros = searched(weight, group, importance)[1:]
+    groups = order.div(group, rounding_mode="floor")
+    steps, zero = scale.float()[:, groups].t().contiguous(), zeros.float()[:, groups].t()
+    # [in, out], so that each column of the matrix is contiguous
+    left = weight.t()[order].contiguous()
+    codes = torch.empty_like(left)
+    width, block = len(left), 64
+    for begin in range(0, width, block):
+        end = min(begin + block, width)
+        errors = torch.empty(end - begin, left.shape[1])
+        for at in range(begin, end):
+            code = (left[at] / steps[at]).round_().add_(zero[at]).clamp_(0, TOP)
+            codes[at] = code
+            error = (left[at] - (code - zero[at]) * steps[at]) / inverse[at, at]
+            left[at + 1 : end].addr_(inverse[at, at + 1 : end], error, alpha=-1)
+            errors[at - begin] = error
+        left[end:].addmm_(inverse[begin:end, end:].t(), errors, alpha=-1)
+    back = order.argsort()
+    return Codes(codes[back].t().to(torch.uint8).contiguous(), scale, zeros)
+
+
+def _inverse_root(hessian: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a Hessian whose mean diagonal is 1.
+
+    Damping grows until the matrix is positive definite.
+    """
+    damping = _DAMPING
+    while True:
+        damped = hessian + damping * torch.eye(len(hessian))
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            inverse = torch.cholesky_inverse(root)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not bool(failed):
+                return upper
+        damping *= 10
