@@ -176,7 +176,7 @@ def decide(
                 "(T4, RTX 20) or later",
                 param="device",
             )
-        for quantization in {config.quantization, *config.quantization_layers.values()}:
+        for quantization in {config.quantization, *(config.quantization_layers or {}).values()}:
             _check_capability(quantization, name, capability)
 
     if config.images == "off":

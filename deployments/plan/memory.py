@@ -4,7 +4,7 @@ The calculation is the engine's own (`engine.runner.memory.plan_memory`), for a 
 take no memory. Values that the engine measures at its start are estimated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -230,8 +230,8 @@ def plan(
         quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
     by_format = _by_format(config, linears, experts)
-    kinds = dict.fromkeys(dtype if name in ("auto", "none") else name for name in by_format)
-    weights_kind = ", ".join(kinds)
+    names = (dtype if name in ("auto", "none") else name for name in by_format)
+    weights_kind = ", ".join(dict.fromkeys(names))
     return EnginePlan(
         speculation=resolved.speculation,
         device=device,
@@ -323,10 +323,11 @@ def _by_format(
     from engine.quantization.by_layer import pattern_of  # imports torch
 
     formats: dict[str, tuple[list[str], list[str]]] = {config.quantization: ([], [])}
+    layers = config.quantization_layers or {}
     for number, names in enumerate((linears, experts)):
         for name in names:
-            pattern = pattern_of(config.quantization_layers, name)
-            own = config.quantization if pattern is None else config.quantization_layers[pattern]
+            pattern = pattern_of(layers, name)
+            own = config.quantization if pattern is None else layers[pattern]
             formats.setdefault(own, ([], []))[number].append(name)
     return formats
 
@@ -391,11 +392,24 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
     )
 
 
-@lru_cache(maxsize=8)  # a price list has dozens of node types for the same configuration
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A stage of a model, compared by text: a configuration with mappings has no hash."""
+
+    text: str
+    resolved: "Resolved" = field(compare=False)
+    stage: int
+
+
 def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
+    return _outline_of(_Asked(repr(resolved), resolved, stage))
+
+
+@lru_cache(maxsize=8)  # a price list has dozens of node types for the same configuration
+def _outline_of(asked: _Asked) -> "Model":
     from engine.runner.memory import outline
 
-    return outline(resolved, stage)
+    return outline(asked.resolved, asked.stage)
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:

@@ -156,7 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Device = "auto"
     dtype: DType = "auto"
     quantization: Quantization = "auto"
-    quantization_layers: dict[str, LayerQuantization] = {}
+    quantization_layers: dict[str, LayerQuantization] | None = None
     kv_dtype: KVDType = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None

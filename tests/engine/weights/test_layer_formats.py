@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.plan.memory import Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.conversion import convert_rounded
@@ -59,6 +60,19 @@ def test_plan_counts_them(folder: Path) -> None:
     all_four = outline(folder, {}).num_bytes
     some = outline(folder, {"*.down_proj": "int8"}).num_bytes
     assert all_four < some < outline(folder, {"*": "int8"}).num_bytes
+
+
+def test_plan_says_them(folder: Path) -> None:
+    """Bug: a configuration with a mapping ends `manta plan` in a TypeError."""
+    config = EngineConfig(
+        model=str(folder),
+        quantization="int4",
+        quantization_layers={"*.down_proj": "int8"},
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+    )
+    planned = plan(ModelConfig.from_folder(folder), config, Hardware.gpu("h100"))
+    assert planned.weights_kind == "int4, int8"
+    assert [line.partition(":")[0] for line in planned.products] == ["int4", "int8"]
 
 
 def test_a_copy_has_them(folder: Path, tmp_path: Path) -> None:
