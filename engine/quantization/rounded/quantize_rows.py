@@ -5,6 +5,9 @@ from torch import Tensor
 
 from kernels.packed import Decoded, Format
 
+# Shares of a group's range that are tried for 4 bits. A clipped outlier leaves finer steps.
+_SHARES = (1.0, 0.92, 0.84, 0.76)
+
 
 def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
     """Return for each value the index, as uint8, of the nearest number of an ascending table."""
@@ -15,8 +18,8 @@ def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
 def rounded(form: Format, weight: Tensor) -> Decoded:
     """Quantise weight [n, in] to the codes, scales and offsets that PackedWeight.fill takes.
 
-    Symmetric codes reach the largest magnitude of a group. Codes with an offset reach both ends of
-    its range, up to the rounding of scale and offset, which are rounded before the codes.
+    Symmetric codes reach the largest magnitude of a group. 8-bit codes with an offset reach both
+    ends of its range, up to the rounding of scale and offset, which are rounded before the codes.
     """
     rows, width = weight.shape
     groups = weight.float().view(rows, width // form.group, form.group)
@@ -33,16 +36,43 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
         scale = groups.abs().amax(-1)
         codes = nearest(groups / scale.clamp(min=1e-30).unsqueeze(-1), form.table)
     else:
-        top = (1 << form.bits) - 1
-        low, high = groups.aminmax(dim=-1)
-        # Groups of equal weights get the smallest positive scale of its dtype.
-        least = 6e-8 if form.scale == torch.float16 else 1e-30
-        scale = ((high - low) / top).clamp_(min=least).to(form.scale).float()
-        offset = low.to(form.scale).float()
-        codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
-        codes = codes.round_().clamp_(0, top).to(torch.uint8)
+        codes, scale, offset = _with_offset(form, groups)
     codes = codes.view(rows, width)
     if form.bits == 4:
         both = codes.view(rows, -1, 2, 16)
         codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
     return codes, scale, offset
+
+
+def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise groups [n, groups, inputs] to codes with a scale and an offset each.
+
+    Of the ranges that are tried a group takes the one with the least squared error.
+    """
+    top = (1 << form.bits) - 1
+    # Groups of equal weights get the smallest positive scale of its dtype.
+    least = 6e-8 if form.scale == torch.float16 else 1e-30
+    low, high = groups.aminmax(dim=-1)
+    best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    for share in _SHARES if form.bits == 4 else (1.0,):
+        cut = (high - low) * ((1 - share) / 2)
+        scale = ((high - low) * (share / top)).clamp_(min=least).to(form.scale).float()
+        offset = (low + cut).to(form.scale).float()
+        codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
+        codes = codes.round_().clamp_(0, top)
+        off = torch.addcmul(offset.unsqueeze(-1), codes, scale.unsqueeze(-1)).sub_(groups)
+        error = off.square_().sum(-1)
+        codes = codes.to(torch.uint8)
+        if best is None:
+            best = error, codes, scale, offset
+            continue
+        better = error < best[0]
+        each = better.unsqueeze(-1)
+        best = (
+            torch.where(better, error, best[0]),
+            torch.where(each, codes, best[1]),
+            torch.where(better, scale, best[2]),
+            torch.where(better, offset, best[3]),
+        )
+    assert best is not None
+    return best[1:]

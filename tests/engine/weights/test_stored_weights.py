@@ -373,7 +373,13 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
     codes, scale, low = rounded(form, weight)
     decoded = unpacked(form, (codes, scale, low))
     half = (scale / 2 * 1.001 + 1e-6).repeat_interleave(form.group, 1)
-    assert ((decoded - weight).abs() <= half).all()
+    off = (decoded - weight).abs()
+    # outliers of 4 bits are cut by a tenth of the range at most
+    groups = weight.unflatten(1, (-1, form.group))
+    cut = (0.12 * (bits == 4) * (groups.amax(-1) - groups.amin(-1))).repeat_interleave(
+        form.group, 1
+    )
+    assert (off <= half + cut).all() and (off > half).float().mean() < 0.05
     if able():
         state = method.finish(DenseState(weight.bfloat16(), None))
         want = unpacked(form, rounded(form, weight.bfloat16())).double()
