@@ -99,12 +99,12 @@ def methods_by_layer(
             "out, or take a checkpoint in 16 bits",
             param="quantization_layers",
         )
-    made: dict[str, LinearMethod] = {}
+    methods: dict[str, LinearMethod] = {}
     for name in dict.fromkeys(formats.values()):
         try:
-            made[name] = linear_method(name, kernels, device)
+            methods[name] = linear_method(name, kernels, device)
         except ConfigError as error:
             raise ConfigError(
                 f"quantization_layers: {error.message}", param="quantization_layers"
             ) from None
-    return LayerMethods(default, {pattern: made[name] for pattern, name in formats.items()})
+    return LayerMethods(default, {pattern: methods[name] for pattern, name in formats.items()})

@@ -64,7 +64,7 @@ def read_pieces(file: Path, folder: Path) -> list[Tensor]:
         ) from None
     tokenizer = Tokenizer.load(str(folder))
     first = tokenizer.encode("", add_special_tokens=True)
-    # the longest word has more than one byte a token, so the text is cut before it is tokenised
+    # tokens have fewer than 16 characters on average; the rest of a large file is not tokenised
     ids = tokenizer.encode(text[: 16 * PIECE * PIECES])
     if len(ids) < LEAST:
         raise ConfigError(
@@ -104,7 +104,11 @@ def calibrate(
     heads = {id(parameter.tensor) for end in model._ends() for parameter in end.parameters}
     fill_parameters(
         model,
-        [one for one in model.parameters() if id(one.tensor) not in inside | heads],
+        [
+            parameter
+            for parameter in model.parameters()
+            if id(parameter.tensor) not in inside | heads
+        ],
         stored,
         folder,
     )

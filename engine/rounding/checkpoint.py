@@ -86,10 +86,11 @@ def _description(
     groups += [_group_of(QUANT_FORMATS[name], at, group) for name, at in layers.items()]
     if quant.head and not any(_HEAD in at for at in layers.values()):
         groups.append(_group_of(QUANT_FORMATS[quant.head], [_HEAD], 0))
-    formats = {one["format"] for one in groups}
+    formats = {layers_of["format"] for layers_of in groups}
     if len(formats) == 1:
-        groups = [{key: one[key] for key in one if key != "format"} for one in groups]
-    named = {f"group_{number}": one for number, one in enumerate(groups)}
+        for layers_of in groups:
+            del layers_of["format"]
+    named = {f"group_{number}": layers_of for number, layers_of in enumerate(groups)}
     return _compressed(formats.pop() if len(formats) == 1 else "mixed-precision", **named)
 
 

@@ -134,19 +134,19 @@ def fed_back(weight: Tensor, group: int, feedback: Feedback) -> Codes:
     groups = order.div(group, rounding_mode="floor")
     steps, zero = scale.float()[:, groups].t().contiguous(), zeros.float()[:, groups].t()
     # [in, out], so that each column of the matrix is contiguous
-    left = weight.t()[order].contiguous()
-    codes = torch.empty_like(left)
-    width, block = len(left), 64
+    remaining = weight.t()[order].contiguous()
+    codes = torch.empty_like(remaining)
+    width, block = len(remaining), 64
     for begin in range(0, width, block):
         end = min(begin + block, width)
-        errors = torch.empty(end - begin, left.shape[1])
+        errors = torch.empty(end - begin, remaining.shape[1])
         for at in range(begin, end):
-            code = (left[at] / steps[at]).round_().add_(zero[at]).clamp_(0, TOP)
+            code = (remaining[at] / steps[at]).round_().add_(zero[at]).clamp_(0, TOP)
             codes[at] = code
-            error = (left[at] - (code - zero[at]) * steps[at]) / inverse[at, at]
-            left[at + 1 : end].addr_(inverse[at, at + 1 : end], error, alpha=-1)
+            error = (remaining[at] - (code - zero[at]) * steps[at]) / inverse[at, at]
+            remaining[at + 1 : end].addr_(inverse[at, at + 1 : end], error, alpha=-1)
             errors[at - begin] = error
-        left[end:].addmm_(inverse[begin:end, end:].t(), errors, alpha=-1)
+        remaining[end:].addmm_(inverse[begin:end, end:].t(), errors, alpha=-1)
     back = order.argsort()
     return Codes(codes[back].t().to(torch.uint8).contiguous(), scale, zeros)
 

@@ -67,10 +67,10 @@ def _with_offset(form: Format, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             best = error, codes, scale, offset
             continue
         better = error < best[0]
-        each = better.unsqueeze(-1)
+        of_groups = better.unsqueeze(-1)
         best = (
             torch.where(better, error, best[0]),
-            torch.where(each, codes, best[1]),
+            torch.where(of_groups, codes, best[1]),
             torch.where(better, scale, best[2]),
             torch.where(better, offset, best[3]),
         )

@@ -91,6 +91,7 @@ def test_a_copy_has_them(folder: Path, tmp_path: Path) -> None:
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
+    """Bug: a pattern with a slip of the pen is ignored, and the layer has the others' format."""
     with pytest.raises(ConfigError, match=r"'\*.dwn_proj' matches no matrix"):
         outline(folder, {"*.dwn_proj": "int8"})
     with pytest.raises(ConfigError, match=r"multiplied as one matrix .* different formats"):
@@ -115,6 +116,7 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_on_the_cpu(folder: Path) -> None:
+    """Bug: the method of the other layers packs a layer that has a format of its own."""
     config = ModelConfig.from_folder(folder)
     from kernels.dispatch import kernels_for
 
