@@ -1,4 +1,4 @@
-"""python -m bench.simulate routing|scaling|overload|roles|costs|calibrate
+"""python -m bench.simulate routing|scaling|overload|scale|roles|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies; seeded, so rows
 are equal on any machine. overload: routers and replicas in virtual time with slow engines, at ten
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import result_file
-from bench.simulate import calibrate, costs, overload, roles, routing, scaling
+from bench.simulate import calibrate, costs, overload, roles, routing, scale, scaling
 from bench.simulate.fleet.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus.engine import engine_fields
+
+_NAMES = ("routing", "scaling", "overload", "scale", "costs", "calibrate")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    known = ("routing", "scaling", "overload", "roles", "costs", "calibrate")
-    parser.add_argument("what", choices=known)
+    parser.add_argument("what", choices=_NAMES)
     parser.add_argument("--out", type=Path, help="folder for the result files")
     parser.add_argument("--pictures", type=Path, help="folder for SVG files")
     parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
@@ -49,9 +50,12 @@ def main() -> None:
             if case_rows[0].case.startswith(("mixed/64", "gpu/64")):
                 name = case_rows[0].case.rpartition("/")[0]
                 pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
+    elif args.what == "scale":
+        rows, lines = scale.all_rows(args.quick)
+        _show(rows)
     elif args.what in ("costs", "overload", "roles"):
-        made = {"costs": costs.all_rows, "overload": overload.rows, "roles": roles.all_rows}
-        rows = list(made[args.what]())
+        measure = {"costs": costs.all_rows, "overload": overload.rows, "roles": roles.all_rows}
+        rows = list(measure[args.what]())
         _show(rows)
         lines = [asdict(row) for row in rows]
     else:
@@ -65,7 +69,7 @@ def main() -> None:
         config = {"ours": {"seed": routing.SEED}, "peers": {}}
         if args.what == "routing":
             config["ours"]["adapter_seeds"] = routing.ADAPTER_SEEDS
-        device = "" if args.what == "costs" else "simulated"
+        device = "" if args.what in ("costs", "scale") else "simulated"
         table = [asdict(row) for row in rows]
         result_file.write(args.out, f"simulate-{args.what}", config, table, lines, device)
     if args.pictures:

@@ -22,7 +22,6 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import DispatchLimits
-from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
@@ -115,14 +114,14 @@ def chats(dice: Random) -> tuple[int, int]:
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
-class _Service:
+class Service:
     """Routers and replicas, connected with each other."""
 
-    def __init__(self, speeds: Sequence[Speed], routers: int, queue_seconds: float) -> None:
+    def __init__(self, speeds: Sequence[Speed], routers: int, limits: DispatchLimits) -> None:
         self.engines: list[SimEngine] = []
         self.replica_servers: list[ReplicaServer] = []
         self._speeds = speeds
-        limits = DispatchLimits(admission=AdmissionLimits(queue_seconds=queue_seconds))
+        self._limits = limits
         card = ModelCard("m", 32768, 1000, (2,), 0)
         self.routers = [
             Dispatcher(card, None, limits, f"router-{number}")  # type: ignore[arg-type]
@@ -137,7 +136,7 @@ class _Service:
                 self.engines.append(SimEngine(speed, *callbacks))
                 return self.engines[-1]
 
-            replica_server = ReplicaServer(ChannelLimits(), StallLimits(), make)
+            replica_server = ReplicaServer(self._limits.channel, StallLimits(), make)
             ready = await replica_server.start(EngineConfig(model="simulated"), "memory")
             self.replica_servers.append(replica_server)
             columns[f"{speed.pool}/{number}"] = {
@@ -185,7 +184,8 @@ async def _run(
     rate: float,
     users: int,
 ) -> Found:
-    service = _Service(speeds, routers, 0.75 * PROMISE)
+    limits = DispatchLimits(admission=AdmissionLimits(queue_seconds=0.75 * PROMISE))
+    service = Service(speeds, routers, limits)
     await service.start()
     loop, dice, results = asyncio.get_running_loop(), Random(1), Found()
     for number, router in enumerate(service.routers):

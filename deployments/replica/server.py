@@ -57,6 +57,9 @@ _ROUTER_BITS = 40  # engine's request id = connection's index << 40 | the router
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _IDLE_NEWS = 0.05  # seconds between stats for a router that has no tokens in a step
 _PULLS = (1.0, 10.0)  # seconds without a pulled byte after which a drain ends; the longest wait
+# Beyond so many routers these seconds grow in proportion: where there are many routers there are
+# many replicas, and the stats of all of them would fill a router's core.
+_FEW_ROUTERS = 16
 _FAREWELL = 0.2  # seconds for sending the last frames before connections are closed
 _MAX_PREFIX_BYTES = 4096  # most bytes of prefix hashes in a frame: those of eight long prompts
 
@@ -320,6 +323,7 @@ class ReplicaServer:
         for router in routers.values() if frame.gone else ():
             if len(router.gone) < _MAX_PREFIX_BYTES * 8:
                 router.gone += frame.gone
+        pause = _IDLE_NEWS * max(1.0, len(routers) / _FEW_ROUTERS)
         for id in frame.taken:
             sender = routers.get(id >> _ROUTER_BITS)
             if sender is not None:
@@ -335,7 +339,7 @@ class ReplicaServer:
                     mine.append(delta)
                     if delta.finish:
                         router.live.discard(id)
-            if mine or idle or router.since_sent(now) > _IDLE_NEWS:
+            if mine or idle or router.since_sent(now) > pause:
                 router.send_frame(stats, mine)
             return
         by_router: dict[int, list[Delta]] = {}
@@ -351,7 +355,7 @@ class ReplicaServer:
                 owner.live.discard(id)
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
-            if deltas or idle or router.since_sent(now) > _IDLE_NEWS:
+            if deltas or idle or router.since_sent(now) > pause:
                 router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:

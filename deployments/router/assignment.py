@@ -19,7 +19,6 @@ from deployments.router.replicas.replicas import Replicas
 from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import MOVE_TOKENS
 from deployments.routing.prefix_index import hash_prefix, pack_hashes
-from deployments.routing.replica_state import ReplicaState
 from deployments.routing.route import route
 from deployments.transport.channel import AdapterRef, Submit
 from engine.errors import MantaError, Overloaded
@@ -98,18 +97,23 @@ class Assignment:
         self._metrics = metrics
         self._random = random
 
-    def begin(self, inflight: InflightRequest, roomy: Sequence[ReplicaState]) -> None:
+    def begin(self, inflight: InflightRequest) -> None:
         """Send a new request to one of the replicas that have room."""
         self._metrics.queue.observe(time.monotonic() - inflight.arrived)
-        names = None
-        if len(roomy) < len(self._replicas):
-            names = [replica.name for replica in roomy]
-        self.assign([choice for choice in inflight.choices if not choice.done], names)
+        choices = [choice for choice in inflight.choices if not choice.done]
+        self.assign(choices, with_room=True)
 
-    def assign(self, choices: list[InflightChoice], among: Sequence[str] | None = None) -> None:
+    def assign(
+        self,
+        choices: list[InflightChoice],
+        among: Sequence[str] | None = None,
+        *,
+        with_room: bool = False,
+    ) -> None:
         """Send choices of one request to one replica; if there is none, they wait.
 
         among: names of the replicas that may be chosen; None: any.
+        with_room: whether only replicas that take more choices may be chosen.
         """
         first = choices[0]
         inflight = first.inflight
@@ -134,9 +138,17 @@ class Assignment:
         decision = None
         prefilled, first_only = first.prefill, False
         if fleet.apart:
-            decision, first_only = self._apart(choices, wanted, names, now)
+            decision, first_only = self._apart(choices, wanted, names, now, with_room=with_room)
         if decision is None:
-            decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
+            decision = route(
+                wanted,
+                fleet,
+                self._random,
+                now,
+                among=names,
+                avoid=first.place,
+                with_room=with_room,
+            )
         for choice in choices:
             choice.prefill = first_only and decision is not None
         if decision is None:
@@ -157,6 +169,8 @@ class Assignment:
         wanted: RoutingRequest,
         among: Sequence[str] | None,
         now: float,
+        *,
+        with_room: bool,
     ) -> tuple[RoutingDecision | None, bool]:
         """Return the replica for choices where some replicas compute prompts for others, and
         whether it computes the prompt only; (None, False) if none of the right role may be chosen.
@@ -169,14 +183,30 @@ class Assignment:
         going_on = [name for name, state in states.items() if state.role != "prefill"]
         pooled = first.inflight.request.params.pooled
         if first.emitted or first.suspicion.tokens or pooled:
-            choice = route(wanted, fleet, self._random, now, among=going_on, avoid=first.place)
+            choice = route(
+                wanted,
+                fleet,
+                self._random,
+                now,
+                among=going_on,
+                avoid=first.place,
+                with_room=with_room,
+            )
             return choice, False
-        roomy = [n for n, s in fleet.replicas.items() if s.role != "prefill" and s.room()[0] > 0]
-        warm = route(wanted, fleet, self._random, now, among=roomy) if roomy else None
+        answering = [name for name, state in fleet.replicas.items() if state.role != "prefill"]
+        warm = route(wanted, fleet, self._random, now, among=answering, with_room=True)
         if warm is not None and wanted.prompt_tokens - warm.cached < MOVE_TOKENS:
             return warm, False
         computing = [name for name, state in states.items() if state.role != "decode"]
-        decision = route(wanted, fleet, self._random, now, among=computing, avoid=first.place)
+        decision = route(
+            wanted,
+            fleet,
+            self._random,
+            now,
+            among=computing,
+            avoid=first.place,
+            with_room=with_room,
+        )
         if decision is None:
             return None, False
         return decision, fleet.replicas[decision.replica].role == "prefill"

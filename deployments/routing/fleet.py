@@ -13,6 +13,8 @@ replicas: the columns, and which replicas hold which prefix and which adapter.
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,12 @@ Fields = NDArray[np.float64]  # [fields, columns]
 
 # The fields of a column, which are rows of the table; the first three are `Fleet.terms`.
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING, _MOVE = range(10)
+# What admission asks of each replica: see `Fleet.places` and the fields after it.
+_PLACES, _FREE_ROWS, _ROUTERS, _RATE, _ROWS, _FIRST, _ROLE = range(10, 17)
+_FIELDS = 17
+# The codes of `ReplicaState.role`; DECODES goes on with prompts of others.
+ENGINE, PREFILL, DECODES = range(3)
+_ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
 HARM = 0.1  # weight of a second's delay for each running stream, against one for the new request
 # Seconds without a frame that are normal for a busy replica, in addition to three steps.
 _STALE = 0.25
@@ -36,12 +44,14 @@ _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
 MOVE_TOKENS = 256  # fewer are computed rather than pulled from another replica
 MOVE_SECONDS = 0.01  # of a pull, besides those of its bytes: connections, and steps in flight
 _WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
+_PEERS = 32  # replicas of a pool whose mean speed a new one is assumed to have
 
 
 class Fleet:
     """The replicas in service, by name.
 
-    `terms`, `room` and the other columns are for routing.route. They are valid after `refresh`.
+    `terms`, `room` and the other columns are for routing.route and for admission. They are valid
+    after `refresh`.
     """
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
@@ -56,13 +66,14 @@ class Fleet:
         self._changed: set[ReplicaState] = set()  # states whose columns are out of date
         # Column -> the stats from which its cache sizes were taken.
         self._stats: dict[int, EngineStats] = {}
+        self._vacant: list[int] = []  # heap of columns without a replica
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
         count = len(self.columns)
         old = getattr(self, "_table", None)
-        self._table: Fields = np.zeros((10, capacity))
-        self._table[FIXED] = self._table[_DUE] = self._table[_MOVE] = np.inf
+        self._table: Fields = np.zeros((_FIELDS, capacity))
+        self._clear(slice(None))
         self.hashes: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
         if old is not None:
             self._table[:, :count] = old[:, :count]
@@ -79,6 +90,18 @@ class Fleet:
         self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
         self.move = table[_MOVE]  # seconds for each token that is pulled from another replica
         self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
+        # ReplicaState.room; -inf where no request may be sent.
+        self.places, self.free_rows = table[_PLACES], table[_FREE_ROWS]
+        # ReplicaState.rate, rows and first_seconds.
+        self.rates, self.rows, self.first_seconds = table[_RATE], table[_ROWS], table[_FIRST]
+        self.roles = table[_ROLE]
+
+    def _clear(self, columns: slice | int) -> None:
+        """Let columns stand for no replica."""
+        for field in (FIXED, _DUE, _MOVE):
+            self._table[field, columns] = np.inf
+        self._table[_PLACES, columns] = self._table[_FREE_ROWS, columns] = -np.inf
+        self._table[_ROUTERS, columns] = 0
 
     # -- members
 
@@ -100,15 +123,15 @@ class Fleet:
         adapter_slots: adapters that fit on its device; 0: unknown.
         kv_token_bytes, role: see `ReplicaState`.
         """
-        column = next(
-            (i for i, known in enumerate(self.columns) if known is None), len(self.columns)
-        )
-        if column == len(self.columns):
+        if self._vacant:
+            column = heappop(self._vacant)
+        else:
+            column = len(self.columns)
             if column == self._table.shape[1]:
                 self._resize(2 * column)
             self.columns.append(None)
             self._view(len(self.columns))
-        peers = [peer.steps.cost for peer in self.replicas.values() if peer.pool == pool]
+        peers = (peer.steps.cost for peer in self.replicas.values() if peer.pool == pool)
         replica = ReplicaState(
             name,
             pool,
@@ -117,7 +140,7 @@ class Fleet:
             prefix_caching=prefix_caching,
             kv_token_bytes=kv_token_bytes,
             role=role,
-            cost=StepCost.mean(peers),
+            cost=StepCost.mean(list(islice(peers, _PEERS))),
             changed=self._changed,
         )
         replica.column = column
@@ -141,21 +164,24 @@ class Fleet:
         replica.column = -1
         del self.replicas[replica.name], self._stats[column]
         self.columns[column] = None
-        self._table[FIXED, column] = self._table[_DUE, column] = np.inf
-        self._table[_MOVE, column] = np.inf
+        heappush(self._vacant, column)
+        self._clear(column)
 
     @property
     def apart(self) -> bool:
         """Whether replicas are available that compute prompts for others, and such others."""
-        roles = {replica.role for replica in self.available()}
-        return "prefill" in roles and len(roles) > 1
+        self.refresh()
+        available = self.places > -np.inf
+        computing = (available & (self.roles == PREFILL)).any()
+        return bool(computing and (available & (self.roles != PREFILL)).any())
 
     def available(self) -> list[ReplicaState]:
         return [replica for replica in self.replicas.values() if replica.available]
 
     def routers(self) -> int:
         """Return the number of routers as the replicas report it; 1 before any report."""
-        return max((replica.stats.routers for replica in self.replicas.values()), default=1)
+        self.refresh()
+        return max(1, int(self._table[_ROUTERS, : len(self.columns)].max(initial=1)))
 
     # -- caches
 
@@ -291,6 +317,13 @@ class Fleet:
             table[_ROOM, column] = np.inf
             table[_BEYOND, column] = 0.0
         table[_DUE, column] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
+        table[_ROUTERS, column], table[_ROLE, column] = stats.routers, _ROLES[replica.role]
+        table[_PLACES, column] = table[_FREE_ROWS, column] = -np.inf
+        if replica.available:
+            table[_PLACES, column], table[_FREE_ROWS, column] = replica.room()
+            table[_RATE, column] = replica.rate()
+            table[_ROWS, column] = replica.rows
+            table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step
         table[_ENDING, column] = ending
         table[_MOVE, column] = replica.move_seconds()

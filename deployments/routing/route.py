@@ -55,6 +55,7 @@ def route(
     *,
     among: Sequence[str] | None = None,
     avoid: str = "",
+    with_room: bool = False,
 ) -> RoutingDecision | None:
     """Return the replica to send a request to; None if none is available.
 
@@ -63,6 +64,7 @@ def route(
     among: names of the replicas that may be chosen; None: all.
     avoid: a replica to choose only if there is no other, such as one that has just failed this
         request.
+    with_room: whether only replicas that take more choices may be chosen (`Fleet.places`).
     """
     fleet.refresh()
     terms = fleet.terms
@@ -101,6 +103,8 @@ def route(
             has[list(holding)] = True
             absent[has] = 0.0
         cost += absent
+    if with_room:
+        cost[fleet.places <= 0] = np.inf
     if among is not None and len(among) < len(fleet.replicas):
         allowed = np.full(len(cost), np.inf)
         allowed[[fleet.replicas[name].column for name in among]] = 0.0

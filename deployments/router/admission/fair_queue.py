@@ -24,7 +24,11 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
+Fields = NDArray[np.float64]  # a value for each replica
 
 # Expected output tokens of a request without a limit, before any request has ended. Larger than the
 # guess of routing (`OUTPUT_GUESS`), so that too little is admitted rather than too much.
@@ -78,21 +82,29 @@ class Capacity:
     first_seconds: float = 0.0
 
     @classmethod
-    def over(cls, replicas: Sequence["Capacity"], endings: Sequence[float] = ()) -> "Capacity":
+    def over(
+        cls,
+        rates: Fields,
+        rows: Fields,
+        free: Fields,
+        first_seconds: Fields,
+        endings: Sequence[float] = (),
+    ) -> "Capacity":
         """Return the capacity of all replicas: the sums, and the mean of first_seconds.
 
         A replica with an unknown rate is assumed to have the mean rate of the others.
 
+        rates, rows, free, first_seconds: of each replica; see Capacity.
         endings: see Capacity; of all replicas.
         """
-        rows = sum(replica.rows for replica in replicas)
-        free = sum(replica.free for replica in replicas)
-        first = sum(replica.first_seconds for replica in replicas) / max(1, len(replicas))
-        known = [replica.rate for replica in replicas if replica.rate < math.inf]
-        if not known:
-            return cls(math.inf, rows or math.inf, free, endings, first)
-        rate = max(1.0, sum(known) * len(replicas) / len(known))
-        return cls(rate, rows, free, endings, first)
+        count = len(rates)
+        places, unused = float(rows.sum()), float(free.sum())
+        first = float(first_seconds.sum()) / max(1, count)
+        known = rates[rates < math.inf]
+        if not len(known):
+            return cls(math.inf, places or math.inf, unused, endings, first)
+        rate = max(1.0, float(known.sum()) * count / len(known))
+        return cls(rate, places, unused, endings, first)
 
 
 @dataclass(frozen=True, slots=True)

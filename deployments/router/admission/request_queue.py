@@ -17,7 +17,7 @@ from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_cards import ModelCards
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.requests_in_flight import RequestsInFlight
-from deployments.routing.fleet import Fleet
+from deployments.routing.fleet import DECODES, PREFILL, Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
 
@@ -93,8 +93,8 @@ class RequestQueue:
         if ready and not free:
             self._check(key, 0, 0.0, None)
 
-    def check(self, request: GenerationRequest) -> list[ReplicaState]:
-        """Return the replicas that a new request may be sent to now; [] if it has to wait.
+    def check(self, request: GenerationRequest) -> bool:
+        """Return whether a new request may be sent to a replica now; else it has to wait.
 
         Raises MantaError if the request is refused.
         """
@@ -107,7 +107,7 @@ class RequestQueue:
             message = f"this router has {len(self._requests)} requests in flight already"
             raise Overloaded(message, retry_after=self.seconds())
         if self._queue.sequences:
-            roomy = []
+            roomy = False
         elif free:
             return roomy
         if not ready and self.choices >= limits.waiting:
@@ -116,13 +116,13 @@ class RequestQueue:
         self._check(request.key, request.priority, self._work(request), request.deadline)
         return roomy  # the request waits at a replica rather than here, for the next free row
 
-    def enter(self, inflight: InflightRequest, roomy: list[ReplicaState]) -> None:
+    def enter(self, inflight: InflightRequest, roomy: bool) -> None:
         """Send a request to a replica, or let it wait.
 
         roomy: result of `check`.
         """
         if roomy:
-            self._assignment.begin(inflight, roomy)
+            self._assignment.begin(inflight)
             return
         request = inflight.request
         self._tickets[inflight] = self._queue.push(
@@ -151,10 +151,10 @@ class RequestQueue:
     def fill(self) -> None:
         """Send waiting requests while any replica has room."""
         queue = self._queue
-        while queue.head() is not None and (roomy := self._survey()[1]):
+        while queue.head() is not None and self._survey()[1]:
             inflight = queue.pop()
             del self._tickets[inflight]
-            self._assignment.begin(inflight, roomy)
+            self._assignment.begin(inflight)
 
     def fail_all(self, error: MantaError) -> None:
         """Fail all waiting requests, as no replica will come for them."""
@@ -195,23 +195,24 @@ class RequestQueue:
 
     # -- measures
 
-    def _survey(self) -> tuple[bool, list[ReplicaState], bool]:
-        """Return (whether a replica is available, the replicas that take more choices, whether one
-        of them has a free row)."""
-        ready = free = False
-        roomy = []
-        apart, goes_on = self._fleet.apart, False
-        for replica in self._fleet.replicas.values():
-            if replica.available:
-                ready = True
-                room, free_rows = replica.room()
-                goes_on = goes_on or (room > 0 and replica.role != "prefill")
-                if room > 0 and not (apart and replica.role == "decode"):
-                    roomy.append(replica)
-                    free = free or free_rows > 0
-        if apart and not goes_on:  # prompts would be computed long before their answers begin
-            return ready, [], False
-        return ready, roomy, free
+    def _survey(self) -> tuple[bool, bool, bool]:
+        """Return whether a replica is available, whether one takes more choices, and whether one
+        of these has a free row.
+
+        It takes a few array operations, however many replicas there are.
+        """
+        fleet = self._fleet
+        fleet.refresh()
+        places = fleet.places
+        if not len(places):
+            return False, False, False
+        ready, takes = bool(places.max() > -math.inf), places > 0
+        if fleet.apart:
+            if not takes[fleet.roles != PREFILL].any():
+                return ready, False, False  # prompts would be computed long before their answers
+            takes &= fleet.roles != DECODES
+        roomy = bool(takes.any())
+        return ready, roomy, roomy and bool((fleet.free_rows[takes] > 0).any())
 
     def _limit(self, request: GenerationRequest) -> int:
         """Return the most output tokens that a choice can have."""
@@ -240,22 +241,19 @@ class RequestQueue:
     def _capacity_at(self, now: float) -> Capacity:
         until, capacity = self._capacity
         if now >= until:
-            known = self._fleet.available()
+            fleet = self._fleet
+            fleet.refresh()
+            known = fleet.places > -math.inf
             capacity = Capacity.over(
-                [
-                    Capacity(
-                        rate=replica.rate(),
-                        rows=replica.rows,
-                        free=replica.room()[1],
-                        first_seconds=replica.first_seconds,
-                    )
-                    for replica in known
-                ],
+                fleet.rates[known],
+                fleet.rows[known],
+                fleet.free_rows[known],
+                fleet.first_seconds[known],
                 self._endings(),
             )
             if capacity.rate < math.inf:
                 self._rate = capacity.rate
-            elif known:
+            elif known.any():
                 # All replicas are new, after an update or from another pool. The last known rate is
                 # used until theirs is known, so that waiting work is not refused.
                 capacity = replace(capacity, rate=self._rate)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
+import numpy as np
+
 from deployments.router.admission.fair_queue import (
     AdmissionLimits,
     Capacity,
@@ -96,8 +98,9 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        capacity = Capacity(state.rate(), state.rows, state.room()[1], (), state.first_seconds)
-        return Capacity.over([capacity], sorted(self._endings()))
+        fields = state.rate(), state.rows, state.room()[1], state.first_seconds
+        columns = [np.array([field], np.float64) for field in fields]
+        return Capacity.over(*columns, sorted(self._endings()))
 
     def _endings(self) -> Iterator[float]:
         for request in self._replica.running + self._replica.waiting:

@@ -231,7 +231,7 @@ def test_a_replica_that_left_leaves_nothing():
     known_fleet = fleet(a=stats(adapters=["x"]))
     send(known_fleet, prompt(1))
     known_fleet.remove(known_fleet.replicas["a"])
-    assert len(known_fleet.index) == 0 and not known_fleet.holders["x"]
+    assert not known_fleet.index.match(prompt(1).prefix_hashes) and not known_fleet.holders["x"]
     assert choose(known_fleet) == {None: 100}
     known_fleet.add_replica("b", "gpu", step_tokens=512)
     known_fleet.replicas["b"].opened(1, 0.0)
@@ -272,6 +272,9 @@ def test_the_index_finds_the_longest_and_is_bounded():
     assert index.match(prompt(29).prefix_hashes) == [(1 << 29, 8)]
     index.forget(29)
     assert index.match(prompt(29).prefix_hashes) == []
+    index.add_prefix(prompt(40).prefix_hashes[:2], 29)  # a new replica in its column
+    assert index.match(prompt(29).prefix_hashes) == [] and len(index) <= 20
+    assert index.match(prompt(40).prefix_hashes) == [(1 << 29, 2)]
 
 
 # -- what steps cost
