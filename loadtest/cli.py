@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadtest import cli_results
+from loadtest import cli_chaos, cli_results
 from loadtest.cli_run import console_on, execute, failing, read
 
 if TYPE_CHECKING:
@@ -171,6 +171,9 @@ app.command(
     epilog='Example:  loadtest search chat.yaml --slo "p99_ttft<500ms, p99_tpot<50ms"  |  '
     "loadtest search chat.yaml --sweep 1..64"
 )(cli_results.search)
+app.command(
+    epilog="Example:  loadtest chaos --url http://127.0.0.1:8000 --users 16 --kill-pid 1234"
+)(cli_chaos.chaos)
 
 
 def _default_folder(scenario: "Scenario", path: Path) -> Path:

@@ -73,7 +73,7 @@ def route(
     tokens = request.prompt_tokens + (request.sequences - 1) * min(STRIDE, request.prompt_tokens)
     output = _OUTPUT_WEIGHT * min(request.max_tokens, _OUTPUT_HORIZON)
     cost: NDArray[np.float64] = np.array((1.0, tokens, output)) @ terms  # FIXED, TOKEN, DECODE
-    over = tokens - fleet.room
+    over = np.maximum(tokens - fleet.room, 0.0)
     if over.max() > 0:
         cost += np.where(over > 0, fleet.ending + over * fleet.beyond, 0.0)
     late = now - fleet.due
