@@ -91,7 +91,7 @@ def figures_of(
     lost = [record for record in begun if record.failed]
     refused = [r for r in quick if r.error_class in _REFUSALS and not r.chunks]
     others = [r for r in quick if r.failed and not r.chunks and r.error_class not in _REFUSALS]
-    firsts = [seconds for r in answered if (seconds := r.ttft_s) is not None]
+    firsts = [first for r in answered if (first := r.ttft_s) is not None]
     pauses = [b[0] - a[0] for r in quick for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
     good = sum(1 for r in answered if r.verified != "different" and _soon(r, first_limit_s))
     # Answers that come after the last request was sent take time of their own.
