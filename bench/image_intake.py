@@ -2,7 +2,8 @@
 
     python -m bench.image_intake --model bench/models/qwen3-vl-8b --out bench/results
 
-`stage/...` has the CPU time of one picture by stage, the least of --repeats. `processes/N` runs N
+`stage/...` has the CPU time of one picture by stage, the least of --repeats. `resize_alone_ms` is
+the CPU time of Pillow's own resize, and `..._wall_ms` the time that passes. `processes/N` runs N
 routers' intakes at once, each over --count pictures: CPU time a picture (without the start of the
 processes) and pictures/s together. The picture is drawn from seed 0, as large as a photograph's
 file.
@@ -48,14 +49,19 @@ def photograph(width: int, height: int) -> bytes:
     return data + bytes(-len(data) % 3)  # so that base64 can go on behind it
 
 
-def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """Return the least CPU time of this thread in milliseconds."""
+def least_ms(work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    """Return the least time of some work in milliseconds."""
     times = []
     for _ in range(repeats):
-        begin = time.thread_time()
+        begin = clock()
         work()
-        times.append(time.thread_time() - begin)
+        times.append(clock() - begin)
     return round(1000 * min(times), 2)
+
+
+def cpu_ms(work: Callable[[], object], repeats: int) -> float:
+    """Return the least CPU time of all threads in milliseconds."""
+    return least_ms(work, repeats, time.process_time)
 
 
 def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float]:
@@ -72,7 +78,18 @@ def stages(url: str, processor: ImageProcessor, repeats: int) -> dict[str, float
     }
     prepared = cpu_ms(lambda: prepare(processor, file, layout, 0), repeats)
     times["hash_ms"] = round(prepared - times["resize_ms"] - times["decode_ms"], 2)
-    return {**times, "all_ms": round(sum(times.values()), 2)}
+    times["all_ms"] = round(sum(times.values()), 2)
+    _, height, width = layout.shape
+
+    def alone() -> bytes:
+        return picture.resize((width, height), Pillow.Resampling.BICUBIC).tobytes()
+
+    def resize() -> object:
+        return processor.pixels(picture, layout)
+
+    for name, work in (("resize_alone", alone), ("resize", resize)):
+        times[f"{name}_wall_ms"] = least_ms(work, repeats, time.perf_counter)
+    return {**times, "resize_alone_ms": cpu_ms(alone, repeats)}
 
 
 async def take(url: str, processor: ImageProcessor, count: int) -> None:
@@ -146,6 +163,7 @@ def main() -> None:
     width, height = map(int, args.size.split("x"))
     url, processor = picture(args.model, (width, height))
     lines: list[dict[str, Any]] = []
+    ImageIntake()  # Pillow's memory as in a router
 
     def measured(case: str, line: dict[str, float]) -> None:
         lines.append({"case": case, **line})

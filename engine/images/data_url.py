@@ -33,7 +33,9 @@ def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:
         piece = text[at : at + _SLICE]
         last = at + _SLICE >= len(text)
         try:
-            ascii_bytes = piece.encode("ascii").translate(_STANDARD)
+            ascii_bytes = piece.encode("ascii")
+            if b"-" in ascii_bytes or b"_" in ascii_bytes:
+                ascii_bytes = ascii_bytes.translate(_STANDARD)
             decoded = binascii.a2b_base64(ascii_bytes, strict_mode=True)
         except ValueError:  # raised for characters outside ASCII, too
             raise _no_base64() from None

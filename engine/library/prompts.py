@@ -17,6 +17,7 @@ from engine.images.expand import expand_placeholders, surround
 from engine.images.image import Image
 from engine.images.layout import ImageError
 from engine.images.processor import ImageProcessor, PixelCache, image_processor, prepare
+from engine.images.threads import share_out
 from engine.library.pictures import Picture, read_messages, read_pictures
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
@@ -198,10 +199,11 @@ class Prompts:
         self._checked(ids)  # before any work on pixels
 
         def images() -> list[Image]:
-            return [
-                prepare(processor, picture.image, layout, start, self._cache)
-                for picture, layout, start in zip(pictures, layouts, starts, strict=True)
-            ]
+            def prepared(index: int) -> Image:
+                image, layout, start = pictures[index].image, layouts[index], starts[index]
+                return prepare(processor, image, layout, start, self._cache)
+
+            return share_out(prepared, range(len(pictures)))
 
         return EncodedPrompt(ids, images)
 

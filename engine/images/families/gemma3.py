@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from PIL import Image as Pillow
 
 from engine.images.layout import ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -44,4 +45,4 @@ class Gemma3Images:
         """Return the pixels [1, side, side, 3] of an RGB picture."""
         import numpy as np
 
-        return np.asarray(picture.resize((self.side, self.side), self.filter), np.uint8)[None]
+        return np.asarray(resized(picture, (self.side, self.side), self.filter), np.uint8)[None]

@@ -8,6 +8,7 @@ from PIL import Image as Pillow
 
 from engine.images.families.tiles import cut, stacked, tile_layout
 from engine.images.layout import ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -100,12 +101,12 @@ class Idefics3Images:
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [tiles, tile, tile, 3] of an RGB picture, the whole of it last."""
         size = self._fitted(*picture.size)
-        picture, whole = picture.resize(size, self.filter), (self.tile, self.tile)
+        picture, whole = resized(picture, size, self.filter), (self.tile, self.tile)
         tiles = []
         if layout.shape[0] > 1:
-            picture = picture.resize(self._tiled(*size), self.filter)
+            picture = resized(picture, self._tiled(*size), self.filter)
             tiles = cut(picture, self.tile)
-        return stacked([*tiles, picture.resize(whole, self.filter)])
+        return stacked([*tiles, resized(picture, whole, self.filter)])
 
 
 def _even(side: float) -> int:

@@ -8,6 +8,7 @@ from PIL import Image as Pillow
 from engine.images.families.internvl_chat import CONTEXT
 from engine.images.families.tiles import cut, stacked, tile_layout
 from engine.images.layout import ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -73,5 +74,5 @@ class InternImages:
         if layout.shape[0] > 1:
             columns, rows = self._grid(*picture.size)
             size = columns * self.tile, rows * self.tile
-            tiles = cut(picture.resize(size, self.filter), self.tile)
-        return stacked([*tiles, picture.resize((self.tile, self.tile), self.filter)])
+            tiles = cut(resized(picture, size, self.filter), self.tile)
+        return stacked([*tiles, resized(picture, (self.tile, self.tile), self.filter)])

@@ -8,6 +8,7 @@ from PIL import Image as Pillow
 
 from engine.images.families.tiles import cut, stacked, tile_layout
 from engine.images.layout import ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class Llama4Images:
         rows, columns = self._canvas(height, width) if several else (1, 1)
         high, wide = self._fitted(height, width, (rows, columns))
         canvas = Pillow.new("RGB", (columns * self.tile, rows * self.tile))
-        canvas.paste(picture.resize((wide, high), self.filter))
+        canvas.paste(resized(picture, (wide, high), self.filter))
         tiles = cut(canvas, self.tile)
         if several:
-            tiles.append(picture.resize((self.tile, self.tile), self.filter))
+            tiles.append(resized(picture, (self.tile, self.tile), self.filter))
         return stacked(tiles)

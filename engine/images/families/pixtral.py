@@ -8,6 +8,7 @@ from PIL import Image as Pillow
 
 from engine.images.families.pixtral_config import patch_and_merge
 from engine.images.layout import ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -63,4 +64,4 @@ class PixtralImages:
         import numpy as np
 
         _, height, width = layout.shape
-        return np.asarray(picture.resize((width, height), self.filter), np.uint8)[None]
+        return np.asarray(resized(picture, (width, height), self.filter), np.uint8)[None]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from PIL import Image as Pillow
 
 from engine.images.layout import ImageError, ImageLayout, check_sides
+from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
 if TYPE_CHECKING:
@@ -77,4 +78,4 @@ class QwenImages:
         import numpy as np
 
         _, height, width = layout.shape
-        return np.asarray(picture.resize((width, height), self.filter), np.uint8)[None]
+        return np.asarray(resized(picture, (width, height), self.filter), np.uint8)[None]

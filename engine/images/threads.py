@@ -1,0 +1,42 @@
+"""share_out: runs work on pictures in this thread and in those that have nothing else to do."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MOST = 4  # threads for one picture; Pillow lets others run while it decodes and resizes
+
+
+@cache
+def threads() -> int:
+    """Return how many threads work on one picture: one a core, at most 4."""
+    return min(_MOST, len(os.sched_getaffinity(0)))
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, threads() - 1), thread_name_prefix="pictures")
+
+
+def share_out(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the results of `work` for all items, some of which other threads compute.
+
+    Work may share out parts of its own. The first error is raised once no item is being worked on.
+    """
+    first, *others = items
+    handed = [(item, _helpers().submit(work, item)) for item in others]
+    try:
+        results = [work(first)]
+        for item, future in handed:
+            # Where the helpers are busy with other pictures, this thread does not wait for them.
+            results.append(work(item) if future.cancel() else future.result())
+        return results
+    finally:
+        for _, future in handed:
+            if not future.cancel():
+                future.exception()
