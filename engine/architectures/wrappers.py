@@ -38,6 +38,7 @@ _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 _PLACES = {
     "gemma3": "<start_of_image>",
     "gemma4": "<|image|>",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
     "idefics3": "<image>",
     "internvl": "<IMG_CONTEXT>\n",
     "llama4": "<|image|>",
@@ -91,6 +92,9 @@ WRAPPERS: dict[str, Wrapper] = {
             text_key="llm_config",
             place=_PLACES["internvl"],
         ),
+        _wrapper("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text", images="glm4v"),
+        _wrapper("Glm4vMoeForConditionalGeneration", "GLM-4.5V, GLM-4.6V", images="glm4v"),
+        _wrapper("Glm46VForConditionalGeneration", "GLM-4.6V-Flash", images="glm4v"),
         _wrapper("Idefics2ForConditionalGeneration", "Idefics 2"),
         _wrapper("Idefics3ForConditionalGeneration", "Idefics 3", images="idefics3"),
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM", images="idefics3"),
@@ -116,4 +120,5 @@ TEXT_TYPES = {
     "qwen3_vl_text": "qwen3",
     "gemma3": "gemma3_text",
     "kimi_k2": "deepseek_v3",
+    "glm4v_moe_text": "glm4_moe",
 }

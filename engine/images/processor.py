@@ -13,6 +13,7 @@ from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.images.families.gemma3 import Gemma3Images
 from engine.images.families.gemma4 import Gemma4Images
+from engine.images.families.glm4v import GlmImages
 from engine.images.families.idefics3 import Idefics3Images
 from engine.images.families.internvl import InternImages
 from engine.images.families.llama4 import Llama4Images
@@ -65,6 +66,7 @@ class ImageProcessor(Protocol):
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "gemma3": Gemma3Images,
+    "glm4v": GlmImages,
     "idefics3": Idefics3Images,
     "internvl": InternImages,
     "internvl_chat": InternImages,

@@ -112,7 +112,7 @@ def made(name: str, folder: Path) -> Seeing:
 
 
 # Cases whose towers alone run each time.
-OTHERS = ("Idefics 3", "InternVL 6B", "Llama 4")
+OTHERS = ("GLM-4.5V", "Idefics 3", "InternVL 6B", "Llama 4")
 FAMILIES = [
     pytest.param(name, marks=[pytest.mark.slow] if name in OTHERS else []) for name in CASES
 ]

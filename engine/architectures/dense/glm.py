@@ -12,6 +12,11 @@ _GLM: Mapping[str, CheckpointTensor] = {
     **NEIGHBOURS,
     "gate_up": CheckpointTensor((f"{LAYER}mlp.gate_up_proj",)),
 }
+_GLM4: Mapping[str, CheckpointTensor] = {
+    **_GLM,
+    "attention_out_norm": CheckpointTensor((f"{LAYER}post_self_attn_layernorm",)),
+    "mlp_out_norm": CheckpointTensor((f"{LAYER}post_mlp_layernorm",)),
+}
 _CHAT_LAYER = "transformer.encoder.layers.{i}."
 _CHATGLM: Mapping[str, CheckpointTensor] = {
     "embedding": CheckpointTensor(("transformer.embedding.word_embeddings",)),
@@ -89,14 +94,16 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Glm4ForCausalLM",
-        {
-            **_GLM,
-            "attention_out_norm": CheckpointTensor((f"{LAYER}post_self_attn_layernorm",)),
-            "mlp_out_norm": CheckpointTensor((f"{LAYER}post_mlp_layernorm",)),
-        },
+        _GLM4,
         models="GLM-4 and GLM-Z1 (0414)",
         model_type="glm4",
         switches={"out_bias": always(False)},
+    ),
+    Architecture(
+        "Glm4vTextModel",
+        _GLM4,
+        model_type="glm4v_text",
+        switches={"qkv_bias": always(True), "out_bias": always(False)},
     ),
     _chatglm("ChatGLMModel", "ChatGLM 2 and 3, GLM-4-9B-Chat"),
     _chatglm("ChatGLMForConditionalGeneration", "GLM-4-9B-Chat, as newer files name it"),

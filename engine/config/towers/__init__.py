@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.architectures import WRAPPERS
 from engine.config.towers.gemma3 import read_gemma3
 from engine.config.towers.gemma4 import read_gemma4
+from engine.config.towers.glm4v import read_glm4v
 from engine.config.towers.idefics3 import read_idefics3
 from engine.config.towers.internvl import read_internvl, read_internvl_chat
 from engine.config.towers.llama4 import read_llama4
@@ -24,6 +25,7 @@ _Read = Callable[[Reader, Reader], VisionConfig | None]
 # Wrapper.images -> the reader of its tower.
 FAMILIES: Mapping[str, _Read] = {
     "gemma3": read_gemma3,
+    "glm4v": read_glm4v,
     "idefics3": read_idefics3,
     "internvl": read_internvl,
     "internvl_chat": read_internvl_chat,

@@ -13,7 +13,7 @@ from engine.config.vision import (
 )
 from engine.config_reader import Reader
 
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +52,27 @@ class Qwen3Vision(QwenVision):
     deepstack_layers: tuple[int, ...]
 
 
-def _shared(
-    config: Reader, settings: Reader, patch: int, section: tuple[int, ...]
+def shared_fields(
+    config: Reader,
+    settings: Reader,
+    patch: int,
+    section: tuple[int, ...],
+    image_token_id: int = 151655,
 ) -> Mapping[str, Any]:
     """Return the fields that all versions read alike.
 
-    patch, section: patch_size and mrope_section where the files are silent.
+    patch, section, image_token_id: patch_size, mrope_section and the token of pictures where the
+        files are silent.
     """
     vision = config.inner("vision_config")
     # Flat files have the text model's keys among their own.
     text = config.inner("text_config") if config.get("text_config") else config
     return {
         # files of Qwen3.5 and later always have it
-        "image_token_id": config.count("image_token_id", 151655),
+        "image_token_id": config.count("image_token_id", image_token_id),
         "names": (("model.visual.", "visual."), ("visual.", "visual.")),
         "num_heads": vision.size("num_heads", 16),
         "patch_size": vision.square("patch_size", patch),
-        "norm_eps": 1e-6,
         "mrope_section": rotary_section(text, section),
         "frames": vision.square("temporal_patch_size", 2),
         "merge": vision.size("spatial_merge_size", 2),
@@ -85,16 +89,17 @@ def read_qwen2_vl(config: Reader, settings: Reader) -> QwenVision:
         hidden_size=width,
         intermediate_size=width * vision.size("mlp_ratio", 4),
         num_layers=vision.size("depth", 32),
+        norm_eps=1e-6,
         out_size=vision.size("hidden_size", 3584),
-        activation=vision.one_of("hidden_act", ("quick_gelu", *_ACTIVATIONS), "quick_gelu"),
-        **_shared(config, settings, 14, (16, 24, 24)),
+        activation=vision.one_of("hidden_act", ("quick_gelu", *ACTIVATIONS), "quick_gelu"),
+        **shared_fields(config, settings, 14, (16, 24, 24)),
     )
 
 
 def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
     """Read the tower of Qwen2.5-VL. Raises ConfigError naming file and key."""
     vision = config.inner("vision_config")
-    shared = _shared(config, settings, 14, (16, 24, 24))
+    shared = shared_fields(config, settings, 14, (16, 24, 24))
     unit = shared["patch_size"] * shared["merge"]
     window = vision.size("window_size", 112)
     if window < unit:
@@ -105,8 +110,9 @@ def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
         hidden_size=vision.size("hidden_size", 3584),
         intermediate_size=vision.size("intermediate_size", 3420),
         num_layers=vision.size("depth", 32),
+        norm_eps=1e-6,
         out_size=vision.size("out_hidden_size", 3584),
-        activation=vision.one_of("hidden_act", _ACTIVATIONS, "silu"),
+        activation=vision.one_of("hidden_act", ACTIVATIONS, "silu"),
         window=window // unit,
         full_layers=(7, 15, 23, 31) if full is None else tuple(full),
         **shared,
@@ -122,12 +128,13 @@ def read_qwen3_vl(config: Reader, settings: Reader) -> Qwen3Vision:
         hidden_size=vision.size("hidden_size", 1152),
         intermediate_size=vision.size("intermediate_size", 4304),
         num_layers=vision.size("depth", 27),
+        norm_eps=1e-6,
         out_size=vision.size("out_hidden_size", text.get("hidden_size")),
-        activation=vision.one_of("hidden_act", _ACTIVATIONS, _ACTIVATIONS[0]),
+        activation=vision.one_of("hidden_act", ACTIVATIONS, ACTIVATIONS[0]),
         deepstack=len(layers),
         interleaved=True,
         positions=vision.size("num_position_embeddings", 2304),
         deepstack_layers=layers,
         # files of Qwen3.5 and later always have their own section
-        **_shared(config, settings, 16, (24, 20, 20)),
+        **shared_fields(config, settings, 16, (24, 20, 20)),
     )

@@ -27,16 +27,19 @@ class QwenImages:
     least, most: the area in pixels.
     """
 
+    name, text = "qwen_vl", "<|image_pad|>"
+    limits = _LEAST, _MOST  # what transformers' class has where the file is silent
+
     def __init__(self, settings: ProcessorSettings) -> None:
         values = settings.values
         self.image_token_id = settings.token("image_token_id")
-        self.placeholder = settings.text(self.image_token_id, "<|image_pad|>")
+        self.placeholder = settings.text(self.image_token_id, self.text)
         self.unit = values.size("patch_size", _PATCH) * values.size("merge_size", _MERGE)
-        size = values.inner("size")
-        self.least = values.size("min_pixels", size.size("shortest_edge", _LEAST))
-        self.most = values.size("max_pixels", size.size("longest_edge", _MOST))
+        size, (least, most) = values.inner("size"), self.limits
+        self.least = values.size("min_pixels", size.size("shortest_edge", least))
+        self.most = values.size("max_pixels", size.size("longest_edge", most))
         self.filter = settings.filter(Pillow.Resampling.BICUBIC)
-        shown = ["qwen_vl", self.unit, self.least, self.most, self.filter]
+        shown = [self.name, self.unit, self.least, self.most, self.filter]
         self.settings = json.dumps(shown).encode()
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:

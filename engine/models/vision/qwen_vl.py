@@ -40,7 +40,7 @@ class _Merger:
 
 
 @dataclass(slots=True)
-class _Entered:
+class Entered:
     """Pictures that were cut into patches, block by block of merge x merge patches.
 
     x: [n, hidden_size] float32, projected patches.
@@ -87,7 +87,7 @@ class QwenTower(Tower):
         inside = 4 * config.hidden_size + 2 * max(2 * config.hidden_size, inner)
         return size * config.merge**2 * inside * self.activation_dtype.itemsize
 
-    def enter(self, pixels: Sequence[Tensor]) -> _Entered:
+    def enter(self, pixels: Sequence[Tensor]) -> Entered:
         """Cut pictures into patches and project them."""
         patch, merge = self.vision.patch_size, self.vision.merge
         grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pixels]
@@ -97,7 +97,7 @@ class QwenTower(Tower):
         weight = self.patch.sum(2).transpose(1, 2).flatten(1)
         x = linear(torch.cat(patches), weight, self.patch_bias)
         rows, columns = (torch.cat(axis) for axis in zip(*where, strict=True))
-        return _Entered(x, grids, rows, columns)
+        return Entered(x, grids, rows, columns)
 
     def block(self, name: str, norms: tuple[Norm, Norm], mlp: MLP) -> Block:
         width = self.config.hidden_size
@@ -229,7 +229,7 @@ class Qwen3Tower(QwenTower):
                 levels.append(self.levels[number].forward(residual))
         return torch.cat((self.merger.forward(residual), *levels), 1).to(self.dtype)
 
-    def _positions(self, entered: _Entered) -> Tensor:
+    def _positions(self, entered: Entered) -> Tensor:
         """Return the learned positions [n, width] of all patches."""
         lengths = entered.lengths
         pictures = zip(

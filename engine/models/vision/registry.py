@@ -6,6 +6,7 @@ from typing import Any
 from engine.layers.build import Builder
 from engine.models.vision.gemma3 import Gemma3Tower
 from engine.models.vision.gemma4 import Gemma4Tower
+from engine.models.vision.glm4v import GlmTower
 from engine.models.vision.idefics3 import Idefics3Tower
 from engine.models.vision.internvl import InternTower
 from engine.models.vision.llama4 import Llama4Tower
@@ -16,6 +17,7 @@ from engine.models.vision.tower import Tower
 # VisionConfig.family -> the tower's class, which takes a builder and the VisionConfig.
 TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "gemma3": Gemma3Tower,
+    "glm4v": GlmTower,
     "idefics3": Idefics3Tower,
     "internvl": InternTower,
     "internvl_chat": InternTower,

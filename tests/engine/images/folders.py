@@ -37,6 +37,15 @@ QWEN3 = {
     "patch_size": 16,
     "num_position_embeddings": 49,
 }
+GLM4V = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "intermediate_size": 80,
+    "out_hidden_size": 48,
+    "image_size": 112,
+    "patch_size": 14,
+}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 64,
@@ -201,6 +210,30 @@ CASES = {
         {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
         {"image_token_id": 90, "scale_factor": 2},
         _SMOL_TOKENS,
+    ),
+    "GLM-4.1V": Case(
+        "Glm4v",
+        TEXT | _axes(1, 1, 1, partial_rotary_factor=0.5),
+        GLM4V | {"attention_bias": True},
+        "Glm4vImageProcessorPil",
+        {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140}},
+        TOKENS,
+    ),
+    # A mixture, and a table of positions that is smaller than most pictures.
+    "GLM-4.5V": Case(
+        "Glm4vMoe",
+        TEXT
+        | _axes(1, 1, 1, partial_rotary_factor=0.5)
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        GLM4V | {"image_size": 42},
+        "Glm4vImageProcessorPil",
+        {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140}},
+        TOKENS,
     ),
     # A table of positions whose lines are rounded, and tiles of fewer patches than it has.
     "Idefics 3": Case(

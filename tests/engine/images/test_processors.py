@@ -48,7 +48,7 @@ def both(case: Case, folder: Path) -> tuple[ImageProcessor, Any]:
     return ours, theirs
 
 
-QWENS = [name for name in CASES if name.startswith("Qwen")]
+QWENS = [name for name in CASES if name.startswith(("Qwen", "GLM"))]
 TILED = ["SmolVLM", "Idefics 3", "InternVL", "InternVL 6B"]
 
 

@@ -1,0 +1,33 @@
+"""Pictures of GLM-4.1V, GLM-4.5V and GLM-4.6V: one view of any shape."""
+
+from engine.images.families.qwen_vl import QwenImages
+from engine.images.layout import ImageLayout
+from engine.images.settings import ProcessorSettings
+
+_FRAMES = 2  # frames of a patch, where the file is silent
+
+
+class GlmImages(QwenImages):
+    """The pictures of a folder whose model resizes them as Qwen's do, but for small ones.
+
+    A file's limits of the area count all frames of a patch, in which a still picture is repeated.
+    """
+
+    name, text = "glm4v", "<|image|>"
+    limits = 112 * 112, 28 * 28 * 15000
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        super().__init__(settings)
+        frames = settings.values.size("temporal_patch_size", _FRAMES)
+        self.least, self.most = -(-self.least // frames), self.most // frames
+        self.settings += f" {frames}".encode()
+
+    def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
+        """Return the layout of a picture, whose sides first become those of an embedding at least.
+
+        Raises ImageError for an aspect ratio above 200.
+        """
+        if 0 < min(width, height) < self.unit:
+            scale = max(self.unit / height, self.unit / width)
+            width, height = int(width * scale), int(height * scale)
+        return super().layout(width, height, detail)
