@@ -36,6 +36,7 @@ from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config, parse_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
+from deployments.plan.encoders import plan_encoders
 from deployments.plan.gpus import GIB, abilities
 from deployments.plan.memory import DoesNotFit, EnginePlan, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, EngineConfig
@@ -159,6 +160,9 @@ def model_checks(
                 yield DoctorCheck("KV cache", "ok", line)
             yield from _speculation(engine, result)
             yield from _host_tier(engine, result)
+        for encoder in plan_encoders(config, model, device):
+            parts = f"{encoder.pool}: {encoder.used / GIB:.2f} GiB an actor", encoder.rate
+            yield DoctorCheck("encoder pool", "ok", ", ".join(filter(None, parts)))
     except ConfigError as error:
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:

@@ -12,6 +12,7 @@ from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_mode
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
+from deployments.plan.encoders import plan_encoders
 from deployments.plan.gpus import GIB, GPUS, abilities
 from deployments.plan.memory import (
     DoesNotFit,
@@ -19,7 +20,6 @@ from deployments.plan.memory import (
     Hardware,
     check_quantization,
     plan,
-    plan_encoder,
     ranks_that_fit,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
@@ -347,16 +347,14 @@ def _host_tier(engine: EngineConfig, result: EnginePlan) -> Iterator[tuple[str, 
 
 
 def _encoders(config: MantaConfig, model: ModelConfig, device: Hardware) -> Iterator[str]:
-    """Yield the lines of the encoder pool's memory, if the configuration has such a pool."""
-    for name, pool in config.encoders.items():
-        engine = EngineConfig(**config.encoder_options(pool))
-        kind = "GPU" if engine.device == "cuda" else "CPU"
-        if engine.device != device.kind:
-            device = Hardware(f"a {kind}", engine.device, 0)
-        rows = plan_encoder(model, engine, device)
-        yield f"Pool     {name} (encoder: the tower alone, on a {kind})"
-        for purpose, size in (*rows, ("in all", sum(size for _, size in rows))):
+    """Yield the lines of each encoder pool: its actor's memory, and its rate where one is known."""
+    for encoder in plan_encoders(config, model, device):
+        kind = "GPU" if encoder.kind == "cuda" else "CPU"
+        yield f"Pool     {encoder.pool} (encoder: the tower alone, on a {kind})"
+        for purpose, size in (*encoder.rows, ("in all", encoder.used)):
             yield f"  {purpose:<28} {size / GIB:9.2f} GiB"
+        if encoder.rate:
+            yield f"  {'rate (estimated)':<28} {encoder.rate} (640 x 427)"
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:

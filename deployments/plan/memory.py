@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and `manta --help` does not 
     from engine.resolve import Resolved
     from engine.runner.memory import MemoryPlan
 
-_CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including libraries' workspaces
-_CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
+CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # including libraries' workspaces
+CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def plan(
     check_quantization(model, config, device.kind)
     resolved = decide(config, model, torch.device(device.kind), device.name, device.capability)
     try:
-        others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
+        others = CUDA_CONTEXT if cuda else CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
         # a share is of the host's memory, which for a GPU is not known here
         host_kv = host_kv_bytes(config, 0 if cuda else device.memory)
@@ -281,39 +281,6 @@ def plan(
         snapshots=min((memory.snapshots for memory, part in kinds if part.kv.recurrent), default=0),
         prefix_caching=config.prefix_caching,
     )
-
-
-def plan_encoder(
-    model: ModelConfig, config: EngineConfig, device: Hardware
-) -> list[tuple[str, int]]:
-    """Return the bytes of an encoder pool's actor by purpose: a tower without its layers.
-
-    device: where it runs; of unknown size if `memory` is 0.
-
-    Raises DoesNotFit, and ConfigError for a model without a tower.
-    """
-    import torch
-
-    from engine.encoder import TowerAlone
-    from engine.resolve import decide
-
-    where = torch.device(device.kind)
-    resolved = decide(config, model, where, device.name, device.capability)
-    encoder = TowerAlone(resolved, torch.device("meta"))
-    rows = [
-        ("weights", encoder.num_bytes),
-        (f"activations ({encoder.largest:,} embeddings)", encoder.step_bytes),
-        _CUDA_CONTEXT if device.kind == "cuda" else _CPU_PROCESS,
-    ]
-    used = sum(size for _, size in rows)
-    if device.memory and used > device.memory:
-        raise DoesNotFit(
-            f"the encoder pool takes {used / GIB:.2f} GiB and {device.name} has "
-            f"{device.memory / GIB:.2f}; lower its engine.image_cache_tokens, the most embeddings "
-            "of an image that it takes",
-            param="pools",
-        )
-    return rows
 
 
 def _by_format(

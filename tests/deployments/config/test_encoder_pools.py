@@ -10,14 +10,20 @@ import pytest
 from deployments.app import as_config, assemble, serve_config
 from deployments.cli import plan
 from deployments.cli.building.kubernetes import rayservice
+from deployments.cli.doctor import model_checks
 from deployments.config.load import parse_config
+from deployments.plan.encoders import plan_encoders
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware
 from deployments.scaling.policy import PoolsPolicy
 from deployments.serve.model_deployments import NodeCapacity, check_gpus, pools, served_model
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.engine.images.folders import CASES, save_model
 
 ENCODER = {"role": "encoder"}
+QWEN = Path(__file__).parents[3] / "bench" / "models" / "qwen3-vl-8b"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +143,38 @@ def test_the_plan_counts_the_tower_alone(
     pool = capsys.readouterr().out.partition(
         "Pool     pictures (encoder: the tower alone, on a CPU)"
     )[2]
-    lines = pool.splitlines()[1:5]
-    assert [line.split()[0] for line in lines] == ["weights", "activations", "Python", "in"]
+    lines = pool.splitlines()[1:6]
+    assert [line.split()[0] for line in lines] == ["weights", "activations", "Python", "in", "rate"]
+    assert "pictures/s a core (640 x 427)" in lines[4]
     assert "512 embeddings" in lines[1] and "0.7" in lines[3]
     file.write_text(f"model: m\npools:\n  gpu: {{}}\n  {encoder}\n")
     plan.run(str(file), "h200", None, None)
     assert "Pool     pictures (encoder: the tower alone, on a CPU)" in capsys.readouterr().out
+
+
+def test_rates_are_those_that_were_measured() -> None:
+    """Bug: a rate of other units or another tower's, by which a pool is made ten times too small.
+
+    519 pictures of 270 embeddings took Qwen3-VL-8B's tower 1.83 s on an H200.
+    """
+    pools = {"gpu": {}, "pictures": ENCODER | {"num_gpus": 1}}
+    config = parse_config({"model": str(QWEN), "pools": pools}, check_files=False)
+    model = ModelConfig.from_file(QWEN / "config.json")
+    (encoder,) = plan_encoders(config, model, Hardware.gpu("h200"))
+    assert encoder.pictures_s == pytest.approx(519 / 1.83 * 270 / 260, rel=0.1)
+    assert encoder.rate == f"about {encoder.pictures_s:.0f} pictures/s a GPU"
+    (unknown,) = plan_encoders(config, model, Hardware("a CPU", "cpu", 0))
+    assert (unknown.kind, unknown.rate) == ("cuda", "")
+
+
+def test_doctor_has_a_line_of_each_encoder_pool(tmp_path: Path) -> None:
+    """Bug: an encoder that does not fit is known once its actor ends."""
+    save_model(tmp_path / "m", CASES["Qwen3-VL"])
+    pools = {"cpu": {}, "pictures": {"role": "encoder"}}
+    config = parse_config({"model": str(tmp_path / "m"), "pools": pools}, check_files=False)
+    checks = list(model_checks(config, None, Hardware("a CPU", "cpu", 8 * GIB)))
+    (check,) = [check for check in checks if check.name == "encoder pool"]
+    assert (check.state, "pictures: 0." in check.text) == ("ok", True)
+    assert "pictures/s a core" in check.text
+    checks = list(model_checks(config, None, Hardware("a CPU", "cpu", GIB // 2)))
+    assert [check for check in checks if check.state == "MISSING"]
