@@ -17,6 +17,7 @@ from engine.images.families.glm4v import GlmImages
 from engine.images.families.idefics3 import Idefics3Images
 from engine.images.families.internvl import InternImages
 from engine.images.families.llama4 import Llama4Images
+from engine.images.families.paddleocr_vl import PaddleImages
 from engine.images.families.pixtral import PixtralImages
 from engine.images.families.qwen_vl import QwenImages
 from engine.images.image import Image
@@ -74,6 +75,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "qwen2_vl": QwenImages,
     "qwen2_5_vl": QwenImages,
     "gemma4": Gemma4Images,
+    "paddleocr_vl": PaddleImages,
     "pixtral": PixtralImages,
     "qwen3_vl": QwenImages,
 }

@@ -232,6 +232,12 @@ ARCHITECTURES = (
         keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     ),
     Architecture(
+        "PaddleOCRTextModel",
+        LLAMA,
+        model_type="paddleocr_vl_text",
+        keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    ),
+    Architecture(
         "HeliumForCausalLM",
         {**LLAMA, **NEIGHBOURS},
         models="Helium",

@@ -11,6 +11,7 @@ from engine.config.towers.glm4v import read_glm4v
 from engine.config.towers.idefics3 import read_idefics3
 from engine.config.towers.internvl import read_internvl, read_internvl_chat
 from engine.config.towers.llama4 import read_llama4
+from engine.config.towers.paddleocr_vl import read_paddleocr_vl
 from engine.config.towers.pixtral import read_pixtral
 from engine.config.towers.qwen_vl import read_qwen2_5_vl, read_qwen2_vl, read_qwen3_vl
 from engine.config.vision import TileVision, VisionConfig, text_alone
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, _Read] = {
     "qwen2_vl": read_qwen2_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
     "gemma4": read_gemma4,
+    "paddleocr_vl": read_paddleocr_vl,
     "pixtral": read_pixtral,
     "qwen3_vl": read_qwen3_vl,
 }

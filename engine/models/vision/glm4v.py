@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.nn.functional import grid_sample, linear
+from torch.nn.functional import linear
 
 from engine.config.towers.glm4v import GlmVision
 from engine.layers.build import Builder
 from engine.models.vision.block import Block, GatedMLP
-from engine.models.vision.qwen_vl import Entered, QwenTower
+from engine.models.vision.qwen_vl import QwenTower, sampled_positions
 from engine.models.vision.tower import segments_of, turns
 
 _MERGER_EPS = 1e-5  # of the merger's LayerNorm, whatever the file says
@@ -54,7 +53,7 @@ class GlmTower(QwenTower):
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         entered = self.enter(pixels)
         x = self.before(entered.x.to(self.activation_dtype))
-        residual = x + self._positions(entered).to(x.dtype)
+        residual = x + sampled_positions(self.table, entered, "bicubic").to(x.dtype)
         rotation = turns(entered.rows, entered.columns, self.vision.head_dim)
         segments = segments_of(entered.lengths, residual.device, rotation)
         for block in self.blocks:
@@ -66,19 +65,3 @@ class GlmTower(QwenTower):
         inner = self.kernels.activation(merged, "gelu")
         gated = self.both.forward(inner, gate=self.config.activation)
         return self.down.forward(gated).to(self.dtype)
-
-    def _positions(self, entered: Entered) -> Tensor:
-        """Return the learned positions [n, width] of all patches, by bicubic interpolation."""
-        side = round(self.sizes.positions**0.5)
-        table = self.table.view(1, side, side, -1).permute(0, 3, 1, 2)
-        counts = torch.tensor(entered.grids, dtype=torch.float32)
-        lengths = torch.tensor(entered.lengths)
-        high, wide = counts.repeat_interleave(lengths, 0).T.to(table.device, non_blocking=True)
-        # From -1 to 1, with x first.
-        across = ((entered.columns + 0.5) / wide) * 2 - 1
-        down = ((entered.rows + 0.5) / high) * 2 - 1
-        places = torch.stack((across, down), -1)[None, :, None]
-        sampled = grid_sample(
-            table, places, mode="bicubic", padding_mode="border", align_corners=False
-        )
-        return sampled[0, :, :, 0].T

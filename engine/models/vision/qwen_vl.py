@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import grid_sample, linear
 
 from engine.config.towers.qwen_vl import Qwen3Vision, Qwen25Vision, QwenVision
 from engine.layers.build import Builder
@@ -17,7 +17,7 @@ from engine.models.vision.block import MLP, Block, GatedMLP, PlainMLP
 from engine.models.vision.tower import Tower, patches_of, places, segments_of, turns
 
 
-class _Merger:
+class Merger:
     """The layers that make one embedding of a block of patches.
 
     name, up, down: names of the checkpoint's tensors.
@@ -121,7 +121,7 @@ class Qwen2Tower(QwenTower):
             mlp = PlainMLP(self, f"{name}.mlp.fc1", f"{name}.mlp.fc2")
             self.blocks.append(self.block(name, norms, mlp))
         norm = self.layer_norm("visual.merger.ln_q", width)
-        self.merger = _Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
+        self.merger = Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         entered = self.enter(pixels)
@@ -151,7 +151,7 @@ class Qwen25Tower(QwenTower):
             norms = self.rms_norm(f"{name}.norm1", width), self.rms_norm(f"{name}.norm2", width)
             self.blocks.append(self.block(name, norms, GatedMLP(self, f"{name}.mlp")))
         norm = self.rms_norm("visual.merger.ln_q", width)
-        self.merger = _Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
+        self.merger = Merger(self, norm, "visual.merger.mlp.0", "visual.merger.mlp.2")
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         merge, device = self.vision.merge, pixels[0].device
@@ -212,10 +212,10 @@ class Qwen3Tower(QwenTower):
             for level, layer in enumerate(config.deepstack_layers)
         }
 
-    def _merger(self, name: str, *, joined: bool) -> _Merger:
+    def _merger(self, name: str, *, joined: bool) -> Merger:
         width = self.vision.hidden_size * (self.vision.merge**2 if joined else 1)
         norm = self.layer_norm(f"{name}.norm", width)
-        return _Merger(self, norm, f"{name}.linear_fc1", f"{name}.linear_fc2", joined=joined)
+        return Merger(self, norm, f"{name}.linear_fc1", f"{name}.linear_fc2", joined=joined)
 
     def encode(self, pixels: Sequence[Tensor]) -> Tensor:
         entered = self.enter(pixels)
@@ -263,3 +263,22 @@ def _between(count: int, side: int, index: Tensor) -> tuple[Tensor, Tensor, Tens
     lines = torch.linspace(0, side - 1, count, device=index.device)[index]
     before = lines.long()
     return before, (before + 1).clamp(max=side - 1), (lines - before)[:, None]
+
+
+def sampled_positions(table: Tensor, entered: Entered, mode: str) -> Tensor:
+    """Return learned positions [n, width] of patches, whose grids have the table's outer edges.
+
+    table: [side * side, width] float32.
+    mode: the interpolation, as of `grid_sample`.
+    """
+    side = round(len(table) ** 0.5)
+    counts = torch.tensor(entered.grids, dtype=torch.float32)
+    sides = counts.repeat_interleave(torch.tensor(entered.lengths), 0)
+    high, wide = sides.T.to(table.device, non_blocking=True)
+    # From -1 to 1, with x first.
+    across = ((entered.columns + 0.5) / wide) * 2 - 1
+    down = ((entered.rows + 0.5) / high) * 2 - 1
+    places = torch.stack((across, down), -1)[None, :, None]
+    lines = table.view(1, side, side, -1).permute(0, 3, 1, 2)
+    sampled = grid_sample(lines, places, mode=mode, padding_mode="border", align_corners=False)
+    return sampled[0, :, :, 0].T

@@ -10,6 +10,7 @@ from engine.models.vision.glm4v import GlmTower
 from engine.models.vision.idefics3 import Idefics3Tower
 from engine.models.vision.internvl import InternTower
 from engine.models.vision.llama4 import Llama4Tower
+from engine.models.vision.paddleocr_vl import PaddleTower
 from engine.models.vision.pixtral import PixtralTower
 from engine.models.vision.qwen_vl import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from engine.models.vision.tower import Tower
@@ -25,6 +26,7 @@ TOWERS: Mapping[str, Callable[[Builder, Any], Tower]] = {
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen25Tower,
     "gemma4": Gemma4Tower,
+    "paddleocr_vl": PaddleTower,
     "pixtral": PixtralTower,
     "qwen3_vl": Qwen3Tower,
 }

@@ -235,6 +235,18 @@ CASES = {
         {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140}},
         TOKENS,
     ),
+    "PaddleOCR-VL": Case(
+        "PaddleOCRVL",
+        TEXT | _axes(2, 3, 1),
+        SIGLIP | {"image_size": 28},
+        "PaddleOCRVLImageProcessorPil",
+        {
+            "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48},
+            "patch_size": 4,
+            "merge_size": 2,
+        },
+        TOKENS,
+    ),
     # A table of positions whose lines are rounded, and tiles of fewer patches than it has.
     "Idefics 3": Case(
         "Idefics3",

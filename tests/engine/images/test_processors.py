@@ -73,6 +73,22 @@ def test_pixels_of_qwens(name: str, tmp_path: Path) -> None:
         assert np.array_equal(back, pixels.astype(np.float32))
 
 
+def test_pixels_of_paddleocr_vl(tmp_path: Path) -> None:
+    """Bug: sides that are rounded before a small picture is enlarged."""
+    case = CASES["PaddleOCR-VL"]
+    ours, theirs = both(case, tmp_path)
+    for width, height in [*SIZES, (3, 5), (7, 300), (300, 7)]:
+        image = picture(width, height)
+        layout = ours.layout(width, height)
+        pixels = ours.pixels(image, layout)
+        want = theirs(images=[image], return_tensors="np")
+        (grid,) = want["image_grid_thw"].tolist()
+        assert [1, 2 * layout.grid[0], 2 * layout.grid[1]] == grid
+        rows = want["pixel_values"].reshape(grid[1], grid[2], 3, 4, 4)
+        back = rows.transpose(0, 3, 1, 4, 2).reshape(pixels.shape)
+        assert np.array_equal(back, pixels.astype(np.float32))
+
+
 def test_pixels_of_gemma3(tmp_path: Path) -> None:
     """Bug: a side of the processor's class, or a picture that keeps its shape."""
     case = CASES["Gemma 3"]

@@ -1,0 +1,44 @@
+"""The tower of PaddleOCR-VL."""
+
+from dataclasses import dataclass
+
+from engine.config.towers.qwen_vl import ACTIVATIONS, QwenVision, shared_fields
+from engine.config_reader import Reader
+
+_IMAGE = 100295  # the token of pictures, where the file is silent
+_TOWERS = ("model.visual.vision_model.", "visual.vision_model.")
+_NAMES = (
+    *((f"{name}embeddings.patch_embedding.", "visual.patch_embed.proj.") for name in _TOWERS),
+    *((name, "visual.") for name in _TOWERS),
+    ("model.projector.", "visual.merger."),
+    ("mlp_AR.", "visual.merger."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddleVision(QwenVision):
+    """The tower of PaddleOCR-VL: SigLIP's layers with rotary positions.
+
+    positions: rows of the table of learned positions, a square.
+    """
+
+    positions: int
+
+
+def read_paddleocr_vl(config: Reader, settings: Reader) -> PaddleVision:
+    """Read the tower of PaddleOCR-VL. Raises ConfigError naming file and key."""
+    vision = config.inner("vision_config")
+    text = config.inner("text_config") if config.get("text_config") else config
+    shared = shared_fields(config, settings, 14, (16, 24, 24), _IMAGE)
+    own = {"names": _NAMES, "num_heads": vision.size("num_attention_heads", 16), "frames": 1}
+    return PaddleVision(
+        family="paddleocr_vl",
+        hidden_size=vision.size("hidden_size", 1152),
+        intermediate_size=vision.size("intermediate_size", 4304),
+        num_layers=vision.size("num_hidden_layers", 27),
+        out_size=text.size("hidden_size", 1024),
+        activation=vision.one_of("hidden_act", ACTIVATIONS, ACTIVATIONS[0]),
+        norm_eps=vision.number("layer_norm_eps", 1e-6),
+        positions=(vision.square("image_size", 384) // shared["patch_size"]) ** 2,
+        **{**shared, **own},
+    )
