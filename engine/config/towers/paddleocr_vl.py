@@ -7,9 +7,11 @@ from engine.config_reader import Reader
 
 _IMAGE = 100295  # the token of pictures, where the file is silent
 _TOWERS = ("model.visual.vision_model.", "visual.vision_model.")
+# Published files also have a head and a table of packed positions, which nothing reads.
+_PARTS = ("embeddings.position_embedding.", "encoder.", "post_layernorm.")
 _NAMES = (
     *((f"{name}embeddings.patch_embedding.", "visual.patch_embed.proj.") for name in _TOWERS),
-    *((name, "visual.") for name in _TOWERS),
+    *((f"{name}{part}", f"visual.{part}") for name in _TOWERS for part in _PARTS),
     ("model.projector.", "visual.merger."),
     ("mlp_AR.", "visual.merger."),
 )

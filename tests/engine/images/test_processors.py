@@ -12,6 +12,9 @@ import tokenizers
 from PIL import Image as Pillow
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from engine.architectures import WRAPPERS
+from engine.config.towers.paddleocr_vl import read_paddleocr_vl
+from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.images.picture_file import PictureFile
 from engine.images.processor import ImageError, ImageProcessor, PixelCache, image_processor, prepare
@@ -87,6 +90,26 @@ def test_pixels_of_paddleocr_vl(tmp_path: Path) -> None:
         rows = want["pixel_values"].reshape(grid[1], grid[2], 3, 4, 4)
         back = rows.transpose(0, 3, 1, 4, 2).reshape(pixels.shape)
         assert np.array_equal(back, pixels.astype(np.float32))
+
+
+def test_names_of_paddleocr_vls_tensors(tmp_path: Path) -> None:
+    """A head that the tower of the published file has, and nothing reads, ended the start."""
+    write_folder(tmp_path, CASES["PaddleOCR-VL"])
+    file = Reader.from_file(tmp_path / "config.json")
+    vision = read_paddleocr_vl(file, Reader({}, "preprocessor_config.json"))
+    tower = "visual.vision_model."
+    names = {
+        f"{tower}embeddings.patch_embedding.bias": "visual.patch_embed.proj.bias",
+        f"model.{tower}encoder.layers.0.mlp.fc1.bias": "visual.encoder.layers.0.mlp.fc1.bias",
+        "mlp_AR.linear_1.weight": "visual.merger.linear_1.weight",
+        f"{tower}head.probe": None,
+        f"{tower}embeddings.packing_position_embedding.weight": None,
+    }
+    assert {name: vision.tensor_name(name) for name in names} == names
+    ignored = [
+        name for name in names if WRAPPERS["PaddleOCRVLForConditionalGeneration"].ignores(name)
+    ]
+    assert ignored == [*names]
 
 
 def test_pixels_of_gemma3(tmp_path: Path) -> None:
