@@ -118,7 +118,7 @@ class UpdateFailed(MantaError):
     """The error of weights that were not replaced; the old ones serve on.
 
     code: invalid_config (a name, shape, dtype or number is wrong, or the folder cannot be read),
-        update_in_progress, or weights_not_replaceable.
+        folder_not_found, update_in_progress, or weights_not_replaceable.
     """
 
     code = "invalid_config"

@@ -81,8 +81,9 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 WEIGHTS, CACHES = "weights", "kv_cache"
-# codes of an Answer: this engine cannot sleep, or takes no part in a transfer of weights
-CANNOT_SLEEP, NOT_JOINED = "cannot_sleep", "not_in_transfer"
+# codes of an Answer: this engine cannot sleep, takes no part in a transfer of weights, or has no
+# folder of that name
+CANNOT_SLEEP, NOT_JOINED, NO_FOLDER = "cannot_sleep", "not_in_transfer", "folder_not_found"
 PARTS = (WEIGHTS, CACHES)  # parts of an engine's memory, by vLLM's names
 
 

@@ -44,7 +44,8 @@ from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_calls import recall
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
-from deployments.router.weights import FleetWeights, WeightsStore
+from deployments.router.weights import FleetWeights
+from deployments.router.weights_record import WeightsStore
 from engine.errors import MantaError, Overloaded
 from engine.text.tokenizer import Tokenizer
 

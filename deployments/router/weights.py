@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deployments.cluster_store import prefix, store
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
+from deployments.router.weights_record import LocalWeightsStore, WeightsRecord, WeightsStore
 from engine.errors import InvalidRequest, MantaError, Overloaded, UpdateFailed
 from engine.messages import (
+    NO_FOLDER,
     NOT_JOINED,
     PARTS,
     Answer,
@@ -33,67 +34,7 @@ logger = logging.getLogger("manta.router")
 
 ORDER_SECONDS = 600.0  # for a slow disk, and for requests that end by themselves
 _RETRY = 0.3  # seconds between attempts to bring a replica to the record
-
-
-class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights and the pause that all replicas of a model should have.
-
-    number: grows with each change.
-    base: identity of the weights in the model's own folder, which the record is good for.
-    folder: the checkpoint in place, or several of which a node has one, one a line; "": the
-        model's own.
-    version: the name of these weights.
-    paused: the mode of the pause; "": none.
-    asleep: the parts of the engines' memory that a trainer's sleep has freed.
-    level: of that sleep.
-    dozes: whether the sleep has begun the pause, which ends with it.
-    """
-
-    number: int = 0
-    base: str = ""
-    folder: str = ""
-    version: str = "0"
-    paused: str = ""
-    asleep: tuple[str, ...] = ()
-    level: int = 1
-    dozes: bool = False
-
-
-class WeightsStore(Protocol):
-    """A store of one record. Methods block; they raise OSError if the store is unavailable."""
-
-    def get(self) -> WeightsRecord | None: ...
-    def put(self, record: WeightsRecord) -> None: ...
-
-
-class LocalWeightsStore:
-    """A store in this process, for a single router."""
-
-    def __init__(self) -> None:
-        self._record: WeightsRecord | None = None
-
-    def get(self) -> WeightsRecord | None:
-        return self._record
-
-    def put(self, record: WeightsRecord) -> None:
-        self._record = record
-
-
-class RayWeightsStore:
-    """A store in Ray's key-value store, which survives replicas, routers and Serve's controller.
-
-    app: application of the model.
-    """
-
-    def __init__(self, app: str) -> None:
-        self._key = f"{prefix(app)}weights"
-
-    def get(self) -> WeightsRecord | None:
-        raw = store("get", self._key)
-        return None if raw is None else msgspec.msgpack.decode(raw, type=WeightsRecord)
-
-    def put(self, record: WeightsRecord) -> None:
-        store("put", self._key, msgspec.msgpack.encode(record))
+LOST_SECONDS = 30.0  # without a replica that has the record's weights, before they count as lost
 
 
 Order = UpdateWeights | TransferWeights | Control
@@ -125,6 +66,7 @@ class FleetWeights:
         self.slept_deeply = False
         self.on_deep_sleep: Callable[[], None] = lambda: None
         self._bringing: dict[ReplicaClient, asyncio.Task[None]] = {}
+        self._lost_since: float | None = None  # since no replica has the record's weights
 
     @property
     def dropped(self) -> bool:
@@ -434,6 +376,7 @@ class FleetWeights:
 
     async def _bring_up(self, client: ReplicaClient) -> None:
         """Order what the record says until the replica has it, or is lost."""
+        logged = ""
         while client.connection is not None and not client.retired:
             await asyncio.sleep(_RETRY)
             await self.refresh()
@@ -445,9 +388,15 @@ class FleetWeights:
                         ticket, record.folder, record.version
                     ),
                 )
-                if answer is not None and answer.code:
+                if answer is None or not answer.code:
+                    continue
+                if answer.message != logged:
                     logger.error("replica %s: weights: %s", client.replica, answer.message)
-                    await asyncio.sleep(10 * _RETRY)
+                    logged = answer.message
+                if answer.code == NO_FOLDER and self._lost(record):
+                    await self._forget(record)
+                else:
+                    await asyncio.sleep(min(10 * _RETRY, LOST_SECONDS))
             elif stats.paused != bool(record.paused):
                 what = "pause" if record.paused else "resume"
                 await self._order(
@@ -462,7 +411,43 @@ class FleetWeights:
                     ),
                 )
             elif stats.weights_version == record.version:
+                if client.state.kept_out:  # an idle engine sends the frame that lets it in
+                    await self._order(client, lambda ticket: Control("resume", ticket))
                 return
+
+    def _lost(self, record: WeightsRecord) -> bool:
+        """Whether the record's weights are lost: no replica has had them for LOST_SECONDS.
+
+        Call it once a replica has not found their folder.
+        """
+        if any(
+            client.state.stats.weights_version == record.version
+            for client in self._replicas.values()
+            if client.connection is not None
+        ):
+            self._lost_since = None
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._lost_since is None:
+            self._lost_since = now
+        return now - self._lost_since >= LOST_SECONDS
+
+    async def _forget(self, record: WeightsRecord) -> None:
+        """Serve the weights of the model's own folder, as those of the record are lost."""
+        self._lost_since = None
+        await self.refresh()
+        if self._record.version != record.version:
+            return
+        logger.error(
+            "weights of version %s are lost: no replica has them, and %s is gone. The weights of "
+            "the model's own folder are served, as version 0; send the update again",
+            record.version,
+            record.folder.replace("\n", ", "),
+        )
+        try:
+            await self._write(folder="", version=WeightsRecord().version)
+        except Overloaded as error:
+            logger.warning("weights: %s", error.message)
 
     def lacks(self, stats: EngineStats) -> bool:
         """Whether a replica differs from the record."""

@@ -30,7 +30,7 @@ from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import ServedModel
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.serve import discovery
-from deployments.router.weights import RayWeightsStore
+from deployments.router.weights_record import RayWeightsStore
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
 from engine.images.processor import image_processor

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import EngineDead, InvalidRequest, MantaError, UpdateFailed
-from engine.messages import Answer, EngineRequest, UpdateWeights
+from engine.messages import NO_FOLDER, Answer, EngineRequest, UpdateWeights
 
 logger = logging.getLogger("manta.engine")
 
@@ -140,13 +140,18 @@ class WeightUpdates:
 
 
 def _here(folders: str, loader: WeightLoader) -> str:
-    """Return the one of several folders, one a line, that the loader holds or this node has; else
-    the last."""
+    """Return the one of several folders, one a line, that the loader holds or this node has.
+
+    Raises UpdateFailed (folder_not_found).
+    """
     paths = folders.split("\n")
-    for path in paths:
-        if loader.holds(path):
-            return path
-    return next((path for path in paths if os.path.isdir(path)), paths[-1])
+    for there in (loader.holds, os.path.isdir):
+        for path in paths:
+            if there(path):
+                return path
+    raise UpdateFailed(
+        f"{', '.join(paths)}: no such folder on this node", param="weights", code=NO_FOLDER
+    )
 
 
 class Pause:

@@ -16,7 +16,7 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_settings import DispatchLimits
-from deployments.router.weights import LocalWeightsStore, WeightsStore
+from deployments.router.weights_record import LocalWeightsStore, WeightsStore
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError, UpdateFailed

@@ -11,10 +11,12 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
+from deployments.router import weights
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.training import RouterTraining
+from deployments.router.weights_record import LocalWeightsStore
 from engine.errors import Overloaded, UpdateFailed
 from engine.messages import EngineStats
 from tests.deployments.api.asgi import Client, Reply
@@ -143,6 +145,51 @@ def test_a_router_that_starts_keeps_the_weights(tmp_path: Path) -> None:
         other.close()
 
     run(body)
+
+
+def test_a_record_whose_folder_is_gone_keeps_no_replica_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An application that is deployed again, without the folder of its last update, never serves.
+
+    A folder that one node lacks while a replica has the weights is no reason to forget them.
+    """
+    shared, folder = LocalWeightsStore(), tmp_path / "sent"
+    folder.mkdir()
+
+    async def before() -> None:
+        async with Fleet(1, weights_store=shared) as fleet:
+            await fleet.dispatcher.weights.update(str(folder), "one")
+            folder.rmdir()
+            monkeypatch.setattr(weights, "LOST_SECONDS", 0.0)
+            await fleet.add_replica("r1")
+            fleet.publish()
+            await until(lambda: "no such folder" in caplog.text)
+            await asyncio.sleep(0.5)
+            record = shared.get()
+            assert record is not None and record.version == "one"
+            assert "are lost" not in caplog.text
+
+    async def after() -> None:
+        caplog.clear()
+        async with Fleet(0, weights_store=shared) as fleet:
+            await fleet.dispatcher.weights.refresh()
+            monkeypatch.setattr(weights, "LOST_SECONDS", 0.5)
+            await fleet.add_replica("r0")
+            fleet.publish()
+            await until(lambda: bool(fleet.dispatcher.state().replicas))
+            generation = fleet.generate(max_tokens=5, ignore_eos=True)
+            reading = asyncio.create_task(read(generation))
+            await until(lambda: "no such folder" in caplog.text)
+            assert not generation.begun  # no token of other weights while these may come back
+            assert check(generation, await reading) == {"0"}
+            assert caplog.text.count("are lost") == caplog.text.count("no such folder") == 1
+            assert str(folder) in caplog.text and "send the update again" in caplog.text
+            folder.mkdir()
+            assert await fleet.dispatcher.weights.update(str(folder), "one") == "one"
+
+    asyncio.run(asyncio.wait_for(before(), 30))
+    asyncio.run(asyncio.wait_for(after(), 30))
 
 
 def test_a_lost_replica_stops_no_update(tmp_path: Path) -> None:
