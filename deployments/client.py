@@ -13,9 +13,10 @@ plain dicts; see docs/python.md.
 import asyncio
 import operator
 import time
+from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from ray import serve
@@ -30,6 +31,11 @@ from deployments.resumable_stream import ResumableStream
 from deployments.trainer_calls import AsyncTrainerCalls, Order, TrainerCalls
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 from engine.library.prompts import as_list, is_token_id
+from engine.messages import RoutedExperts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -56,6 +62,8 @@ class Choice:
     token_ids: the output as ids (`return_token_ids=True`).
     token_logprobs: the log-probability of each of token_ids (`logprobs` too).
     weight_versions: (version, number of tokens) of the weights that made token_ids, in order.
+    routed_experts: the experts of each token of prompt and output but the last, an array
+        [tokens, layers, experts of a token] (`return_routed_experts=True`).
     """
 
     index: int
@@ -65,6 +73,7 @@ class Choice:
     token_ids: tuple[int, ...] | None = None
     token_logprobs: tuple[float, ...] | None = None
     weight_versions: tuple[tuple[str, int], ...] | None = None
+    routed_experts: "NDArray[np.integer] | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +379,7 @@ def _completion(answer: dict[str, Any]) -> Completion:
                 token_ids=_tuple(choice, "token_ids"),
                 token_logprobs=_tuple(choice, "token_logprobs"),
                 weight_versions=_versions(choice.get("weight_versions")),
+                routed_experts=_routed(choice.get("routed_experts")),
             )
             for choice in answer["choices"]
         ),
@@ -388,6 +398,13 @@ def _versions(parts: list[dict[str, Any]] | None) -> tuple[tuple[str, int], ...]
     if parts is None:
         return None
     return tuple((part["version"], part["num_tokens"]) for part in parts)
+
+
+def _routed(shown: dict[str, Any] | None) -> "NDArray[np.integer] | None":
+    if shown is None:
+        return None
+    shape, data = tuple(shown["shape"]), b64decode(shown["data"])
+    return RoutedExperts(shape, shown["dtype"], data).array()
 
 
 def _tuple(of: dict[str, Any], name: str) -> tuple[Any, ...] | None:

@@ -166,6 +166,8 @@ class StepResult:
         and the first token after them.
     pooled: entry index -> the chunk's part of its request's embedding, [hidden_size] float32: the
         sum of hidden states (mean pooling), or the pooled hidden state if it is in this chunk.
+    routes: entry index -> the experts of each of the chunk's tokens, [length, num_layers, chosen],
+        where the request asked for them.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     drafts: returns the new drafts of each of the batch's proposals, in their order. It waits for
         their computation, which is done before the next step's samples.
@@ -178,6 +180,7 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
+    routes: "Mapping[int, NDArray[np.integer]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
     drafts: Callable[[], Sequence[Sequence[int]]] = tuple
     encode_seconds: float = 0.0

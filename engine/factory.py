@@ -186,6 +186,7 @@ def build(
         generates=resolved.model.generates,
         whole_texts=resolved.model.whole_texts,
         images=_image_plan(resolved),
+        no_routes=_no_routes(resolved),
         encodes_ahead=resolved.encodes_ahead,
     )
     ranked = None if ranks is None else RankedRunner(part.runner, part.place, ranks)
@@ -361,6 +362,15 @@ def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:
     if part.memory is None or ranks is None:
         return part.memory
     return RankedMemory(part.memory, ranks)
+
+
+def _no_routes(resolved: Resolved) -> str:
+    """Return why requests for the experts of their tokens are refused; "" = they are not."""
+    if resolved.model.experts is None:
+        return "this model has no experts"
+    if resolved.stages > 1 or resolved.kv_ranks > 1:
+        return "not supported with pipeline_parallel or data-parallel attention"
+    return ""
 
 
 def _image_plan(resolved: Resolved) -> ImagePlan | None:

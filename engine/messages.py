@@ -7,13 +7,17 @@ engine -> client   Progress while it starts, then Ready, or Failed if it cannot 
                    twice a second, and LogLines
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.images.image import Image
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PREFIX_STRIDE, PREFIX_BYTES = 64, 8  # tokens of a router's prefix hash, and its bytes
 
@@ -210,6 +214,27 @@ class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
     message: str = ""
 
 
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
+    """The experts that each layer has chosen for each token of a request, prompt and output.
+
+    The last token has none: no step has computed it. Layers without experts have 0.
+
+    shape: (tokens, layers, experts of a token).
+    dtype: "uint8", or "int16" for more than 256 experts.
+    data: the ids in this order, little-endian.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+    data: bytes
+
+    def array(self) -> "NDArray[np.integer]":
+        """Return the ids as an array of this shape, which shares the memory of `data`."""
+        import numpy as np
+
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
+
 class Delta(msgspec.Struct, array_like=True, gc=False):
     """The new tokens of a request. gc=False, as a step makes a thousand deltas, never in cycles.
 
@@ -221,6 +246,8 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     queued_us: microseconds from the request's arrival in the engine to its first step; -1 on all
         but its first delta.
     adapter_us: the part of queued_us until its adapter was on the device.
+    routed: the experts of all tokens so far, with `return_routed_experts`; only in a request's last
+        delta.
     """
 
     id: int
@@ -234,6 +261,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     queued_us: int = -1
     adapter_us: int = -1
     vector: bytes | None = None
+    routed: RoutedExperts | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -88,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         the beginning of something that fits.
     thinking: how long the output may think, where `structured` describes thoughts before it.
     pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
+    return_routed_experts: whether to return the ids of the experts that each layer of a mixture
+        chooses for each token. Such a request uses no cached prefix, and its steps no CUDA graph.
     unscaled: that vector without the division by its length that may be the last step to it.
 
     Raises InvalidRequest naming the field.
@@ -119,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking: ThinkingBudget | None = None
     pooled: bool = False
     unscaled: bool = False
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -162,6 +165,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.pooled and not (self.prompt_logprobs is None and self.structured is None):
             raise InvalidRequest(
                 "pooled cannot be combined with prompt_logprobs or structured", param="pooled"
+            )
+
+        if self.return_routed_experts and (self.stop or self.pooled):
+            raise InvalidRequest(
+                "return_routed_experts cannot be combined with stop or pooled; use stop_token_ids",
+                param="return_routed_experts",
             )
 
     def _check_types(self) -> None:

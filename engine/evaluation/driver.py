@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import TokenLogprobs
 from engine.images.image import Image
-from engine.messages import EngineRequest
+from engine.messages import EngineRequest, RoutedExperts
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 
@@ -23,6 +23,7 @@ class Output:
     finish: str = ""
     cached: int = 0
     error: str = ""
+    routed: RoutedExperts | None = None
 
 
 def run(
@@ -69,6 +70,7 @@ def run(
                 output.logprobs += delta.logprobs or []
                 output.finish = delta.finish or output.finish
                 output.error = delta.error or output.error
+                output.routed = delta.routed or output.routed
                 output.cached = max(output.cached, delta.cached)
             progress(sum(len(output.token_ids) for output in outputs))
     core.check_integrity()

@@ -11,6 +11,7 @@ from engine.architectures import CheckpointTensor
 from engine.config.model_config import ModelConfig
 from engine.layers.linear import LatentProjection, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
+from engine.layers.routes import RouteTap
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.quantization.by_layer import LayerMethods
@@ -47,6 +48,7 @@ class Builder:
     layer_methods: LayerMethods | None = None  # of layers with formats of their own
     # outputs of experts, passed to the next layer
     ahead: list[torch.Tensor] = field(default_factory=list)
+    routes: RouteTap = field(default_factory=RouteTap)  # the choices of routers, where asked for
 
     def method_of(self, layer: str, names: Sequence[str]) -> LinearMethod:
         """Return the method of a layer that merges these matrices of the checkpoint."""

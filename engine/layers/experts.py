@@ -81,6 +81,8 @@ class Experts:
         assert config.experts is not None
         self.config = experts = config.experts
         self.kernels, self.group = build.kernels, build.group
+        assert build.layer is not None
+        self.layer, self.routes = build.layer, build.routes
         self.then: RMSNorm | None = None  # see `add_reduced`
         self.stack = Stack(build)
         self.router = build.kept("router", experts.choices, config.hidden_size)
@@ -144,15 +146,22 @@ class Experts:
         """
         router, routing = (self.router.tensor, self.router_bias), self.config.routing
         if isinstance(norm, RMSNorm):
-            return self.kernels.norm_route(
+            x, weights, ids = self.kernels.norm_route(
                 x, norm.weight, norm.eps, *router, routing, self.correction
             )
-        if norm is not None:
-            x = norm(x)
-        elif residual is x:
-            x = x.clone()
-        logits = self.kernels.router_logits(x, *router)
-        return x, *self.kernels.route(logits, routing, self.correction)
+        else:
+            if norm is not None:
+                x = norm(x)
+            elif residual is x:
+                x = x.clone()
+            logits = self.kernels.router_logits(x, *router)
+            weights, ids = self.kernels.route(logits, routing, self.correction)
+        self._note(ids)
+        return x, weights, ids
+
+    def _note(self, ids: Tensor) -> None:
+        if self.routes.on:
+            self.routes.note(self.layer, ids, self.config.choices)
 
     def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Replace zero experts, which return their input, by a chosen expert with weight 0.
@@ -225,6 +234,7 @@ class ExpertsBeside(Experts):
         """
         logits = self.kernels.router_logits(self.router_norm(x), self.router.tensor, None)
         weights, ids = self.kernels.route(logits, self.config.routing, None)
+        self._note(ids)
         weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
         routed = self.stack.apply(self.before(x), weights, ids, None)
         routed = self.after(self.group.all_reduce(routed))

@@ -2,8 +2,13 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.batch import TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RequestStatus(enum.StrEnum):
@@ -27,6 +32,8 @@ class CompletionOutput:
     logprobs: one for each of token_ids, if asked for.
     error: "code: message" with finish_reason "error".
     vector: the prompt's embedding, with `pooled`, as little-endian float32 bytes.
+    routed_experts: [tokens of prompt and output - 1, layers, experts of a token], once it has
+        ended; only if asked for. See `engine.messages.RoutedExperts`.
     versions: (version of the weights, number of tokens) of each part of token_ids, in order.
     """
 
@@ -39,6 +46,7 @@ class CompletionOutput:
     error: str = ""
     vector: bytes | None = None
     versions: list[tuple[str, int]] = field(default_factory=list)
+    routed_experts: "NDArray[np.integer] | None" = None
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ class _ChoiceState:
             whole.finish_reason = finish
             whole.error = delta.error
             whole.vector = delta.vector
+            whole.routed_experts = None if delta.routed is None else delta.routed.array()
         return finish is not None
 
     def _decode(self, tokens: list[int], finish: str) -> tuple[str | None, int]:
@@ -86,6 +87,7 @@ class _ChoiceState:
             None if whole.logprobs is None else whole.logprobs[tokens:],
             whole.error,
             versions=_without_first(whole.versions, tokens),
+            routed_experts=whole.routed_experts,
         )
 
     def all(self) -> CompletionOutput:

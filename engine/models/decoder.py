@@ -270,6 +270,7 @@ class Decoder:
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
         self.group, self.head_group = build.group, build.head_group
+        self.routes = build.routes
         self.stage = build.stage
         ends = build if build.stage.first else build.outline()
         hidden, vocab = config.embedding_size, config.vocab_size

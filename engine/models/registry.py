@@ -14,6 +14,7 @@ from engine.config.kv_groups import KVGroups
 from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
+from engine.layers.routes import RouteTap
 from engine.models.decoder import Decoder
 from engine.models.image_rows import ImageRows
 from engine.models.vision.registry import build_tower
@@ -41,6 +42,7 @@ class Model(Protocol):
     # layers whose inputs a drafter reads, and these inputs after a run (see `Decoder`)
     taps: tuple[int, ...]
     tapped: list[Tensor]
+    routes: RouteTap  # the experts that routers choose, where a request asks for them
     modules_elsewhere: set[str]  # modules that adapters may change, in layers of other stages
     num_parameters: int  # number on this rank
     num_active_parameters: int  # number that one token uses

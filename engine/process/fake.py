@@ -38,6 +38,7 @@ from engine.messages import (
     EngineStats,
     Ready,
     RemoveAdapter,
+    RoutedExperts,
     TransferWeights,
     UpdateWeights,
 )
@@ -101,6 +102,12 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.convert({k: v for k, _, v in pairs}, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"model {model!r}: {error}", param="model") from error
+
+
+def _routed(tokens: list[int]) -> RoutedExperts:
+    """Return the experts of tokens in two layers: the token's last two hexadecimal digits."""
+    data = bytes(digit for token in tokens for digit in (token & 15, token >> 4 & 15) * 2)
+    return RoutedExperts((len(tokens), 2, 2), "uint8", data)
 
 
 class FakeWeights:
@@ -394,6 +401,8 @@ class FakeCore:
             self._stats.prompt_tokens += len(tokens) - len(new)
             delta.cached = 0
         if finish:
+            if params.return_routed_experts:
+                delta.routed = _routed(tokens[:-1])
             self._forget(request.id)
         return delta
 

@@ -102,6 +102,8 @@ class ModelForward:
         self.link = link
         self.images = images
         self.device = rows.tokens.device
+        self._routed = np.zeros(rows.pad_row, dtype=np.bool_)  # rows that ask for their experts
+        self._some_routed = False  # whether any row ever has
         self.state_runs: StateVerification | None = None  # in models that keep states
         if kv.states is not None:
             self.state_runs = StateVerification(rows.pad_row, self.device)
@@ -115,6 +117,8 @@ class ModelForward:
             self.lora.set_row(new.row, new.lora_slot)
         if self.images is not None:
             self.images.set_row(new)
+        self._routed[new.row] = new.params.return_routed_experts
+        self._some_routed |= new.params.return_routed_experts
 
     def sees_images(self, batch: Batch) -> bool:
         """Whether tokens of the step stand before the end of their request's images.
@@ -122,6 +126,27 @@ class ModelForward:
         Graphs and programs have neither embeddings of images nor their rotary places.
         """
         return self.images is not None and self.images.within(batch)
+
+    def wants_routes(self, batch: Batch) -> bool:
+        """Whether a request of the step asks for the experts that its tokens choose.
+
+        Graphs and programs do not note them.
+        """
+        return self._some_routed and bool(self._routed[batch.rows].any())
+
+    def routes_of(self, batch: Batch) -> list[tuple[int, Tensor]]:
+        """Return the experts that the last run has chosen, by entries that ask for them.
+
+        Each is [length, num_layers, chosen], of the device.
+        """
+        if not self.model.routes.on:
+            return []
+        routes, at, wanted = self.model.routes.collect(self.model.config.num_layers), 0, []
+        for entry, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
+            if self._routed[row]:
+                wanted.append((entry, routes[at : at + length]))
+            at += length
+        return wanted
 
     def assemble(self, batch: Batch) -> DeviceStep:
         """Lay out a step on the device."""

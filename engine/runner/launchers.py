@@ -58,9 +58,14 @@ class EagerStep:
         forward = self._forward
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
+        forward.model.routes.begin(forward.wants_routes(batch))
         states = forward.run(step.token_ids, step.metas, entered, step.own, step.images)
-        places = step.sample_rows, step.sample_positions
-        return Hidden(states, places, step.last, metas=step.metas, every=forward.tapped())
+        places, every, routes = (
+            (step.sample_rows, step.sample_positions),
+            forward.tapped(),
+            forward.routes_of(batch),
+        )
+        return Hidden(states, places, step.last, metas=step.metas, every=every, routes=routes)
 
 
 class ProgramStep:
@@ -70,13 +75,16 @@ class ProgramStep:
     models with states.
     """
 
-    def __init__(self, forward: ModelForward, programs: StepPrograms) -> None:
+    def __init__(self, forward: ModelForward, programs: StepPrograms, otherwise: EagerStep) -> None:
         self._forward = forward
         self._programs = programs
+        self._otherwise = otherwise
 
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         forward, programs = self._forward, self._programs
+        if forward.wants_routes(batch):
+            return self._otherwise.launch(batch)
         step = forward.assemble(batch)
         entered = None if forward.link is None else forward.stage_input(step)
         states, are_logits = None, False
@@ -117,7 +125,7 @@ class GraphStep:
     def launch(self, batch: Batch) -> Hidden:
         """Launch a step; see `LayersLauncher`."""
         size = None
-        if self._forward.sees_images(batch):
+        if self._forward.sees_images(batch) or self._forward.wants_routes(batch):
             return self._otherwise.launch(batch)
         # A graph only returns the states of entries that sample.
         if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):

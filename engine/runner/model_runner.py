@@ -75,7 +75,7 @@ class ModelRunner:
             self.programs = StepPrograms(
                 self.model, self.rows, self.kv, leaves=drafting is None or not drafting.reads_states
             )
-            layers = ProgramStep(forward, self.programs)
+            layers = ProgramStep(forward, self.programs, self.eager)
         self.launcher: StepLauncher = self._on_stage(layers)
 
     def use_graphs(self, graphs: StepGraphs) -> None:

@@ -27,6 +27,8 @@ class DeviceResult:
     logprobs: "HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "HostLogprobs"]] = field(default_factory=list)
     pooled: "tuple[list[int], Tensor] | None" = None  # (entries, [hidden_size] float32 of each)
+    # (entry, the experts of its tokens [length, num_layers, chosen])
+    routes: list[tuple[int, Tensor]] = field(default_factory=list)
     # new drafts [proposals, most] int64 on the host, and how many of each count
     drafts: Tensor | None = None
     draft_counts: Sequence[int] = ()
@@ -78,6 +80,8 @@ class DeviceResult:
                 entry: [item for _, item in host.items() if item is not None]
                 for entry, host in self.prompt_logprobs
             }
+        if self.routes:
+            result.routes = {entry: ids.numpy() for entry, ids in self.routes}
         if self.pooled is not None:
             entries, parts = self.pooled
             result.pooled = dict(zip(entries, parts.numpy(), strict=True))

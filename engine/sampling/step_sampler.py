@@ -74,6 +74,7 @@ class Hidden:
     size: the (entries, tokens) of the step's graph.
     metas: of the step, by groups of layers; None where no drafter needs them.
     every: the states of all tokens of these metas, for a drafter; None = `states` has them.
+    routes: (entry, the experts of its tokens [length, num_layers, chosen]), where asked for.
     """
 
     states: Tensor
@@ -84,6 +85,7 @@ class Hidden:
     size: tuple[int, int] = (0, 0)
     metas: Sequence[AttentionMeta] | None = None
     every: Tensor | None = None
+    routes: Sequence[tuple[int, Tensor]] = ()
 
 
 @dataclass(slots=True)
@@ -163,13 +165,14 @@ class StepSampler:
             prompt_logprobs = self._launch_prompt_logprobs(batch, hidden.states)
             if self._pooling is not None:
                 pooled = self._launch_pooled(batch, hidden.states, self._pooling.mode)
+        routes = [(entry, self._copied(ids)) for entry, ids in hidden.routes]
         if not samples.rows:
             result = self.launch_nothing(batch.step)
         elif hidden.graphs is not None and samples.plan.simple:
             result = self._launch_graph_choice(batch, samples, hidden.graphs, hidden.size)
         else:
             result = self._launch_choice(batch, samples, hidden)
-        result.prompt_logprobs, result.pooled = prompt_logprobs, pooled
+        result.prompt_logprobs, result.pooled, result.routes = prompt_logprobs, pooled, routes
         return result
 
     def launch_nothing(self, step: int) -> DeviceResult:

@@ -215,7 +215,7 @@ class EngineCore:
             return
         request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
         done = len(request.token_ids) >= request.limit
-        if done and not (request.pooled or request.prompt_logprobs):
+        if done and not (request.pooled or request.prompt_logprobs or request.routes):
             # No token is left to sample: the request was resumed after its last token, or
             # max_tokens is 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))

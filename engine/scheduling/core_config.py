@@ -30,6 +30,7 @@ class CoreConfig:
     generates: whether the model generates text; False = all other requests are refused.
     whole_texts: whether a text must be computed in a single step.
     images: how the model takes images; None = requests with images are refused.
+    no_routes: why requests for the experts of their tokens are refused; "" = they are not.
     encodes_ahead: whether a step with decodes encodes images beside it, for later steps.
     """
 
@@ -54,6 +55,7 @@ class CoreConfig:
     generates: bool = True
     whole_texts: bool = False
     images: ImagePlan | None = None
+    no_routes: str = "this model has no experts"
     encodes_ahead: bool = False
 
     @property

@@ -29,6 +29,7 @@ from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.image_plan import check_images
 from engine.scheduling.memory.prefix_hash import root_hash
 from engine.scheduling.memory.snapshots import Marks
+from engine.scheduling.routes import RequestRoutes
 from engine.structured.constraint import Constraint
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Request:
         "read_from_disk",
         "request_id",
         "root",
+        "routes",
         "row",
         "seed",
         "speculates",
@@ -169,12 +171,14 @@ class Request:
         self.queued_us = -1  # microseconds from arrival to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
         self.prediction: Sequence[int] = message.prediction
-        self.speculates = message.speculate  # whether steps may draft for it
+        # whether steps may draft for it; the experts of drafts are not kept
+        self.speculates = message.speculate and not params.return_routed_experts
         self.drafts: RequestDrafts | None = None  # once a step has asked for its drafts
         self.delivered = False  # whether its first delta was returned
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+        self.routes = RequestRoutes() if params.return_routed_experts else None
         self.pooled: PooledText | None = None
         if params.pooled:
             assert config.pooling is not None
@@ -258,6 +262,14 @@ class Request:
             assert start < known, "a chunk's prompt log-probabilities were lost"
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
+    def deliver_routes(self, delta: Delta) -> None:
+        """Set the experts of all tokens but the last one, if the request asked for them.
+
+        Call it once the request has ended, with its last delta.
+        """
+        if self.routes is not None:
+            delta.routed = self.routes.answer(self.num_virtual, len(self.token_ids) - 1)
+
     def deliver_first(self, delta: Delta) -> None:
         """Set the fields that only a request's first delta has, if this delta is the first."""
         if not self.delivered:
@@ -307,6 +319,12 @@ def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -
     if max_tokens is not None and len(token_ids) - num_prompt > max_tokens:
         raise InvalidRequest("token_ids has more output than max_tokens", param="max_tokens")
     message.params.check_vocabulary(config.vocab_size)
+    if message.params.return_routed_experts and config.no_routes:
+        raise InvalidRequest(
+            f"return_routed_experts: {config.no_routes}",
+            param="return_routed_experts",
+            code="routed_experts_not_supported",
+        )
     if message.params.pooled:
         if config.pooling is None:
             raise no_vectors()

@@ -160,7 +160,9 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None:
                 self._end(request)
-                deltas.append(Delta(request_id, [], "abort"))
+                delta = Delta(request_id, [], "abort")
+                request.deliver_routes(delta)
+                deltas.append(delta)
         return deltas
 
     def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
@@ -613,6 +615,7 @@ class Scheduler:
             self.config.prefix_caching
             and request.pooled is None
             and request.prompt_logprobs is None
+            and request.routes is None
         )
 
     def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:

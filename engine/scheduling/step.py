@@ -104,6 +104,9 @@ class LaunchedStep:
 
         for entry, items in result.prompt_logprobs.items():
             requests[entry].collect_prompt_logprobs(self.starts[entry], items)
+        for entry, ids in result.routes.items():
+            if (routes := requests[entry].routes) is not None:
+                routes.put(self.starts[entry], ids)
         for entry, part in result.pooled.items():
             if (pooled := requests[entry].pooled) is not None:
                 pooled.add_chunk(self.starts[entry], part)
@@ -146,6 +149,10 @@ class LaunchedStep:
                 deltas.append(delta)
             delta.finish = "length"
             ended.append(entry)
+        last = {requests[entry].id: requests[entry] for entry in ended if requests[entry].routes}
+        for delta in deltas if last else ():
+            if delta.id in last:
+                last[delta.id].deliver_routes(delta)
         for entry in reversed(dropped):
             if entry < len(tokens):
                 del deltas[entry]
@@ -176,6 +183,7 @@ class LaunchedStep:
             tokens=result.tokens[:first] + result.tokens[stop:],
             logprobs=without(result.logprobs),
             prompt_logprobs=without(result.prompt_logprobs),
+            routes=without(result.routes),
             pooled=without(result.pooled),
             errors=without(result.errors),
         )

@@ -179,6 +179,7 @@ class Generation(Sampling, kw_only=True):
     cache_salt: CacheSalt | None = None
     speculation: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: TokenCut | None = None
     truncation_side: Annotated[Side, words(Side)] | None = None

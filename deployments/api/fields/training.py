@@ -46,6 +46,7 @@ class Rollout(Struct, kw_only=True, gc=False):
 
     token_ids: _TokenIds
     sampling_params: TokenSampling
+    return_routed_experts: bool | None = None
     model: str | None = None
     request_id: str | None = None
     stream: bool | None = None
@@ -79,6 +80,7 @@ class TheirRollout(
     token_ids: _TokenIds
     sampling_params: TheirSampling | None = None
     return_logprob: bool | None = None
+    return_routed_experts: bool | None = None
     request_id: str | None = None
     stream: bool | None = None
     model: str | None = None

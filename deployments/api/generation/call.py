@@ -147,6 +147,12 @@ def _prepared(
         raise invalid("max_tokens must be at least 1", "max_tokens")
     if request.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
+    if request.stream and params.return_routed_experts:
+        raise invalid(
+            "return_routed_experts cannot be streamed",
+            "return_routed_experts",
+            "conflicting_fields",
+        )
     if request.best_of is not None and request.best_of != params.n:
         raise invalid("best_of must equal n; choices are not ranked", "best_of")
     call = GenerationCall(

@@ -45,6 +45,7 @@ _BACKEND_STATUS = {
             *("structured_not_supported", "invalid_grammar", "unsupported_schema"),
             *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
             *("no_token_left", "embeddings_not_supported", "generation_not_supported"),
+            "routed_experts_not_supported",
             *("images_not_supported", "image_too_large", "invalid_image"),
         ),
         400,

@@ -1,5 +1,6 @@
 """SGLang's words for rollouts, weights, pauses and memory, as slime and miles speak them."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 
 from deployments.api.context import ApiContext
@@ -49,7 +50,8 @@ async def generate(context: ApiContext, exchange: HttpExchange) -> None:
     context.count_request(exchange)
     body = await context.read_as(exchange, THEIR_ROLLOUT)
     sampling = body.sampling_params or TheirSampling()
-    params = rollout_params(sampling, 0 if body.return_logprob else None)
+    logprobs, routed = 0 if body.return_logprob else None, bool(body.return_routed_experts)
+    params = rollout_params(sampling, logprobs, routed=routed)
     request, generation, choices = await roll_out(context, exchange, body, params, QueueFields())
     tokenizer, special = context.backend.tokenizer(request.model), sampling.skip_special_tokens
     size = sum(len(choice.token_ids) for choice in choices)
@@ -94,6 +96,9 @@ def _meta_info(
         meta["output_token_logprobs"] = [
             [scored.logprob, scored.token_id, None] for scored in choice.logprobs
         ]
+    if choice.routed is not None:  # [tokens, layers, experts of a token] int32, one after the other
+        ids = choice.routed.array().astype("<i4")
+        meta["routed_experts"] = b64encode(ids.tobytes()).decode()
     return meta
 
 

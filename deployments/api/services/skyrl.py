@@ -7,8 +7,17 @@ from deployments.api.fields.training import COLLECTIVE_RPC
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import NAMES, PLAIN, READS, Operation, Route
+from deployments.api.services import training
 from deployments.api.services.adapters import put_lora
-from deployments.api.services.training import CHANGES, OK, model_of, order_of, refusing, trained
+from deployments.api.services.training import (
+    CHANGES,
+    OK,
+    ROLL_OUT,
+    model_of,
+    order_of,
+    refusing,
+    trained,
+)
 
 _START, _FINISH = "skyrl_start_weight_update", "skyrl_finish_weight_update"
 _TAKE = ("update_weights_nccl", "update_weights_ipc")
@@ -17,21 +26,26 @@ _TAKE = ("update_weights_nccl", "update_weights_ipc")
 async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> None:
     """Carry out the updates that SkyRL's trainer orders from vLLM's workers, and nothing else."""
     body = await context.read_as(exchange, COLLECTIVE_RPC)
-    training, model, arguments = trained(context), model_of(exchange), body.kwargs or {}
+    weights, model, arguments = trained(context), model_of(exchange), body.kwargs or {}
     with refusing("kwargs" if body.method in _TAKE else None):
         if body.method == _START:
-            await training.start_update(model)
+            await weights.start_update(model)
         elif body.method == _FINISH:
-            await training.finish_update(model, "")
+            await weights.finish_update(model, "")
         elif body.method in _TAKE:
             info = arguments.get("update_info")
             if not isinstance(info, dict):
                 raise invalid("kwargs.update_info is an object", "kwargs.update_info")
-            await training.take_tensors(model, info, "")
+            await weights.take_tensors(model, info, "")
         else:
             methods = ", ".join((_START, *_TAKE, _FINISH))
             raise invalid(f"method is one of {methods}", "method", "not_supported")
     await exchange.answer_json({"status": "ok"})
+
+
+async def generate(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer a rollout with the experts of its tokens."""
+    await training.generate(context, exchange, routed=True)
 
 
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
@@ -44,9 +58,11 @@ async def finish_session(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json({"status": "ok"})
 
 
+GENERATE = "/skyrl/v1/generate"
 LOAD = "/skyrl/v1/load_lora_adapter"
 RPC = "/collective_rpc"
 ROUTES = (
+    Route(GENERATE, generate, post=ROLL_OUT),
     Route(
         RPC,
         collective_rpc,

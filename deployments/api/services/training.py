@@ -33,10 +33,11 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.options import Training
 from deployments.api.route import NAMES, QUEUES, READS, Operation, Route
 from deployments.api.stream.logprobs import FLOOR, own_logprobs
-from deployments.api.stream.merge import failed, weight_versions
+from deployments.api.stream.merge import failed, routed_experts, weight_versions
 from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
 from engine.errors import UpdateFailed, context_too_long
+from engine.messages import RoutedExperts
 from engine.sampling_params import SamplingParams
 from engine.scheduling.orders.updates import MODES
 
@@ -259,6 +260,7 @@ class RolloutChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt
+    routed: RoutedExperts | None = None
     finish: str | None = None
     stop_token: int | None = None  # the end token that ended it
     cached: int = -1  # tokens of the prompt that came from the prefix cache; -1: unknown
@@ -268,21 +270,28 @@ _SAME = {name: name for name in TokenSampling.__struct_fields__}
 
 
 def rollout_params(
-    sampling: TokenSampling | TheirSampling, logprobs: int | None = None
+    sampling: TokenSampling | TheirSampling, logprobs: int | None = None, *, routed: bool = False
 ) -> SamplingParams:
-    """Return the params of a rollout; `sampling`'s own logprobs override the argument."""
-    return SamplingParams(**take_sampling(sampling, _SAME, logprobs=logprobs).values)
+    """Return the params of a rollout.
+
+    logprobs: those of `sampling` override them.
+    routed: whether the experts of tokens are returned.
+    """
+    values = take_sampling(sampling, _SAME, logprobs=logprobs).values
+    return SamplingParams(**values, return_routed_experts=routed)
 
 
-async def generate(context: ApiContext, exchange: HttpExchange) -> None:
+async def generate(context: ApiContext, exchange: HttpExchange, *, routed: bool = False) -> None:
     """Answer a rollout: token ids in, token ids and log-probabilities out.
 
+    routed: whether the route itself asks for the experts of tokens.
     Raises ApiError, MantaError.
     """
     context.count_request(exchange)
     body = await context.read_as(exchange, ROLLOUT)
     queue = QueueFields(priority=body.priority, cache_salt=body.cache_salt or "")
-    params = rollout_params(body.sampling_params)
+    routed = routed or bool(body.return_routed_experts)
+    params = rollout_params(body.sampling_params, routed=routed)
     request, generation, choices = await roll_out(context, exchange, body, params, queue)
     await exchange.answer_json(_answer(request, generation, choices))
 
@@ -349,6 +358,7 @@ async def _collect(request: GenerationRequest, generation: Generation) -> list[R
             choice.finish, choice.stop_token = delta.finish or None, delta.stop_token
             choice.cached = max(choice.cached, delta.cached)
             choice.scores += delta.prompt_logprobs or ()
+            choice.routed = delta.routed or choice.routed
     return choices
 
 
@@ -370,6 +380,7 @@ def _answer(
                 if request.params.logprobs is None
                 else own_logprobs(choice.logprobs),
                 "weight_versions": weight_versions(generation, index, len(choice.token_ids)),
+                "routed_experts": routed_experts(choice.routed),
             }
             for index, choice in enumerate(choices)
         ],
@@ -417,7 +428,7 @@ def order_of(
 CHANGES = (*READS, *NAMES, 422, 503)
 FLUSH = order_of("All cached prefixes dropped", (*OK, "success"))
 RESUME = order_of("The end of a pause")
-_GENERATE = Operation(
+ROLL_OUT = Operation(
     "Token ids and log-probabilities of a rollout",
     QUEUES,
     ROLLOUT,
@@ -425,7 +436,7 @@ _GENERATE = Operation(
 )
 _INFO = ("weight_version", "is_paused", "is_sleeping", "weights_dropped", "replicas")
 ROUTES = (
-    Route(GENERATE, generate, post=_GENERATE),
+    Route(GENERATE, generate, post=ROLL_OUT),
     Route(
         "/pause",
         pause,

@@ -1,6 +1,7 @@
 """MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from deployments.api.output.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import RequestFailed
-from engine.messages import Delta
+from engine.messages import Delta, RoutedExperts
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
 
@@ -159,6 +160,7 @@ class ChoiceOutput:
         "parsed",
         "predicted",
         "prompt_logprobs",
+        "routed",
         "scores_prompt",
         "stop_reason",
         "text",
@@ -195,6 +197,7 @@ class ChoiceOutput:
         self.offsets: list[int] = []
         self.scores_prompt = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.routed: RoutedExperts | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached = 0
@@ -216,6 +219,7 @@ class ChoiceOutput:
             self.predicted.feed(delta.token_ids[: decoded.num_tokens])
         if delta.cached >= 0:
             self.cached = delta.cached
+        self.routed = delta.routed or self.routed
         if delta.prompt_logprobs:
             self.prompt_logprobs += delta.prompt_logprobs
         if decoded.finish_reason is not None:
@@ -269,12 +273,21 @@ def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta
         into.finish, into.stop_token, into.error = delta.finish, delta.stop_token, delta.error
         into.cached = max(into.cached, delta.cached)
         into.logprobs = _joined(into.logprobs, delta.logprobs)
+        into.routed = delta.routed or into.routed
         into.prompt_logprobs = _joined(into.prompt_logprobs, delta.prompt_logprobs)
     return list(merged.items())
 
 
 def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
     return [*(a or ()), *(b or ())] if a or b else None
+
+
+def routed_experts(routed: RoutedExperts | None) -> JsonObject | None:
+    """Return the experts of a choice's tokens, as answers tell them."""
+    if routed is None:
+        return None
+    data = b64encode(routed.data).decode()
+    return {"data": data, "shape": [*routed.shape], "dtype": routed.dtype}
 
 
 def weight_versions(generation: Generation, choice: int, num_tokens: int) -> list[JsonObject]:

@@ -1,6 +1,7 @@
 """Weights and pauses of a whole fleet, whose fake engines say which weights made each token."""
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,50 @@ def test_over_http(tmp_path: Path) -> None:
         assert (await post(client, "/continue_generation")).status == 200
         assert (await post(client, "/abort_requests")).json() == {"status": "aborted"}
         assert (await client.request("GET", "/flush_cache")).status == 200
+
+    run(body)
+
+
+def test_rollouts_tell_the_experts_of_their_tokens() -> None:
+    """A failover loses the experts of earlier tokens, or a dialect has another form of them."""
+
+    def routes(ids: list[int]) -> list[int]:
+        return [digit for token in ids[:-1] for digit in (token & 15, token >> 4 & 15) * 2]
+
+    async def body(fleet: Fleet) -> None:
+        client, prompt = front_of(fleet), [*PROMPT]
+        sampling = {"max_tokens": 200, "ignore_eos": True, "n": 2}
+        ask = {"token_ids": prompt, "sampling_params": sampling}
+        plain = await post(client, "/inference/v1/generate", ask)
+        assert plain.json()["choices"][0]["routed_experts"] is None
+        for path, more in (
+            ("/skyrl/v1/generate", {}),
+            ("/inference/v1/generate", {"return_routed_experts": True}),
+        ):
+            waiting = asyncio.create_task(post(client, path, ask | more))
+            await until(lambda: any(fleet.load().values()))
+            if more:
+                await asyncio.sleep(0.05)
+                busy = next(name for name, load in fleet.load().items() if load)
+                fleet.engines[busy].die()
+            for choice in (await waiting).json()["choices"]:
+                shown, ids = choice["routed_experts"], prompt + choice["token_ids"]
+                assert shown["shape"] == [len(ids) - 1, 2, 2] and shown["dtype"] == "uint8"
+                assert [*b64decode(shown["data"])] == routes(ids)
+        body = {"prompt": prompt, "max_tokens": 5, "return_routed_experts": True, "model": "m"}
+        body |= {"return_token_ids": True, "ignore_eos": True}
+        (choice,) = (await post(client, "/v1/completions", body)).json()["choices"]
+        ids = prompt + choice["token_ids"]
+        assert [*b64decode(choice["routed_experts"]["data"])] == routes(ids)
+        for wrong in ({"stream": True}, {"stop": "x"}):
+            refused = await post(client, "/v1/completions", body | wrong)
+            assert refused.status == 400
+            assert refused.json()["error"]["param"] == "return_routed_experts"
+        theirs = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        reply = await post(client, "/generate", theirs | {"return_routed_experts": True})
+        data = b64decode(reply.json()["meta_info"]["routed_experts"])
+        ids = prompt + reply.json()["output_ids"]
+        assert [*memoryview(data).cast("i")] == routes(ids)
 
     run(body)
 

@@ -39,6 +39,7 @@ from deployments.api.stream.merge import (
     ChoiceOutput,
     coalesce,
     ended_early,
+    routed_experts,
     weight_versions,
 )
 from deployments.api.stream.replay import StreamReplay
@@ -173,6 +174,8 @@ class OpenAIResponse:
                 shaped |= self._prompt_ids(index)
         shaped["finish_reason"] = "length" if call.score_only else choice.finish_reason
         shaped["stop_reason"] = None if call.score_only else choice.stop_reason
+        if call.common.params.return_routed_experts:
+            shaped["routed_experts"] = routed_experts(choice.routed)
         if self.request.return_token_ids:
             ids, scores = choice.token_ids, choice.token_logprobs
             shaped |= self._ids([], []) if call.score_only else self._ids(ids, scores)

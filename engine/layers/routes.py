@@ -1,0 +1,38 @@
+"""RouteTap: the experts that a model's routers choose in a step, while a request asks for them."""
+
+import torch
+from torch import Tensor
+
+
+class RouteTap:
+    """The expert ids of the layers of one step.
+
+    on: whether layers note their choices; False costs them one look at this flag.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._chosen: dict[int, Tensor] = {}
+
+    def begin(self, on: bool) -> None:
+        """Forget the last step, and say whether layers note the choices of the next one."""
+        self.on = on
+        self._chosen = {}
+
+    def note(self, layer: int, ids: Tensor, choices: int) -> None:
+        """Keep a copy of a layer's choice.
+
+        ids: [n, chosen] expert ids.
+        choices: the number of experts that the router can choose.
+        """
+        self._chosen[layer] = ids.to(torch.uint8 if choices <= 256 else torch.int16, copy=True)
+
+    def collect(self, num_layers: int) -> Tensor:
+        """Return the ids of all layers [n, num_layers, chosen]; layers without experts have 0."""
+        self.on = False
+        chosen, self._chosen = self._chosen, {}
+        first = next(iter(chosen.values()))
+        routes = first.new_zeros(len(first), num_layers, first.shape[1])
+        for layer, ids in chosen.items():
+            routes[:, layer] = ids
+        return routes
