@@ -38,6 +38,11 @@ def visible_devices() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
+def worker_rank() -> int:
+    """Return the rank of this process among a trainer's, which its launcher has set."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def auth_token_source() -> str | None:
     """Return where Ray's authentication token comes from: a variable or a file; None without a
     token."""

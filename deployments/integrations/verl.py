@@ -1,0 +1,166 @@
+"""Replica and ServerAdapter: verl's rollouts by engines of Manta, one in each of verl's replicas.
+
+    VERL_USE_EXTERNAL_MODULES=deployments.integrations.verl python -m verl.trainer.main_ppo \\
+        actor_rollout_ref.rollout.name=manta ...
+
+verl imports this module in all of its processes. Weights go over CUDA IPC to the engine on the
+worker's own GPU, or over shared memory where there is none; no pickle is sent or read.
+"""
+
+import asyncio
+from collections.abc import AsyncIterable, Iterable
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from deployments.environment import worker_rank
+from deployments.integrations.verl_server import Bucket, RolloutServer
+from engine.errors import ConfigError, UpdateFailed
+
+NAME = "manta"
+
+
+class Server(RolloutServer):
+    """The actor of a replica, whose answers are verl's."""
+
+    async def generate(self, *fields: Any, **named: Any) -> TokenOutput:
+        """Return the continuation of a prompt; see `RolloutServer.generate`."""
+        rollout = await super().generate(*fields, **named)
+        return TokenOutput(**{name: getattr(rollout, name) for name in rollout.__slots__})
+
+
+class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
+    """A replica of verl with one engine, on the node and GPUs of its workers."""
+
+    _server_handle: Any
+
+    async def launch_servers(self) -> None:
+        """Start the replica's server beside its workers. Raises ConfigError."""
+        if self.nnodes != 1:
+            raise ConfigError(
+                "rollout.tensor_model_parallel_size: an engine is on one node; set it to at most "
+                f"{self.gpus_per_node}, the GPUs of a node",
+                param="tensor_model_parallel_size",
+            )
+
+        def place(_: Any) -> tuple[str, list[str]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
+
+        asked = (worker.__ray_call__.remote(place) for worker in self.workers)
+        places = await asyncio.gather(*asked)
+        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        name = f"{NAME}_server_{kind}{self.replica_rank}_0{self.name_suffix}"
+        on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        server = ray.remote(Server).options(
+            name=name,
+            scheduling_strategy=on_node(node_id=places[0][0], soft=False),
+            runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+            max_concurrency=self.max_concurrency,
+        )
+        visible = ",".join(gpu for _, gpus in places for gpu in gpus)
+        mode = self.rollout_mode.value
+        self._server_handle = server.remote(self.config, self.model_config, mode, visible)
+        self.servers = [self._server_handle]
+        await self._server_handle.launch_server.remote()
+        self._server_address = name  # verl tells replicas apart by it; there is no HTTP server
+
+    async def sleep(self) -> None:
+        """Free the memory of the engine, once no request runs."""
+        await self._server_handle.wait_for_requests_to_drain.remote()
+        await super().sleep()
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """End all requests with what they have; return their number and ids."""
+        answer: dict[str, Any] = await self._server_handle.abort_all_requests.remote(reject_request)
+        return answer
+
+
+class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
+    """The trainer's end of a replica, in each of its workers; the first one speaks to the server.
+
+    replica_rank: number of the replica; -1 = that of this worker's rank.
+    """
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        size, rank = self.config.tensor_model_parallel_size, worker_rank()
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        self._server: Any = None
+
+    def _handle(self) -> Any:
+        if self._server is None:  # the server starts after its workers
+            self._server = ray.get_actor(f"{NAME}_server_{self.replica_rank}_0")
+        return self._server
+
+    async def resume(self, tags: list[str]) -> None:
+        """Take the engine's memory again. tags: "weights", "kv_cache"."""
+        if self.is_leader_rank:
+            await self._handle().wake_up.remote(tags)
+
+    async def release(self) -> None:
+        """Free the memory of the engine."""
+        if self.is_leader_rank:
+            await self._handle().sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **options: Any,
+    ) -> None:
+        """Replace the engine's weights. Raises UpdateFailed, and the old ones serve on.
+
+        weights: all tensors, by checkpoint names. Each rank has to go through them.
+        """
+        if wire_format != "named_tensors":
+            raise UpdateFailed(
+                f"checkpoint_engine: {wire_format} is not supported; choose one of full tensors"
+            )
+        if options.get("peft_config") is not None:
+            raise UpdateFailed("model.lora_rank: adapters are not sent; set it to 0, or merge them")
+        megabytes = self.config.checkpoint_engine.update_weights_bucket_megabytes
+        bucket = Bucket(megabytes << 20)
+        server = self._handle() if self.is_leader_rank else None
+        if server is not None:
+            await server.start_weight_update.remote()
+        try:
+            async for name, tensor in _each(weights):
+                if server is None:
+                    continue
+                if not bucket.has_room(tensor):
+                    await server.take_weights.remote(bucket.message())
+                bucket.put(name, tensor.detach())
+            if server is not None:
+                await server.take_weights.remote(bucket.message())
+                await server.finish_weight_update.remote(global_steps)
+        finally:
+            bucket.close()
+
+
+async def _each(
+    weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
+) -> Any:
+    if isinstance(weights, AsyncIterable):
+        async for pair in weights:
+            yield pair
+    else:
+        for pair in weights:
+            yield pair
+
+
+def install() -> None:
+    """Make "manta" a name of verl's rollouts in this process."""
+    RolloutReplicaRegistry.register(NAME, lambda: Replica)
+    _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.{ServerAdapter.__name__}"
+
+
+install()

@@ -1,0 +1,296 @@
+"""RolloutServer and Bucket: a verl server over an engine of Manta, and weights on their way to it.
+
+`verl.py` beside it has the classes that verl makes of them; this module needs no package of verl.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from deployments.checkpoints.resolve import resolve_model
+from engine import AsyncEngine, EngineConfig, SamplingParams
+from engine.errors import ConfigError, InvalidRequest
+from engine.library.handle import RequestHandle
+from engine.weights.handles import plain_handle
+
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+HYBRID, STANDALONE = "hybrid", "standalone"  # verl's names of two of its rollout modes
+
+
+@dataclass(slots=True)
+class Rollout:
+    """The fields of verl's TokenOutput."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_sampling(theirs: Mapping[str, Any], room: int, *, routed: bool = False) -> SamplingParams:
+    """Return verl's sampling_params as ours.
+
+    room: the most tokens that the answer may have.
+    Raises InvalidRequest for fields that mean something and are not known.
+    """
+    fields = {name: value for name, value in theirs.items() if value is not None}
+    limits = [fields.pop(name, room) for name in ("max_tokens", "max_new_tokens")]
+    values: dict[str, Any] = {"max_tokens": max(0, min(*limits, room))}
+    values["top_k"] = max(0, fields.pop("top_k", 0))  # -1: all tokens
+    if fields.pop("logprobs", False) is not False:  # True, or vLLM's number of alternatives
+        values["logprobs"] = 0
+    values |= {name: fields.pop(name) for name in _SAMPLING if name in fields}
+    if fields:
+        names = ", ".join(sorted(fields))
+        raise InvalidRequest(f"sampling_params: {names}: not supported in rollouts; leave it out")
+    return SamplingParams(**values, return_routed_experts=routed)
+
+
+class RolloutServer:
+    """The actor of one replica, with the methods that verl's trainer calls.
+
+    config, model_config: verl's RolloutConfig and HFModelConfig.
+    mode: the value of verl's RolloutMode; "hybrid" drops weights in a sleep, as the trainer sends
+        them again, and "standalone" never sleeps.
+    visible_devices: CUDA_VISIBLE_DEVICES of the replica's workers; "" = none.
+    """
+
+    def __init__(self, config: Any, model_config: Any, mode: str, visible_devices: str) -> None:
+        self._config, self._model = config, model_config
+        self._mode = mode
+        self._steps: int | None = None  # the trainer's step that the weights are of
+        self._refusing = False
+        self._running: dict[str, RequestHandle] = {}
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+
+    async def launch_server(self) -> None:
+        """Start the engine. Raises ConfigError."""
+        config = self._config
+        for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(config, name, 1) != 1:
+                raise ConfigError(f"rollout.{name}: not supported; set it to 1", param=name)
+        if getattr(config, "quantization", None):
+            raise ConfigError("rollout.quantization: not supported; leave it out", param="rollout")
+        extra = dict((config.engine_kwargs or {}).get("manta") or {})
+        fields = {
+            "model": str(await asyncio.to_thread(resolve_model, self._model.local_path)),
+            "quantization": "none",
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "memory_fraction": config.gpu_memory_utilization,
+            "tensor_parallel": config.tensor_model_parallel_size,
+            "prefix_caching": config.enable_prefix_caching,
+            "cuda_graphs": not config.enforce_eager,
+            "logprobs_mode": config.logprobs_mode or "raw_logprobs",
+            "sleep_in_host_memory": config.free_cache_engine and self._mode != STANDALONE,
+        }
+        self._engine = await AsyncEngine.start(EngineConfig(**fields | extra))
+
+    # -- rollouts
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+    ) -> Rollout:
+        """Return the continuation of a prompt. Raises InvalidRequest, EngineDead.
+
+        Its stop_reason is "aborted" if the trainer has ended it; verl goes on with its tokens.
+        """
+        if image_data or video_data or audio_data:
+            raise InvalidRequest("image_data, video_data, audio_data: rollouts take texts only")
+        if self._refusing:
+            return Rollout([], stop_reason="aborted", extra_fields=self._extra())
+        config = self._config
+        room = config.prompt_length + config.response_length
+        room = min(room, config.max_model_len or room) - len(prompt_ids)
+        params = read_sampling(
+            sampling_params,
+            min(room, config.response_length),
+            routed=config.enable_rollout_routing_replay,
+        )
+        handle = self._engine.start_request([*prompt_ids], params, priority=priority)
+        self._running[request_id] = handle
+        try:
+            (choice,) = (await handle).outputs
+        finally:
+            self._running.pop(request_id, None)
+        reasons = {"stop": "completed", "length": "completed", "abort": "aborted"}
+        scores = choice.logprobs or []
+        return Rollout(
+            choice.token_ids,
+            [item.logprob for item in scores] if params.logprobs is not None else None,
+            choice.routed_experts,
+            reasons.get(choice.finish_reason or ""),
+            self._extra(),
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        return {"global_steps": self._steps}
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """End all requests with what they have; further ones wait for `resume_generation`.
+
+        reject_request: whether further ones end at once instead.
+        """
+        self._refusing = reject_request
+        ids = [*self._running]
+        await self._engine.pause("abort")
+        return {"aborted_count": len(ids), "request_ids": ids}
+
+    async def abort_request(self, request_id: str) -> dict[str, Any]:
+        """End a request with what it has."""
+        handle = self._running.get(request_id)
+        if handle is not None:
+            handle.stop()
+        return {"aborted": handle is not None, "request_id": request_id}
+
+    async def resume_generation(self) -> None:
+        self._refusing = False
+        await self._engine.resume()
+
+    async def wait_for_requests_to_drain(self) -> None:
+        while self._running:
+            await asyncio.sleep(0.05)
+
+    # -- weights and memory
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self._steps = global_steps
+
+    async def start_weight_update(self) -> None:
+        """Begin an update; one that a trainer has broken off is dropped. Raises UpdateFailed."""
+        await self._engine.init_weight_transfer({})
+        await self._engine.start_weight_update()
+
+    async def take_weights(self, update_info: dict[str, Any]) -> None:
+        """Take tensors that a worker of the replica shares; see `UpdateInfo`. Raises
+        UpdateFailed."""
+        await self._engine.update_weights(update_info)
+
+    async def finish_weight_update(self, global_steps: int | None = None) -> None:
+        """Replace the weights by those that have come, all at once. Raises UpdateFailed."""
+        await self._engine.finish_weight_update()
+        self._steps = self._steps if global_steps is None else global_steps
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache, once no request runs."""
+        if self._config.free_cache_engine and self._mode != STANDALONE:
+            await self._engine.sleep(2 if self._mode == HYBRID else 1)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again. tags: "weights", "kv_cache"; None = both."""
+        if self._config.free_cache_engine and self._mode != STANDALONE:
+            await self._engine.wake(tags or ())
+
+    async def release_kv_cache(self) -> None:
+        if self._config.free_cache_engine and self._mode != STANDALONE:
+            await self._engine.sleep(1, ["kv_cache"])
+
+    async def resume_kv_cache(self) -> None:
+        await self.wake_up(["kv_cache"])
+
+    async def clear_kv_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    async def start_profile(self, **options: Any) -> None:
+        raise InvalidRequest("rollout.profiler: not supported; leave it out")
+
+    async def stop_profile(self) -> None:
+        """Do nothing, as no profile was started."""
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class Bucket:
+    """Tensors that go to the engine in one message, in memory that both processes see.
+
+    num_bytes: of the memory, which a larger tensor makes grow.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._size = num_bytes
+        self._used = 0
+        self._names: list[str] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[list[int]] = []
+        self._sizes: list[int] = []
+        self._memory: SharedMemory | None = None
+        self._buffer: torch.Tensor | None = None  # uint8 [_size]
+        self._handle: Any = None  # CUDA IPC handle of the buffer
+
+    def has_room(self, tensor: torch.Tensor) -> bool:
+        return not self._names or self._used + tensor.nbytes <= self._size
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor for which there is room."""
+        if self._buffer is None or tensor.nbytes > self._size:
+            self._size = max(self._size, tensor.nbytes)
+            self._allocate(tensor.device)
+        assert self._buffer is not None
+        end = self._used + tensor.nbytes
+        self._buffer[self._used : end].copy_(tensor.contiguous().flatten().view(torch.uint8))
+        self._used = end
+        self._names.append(name)
+        self._dtypes.append(str(tensor.dtype).removeprefix("torch."))
+        self._shapes.append(list(tensor.shape))
+        self._sizes.append(tensor.nbytes)
+
+    def _allocate(self, device: torch.device) -> None:
+        self.close()
+        if device.type == "cuda":
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=device)
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = {uuid: plain_handle(reduce_tensor(self._buffer))}
+        else:
+            self._memory = SharedMemory(create=True, size=self._size)
+            self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)
+
+    def message(self) -> dict[str, Any]:
+        """Return vLLM's update_info of what is in the bucket, and begin anew.
+
+        The memory must not be written before the engine has answered.
+        """
+        info: dict[str, Any] = {
+            "names": self._names,
+            "dtype_names": self._dtypes,
+            "shapes": self._shapes,
+        }
+        if self._memory is not None:
+            name, starts = self._memory.name, accumulate(self._sizes[:-1], initial=0)
+            info["ipc_handles"] = [{"cpu": {"name": name, "offset": start}} for start in starts]
+        else:
+            assert self._buffer is not None
+            torch.cuda.synchronize(self._buffer.device)
+            info |= {"cuda_handles": [self._handle], "tensor_sizes": self._sizes}
+        self._names, self._dtypes, self._shapes, self._sizes = [], [], [], []
+        self._used = 0
+        return info
+
+    def close(self) -> None:
+        self._buffer = self._handle = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory.unlink()
+            self._memory = None
