@@ -55,8 +55,9 @@ def read_bandwidth(threads: int) -> float:
     import torch
 
     from engine.weights import huge_pages
-    from kernels.cpu.codegen.compiler import compile_ir, lanes
+    from kernels.cpu.codegen.compiler import compile_ir
     from kernels.cpu.codegen.ir import IRWriter, Value, module
+    from kernels.cpu.codegen.processor import lanes
 
     writer, part = IRWriter(lanes()), 1 << 20
 
@@ -90,25 +91,29 @@ def peak(quantization: str, threads: int) -> float:
     """Measure the operations per second of the instruction that a format's matmuls use."""
     import ctypes
 
-    from kernels.cpu.codegen import compiler
+    from kernels.cpu.codegen import compiler, processor
     from kernels.cpu.codegen.ir import IRWriter, module
+    from kernels.cpu.codegen.products import dot_bytes, dot_pairs
 
-    size = compiler.lanes()
+    size = processor.lanes()
     writer, turns, sums = IRWriter(size), 100_000, 16
-    if quantization != "none" and compiler.vnni():
-        kind, name, products = writer.integers, f"llvm.x86.avx512.vpdpbusd.{32 * size}", 4
-        operands = [(kind, writer.op(f"freeze {kind} zeroinitializer"))] * 2
-    elif quantization == "none" and compiler.dot_bf16():
-        kind, name, products = writer.vector, "llvm.x86.avx512bf16.dpbf16ps.512", 2
-        pair = f"<{2 * size} x bfloat>"
-        operands = [(pair, writer.op(f"freeze {pair} zeroinitializer"))] * 2
-    else:
-        kind, name, products, operands = writer.vector, "", 1, []
+    kind, products, operand = writer.vector, 1, ""
+    if quantization != "none" and processor.byte_dot():
+        kind, products = writer.integers, 4
+        operand = writer.op(f"freeze {kind} zeroinitializer")
+    elif quantization == "none" and processor.dot_bf16():
+        products = 2
+        operand = writer.op(f"freeze <{2 * size} x bfloat> zeroinitializer")
+
+    def added(total: str) -> str:
+        if products == 4:
+            return dot_bytes(writer, total, operand, operand, wide=False)
+        if products == 2:
+            return dot_pairs(writer, total, operand, operand)
+        return writer.fma(total, total, total)
 
     def turn(_: str, *totals: str) -> list[str]:
-        if not name:
-            return [writer.fma(total, total, total) for total in totals]
-        return [writer.call(kind, name, [(kind, total), *operands]) for total in totals]
+        return [added(total) for total in totals]
 
     sums_out = writer.loop(0, turns, [(kind, "zeroinitializer")] * sums, turn)
     for total in sums_out:

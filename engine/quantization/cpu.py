@@ -17,7 +17,8 @@ from engine.quantization.method import (
     LinearSpec,
 )
 from engine.weights.parameter import Parameter
-from kernels.cpu.codegen.compiler import CompilerUnavailable, has_int8
+from kernels.cpu.codegen.compiler import has_int8
+from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
 from kernels.cpu.gemm.linear import Packed, pack
 from kernels.cpu.gemm.panels import GATES, Panels
@@ -125,7 +126,8 @@ class Int8Cpu(DenseCpu):
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         if spec.device.type == "cpu" and not has_int8():
             raise ConfigError(
-                "quantization 'int8' needs an x86-64 processor with AVX512-VNNI",
+                "quantization 'int8' needs an x86-64 processor with AVX512-VNNI, or an AArch64 "
+                "processor with dot products (asimddp)",
                 param="quantization",
             )
         return super().create(spec)

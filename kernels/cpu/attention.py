@@ -16,15 +16,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    bits,
-    compile_ir,
-    dot_bf16,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import CompilerUnavailable, dot_bf16, lanes
+from kernels.cpu.codegen.products import dot_pairs
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.scores import Numbers, Places, Scored
 from kernels.kv.inputs import RopeInputs
@@ -53,8 +48,9 @@ class AttentionShape:
 
 
 class _Pairs:
-    """Instructions that multiply pairs of bfloat16, and conversions into such pairs. Needs
-    AVX512-BF16.
+    """Instructions that multiply pairs of bfloat16, and conversions into such pairs.
+
+    Needs `processor.dot_bf16`.
     """
 
     def __init__(self, writer: IRWriter) -> None:
@@ -64,9 +60,7 @@ class _Pairs:
 
     def dot(self, total: Value, a: Value, b: Value) -> Value:
         """Return, in each vector lane, total plus the dot product of a's and b's bfloat16 pairs."""
-        operands = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        return self._writer.call(self._writer.vector, name, operands)
+        return dot_pairs(self._writer, total, a, b)
 
     def rounded(self, low: Value, high: Value) -> Value:
         """Round two float32 vectors to bfloat16 and concatenate them."""

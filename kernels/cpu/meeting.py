@@ -11,7 +11,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, compile_ir
+from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
+from kernels.cpu.codegen.products import pause, pause_declaration
 
 # Words of each rank's cache line, whose first word counts the rank's all-reduces. Rank 0's line
 # also holds the round, the round of the last failure plus one, and the rank that failed.
@@ -150,7 +152,7 @@ wait:
   %few = icmp slt i64 %looks, {_LOOKS}
   br i1 %few, label %pause, label %check
 pause:
-  call void @llvm.x86.sse2.pause()
+  {pause()}
   br label %again
 check:
   %at.round = getelementptr i64, ptr %lines, i64 {ROUND}
@@ -200,7 +202,7 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
     Raises CompilerUnavailable.
     """
     width = lanes()
-    ir = "declare void @llvm.x86.sse2.pause()\n"
+    ir = f"{pause_declaration()}\n"
     functions = compile_ir(ir + _function("sum", False, width) + _function("sum_onto", True, width))
     process = ctypes.CDLL(None)
     yields, sleeps = (

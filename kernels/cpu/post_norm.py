@@ -15,8 +15,9 @@ from functools import lru_cache
 from torch import Tensor, get_num_threads
 
 from kernels.cpu.codegen import amx, elements
-from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import lanes
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.dense import AMX, ROW_BYTES, PackedLinear, most_rows, round_bf16, write_tile

@@ -25,16 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.codegen import amx
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    amx_bf16,
-    bits,
-    compile_ir,
-    dot_bf16,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import CompilerUnavailable, amx_bf16, dot_bf16, lanes
+from kernels.cpu.codegen.products import fma_pairs
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.scores import Numbers, Places, Scored
 
@@ -220,8 +214,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             for r, row in enumerate(rows):
                 factor = w.spread(w.load(w.at(row, k), "float"))
                 for v, part in enumerate(parts):
-                    multiply = w.dot_pairs if shape.pairs else w.fma
-                    result.append(multiply(factor, part, held[r * vectors + v]))
+                    total = held[r * vectors + v]
+                    if shape.pairs:
+                        result.append(fma_pairs(w, factor, part, total))
+                    else:
+                        result.append(w.fma(factor, part, total))
             return result
 
         return w.loop(0, inner, [(kind, value) for value in start], accumulate)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import rotation_for
-from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16
+from kernels.cpu.codegen.processor import CompilerUnavailable, dot_bf16
 from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.kv.inputs import RopeInputs

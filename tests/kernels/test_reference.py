@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.inputs import AttentionInputs
-from kernels.cpu.codegen.compiler import CompilerUnavailable
+from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm import dense
 from kernels.cpu.gemm.linear import pack
 from kernels.dispatch import kernels_for

@@ -17,7 +17,8 @@ from engine.quantization.method import DenseState, LinearSpec
 from engine.quantization.rounded.formats import cpu_format
 from engine.quantization.rounded.quantize_rows import rounded
 from engine.weights.parameter import Parameter
-from kernels.cpu.codegen.compiler import CompilerUnavailable, check
+from kernels.cpu.codegen.compiler import check
+from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import Kernels

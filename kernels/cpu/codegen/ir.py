@@ -260,22 +260,11 @@ class IRWriter:
         kind = self.vector
         return self.call(kind, f"llvm.fma.v{self.lanes}f32", [(kind, a), (kind, b), (kind, c)])
 
-    def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
-        """Return c plus, in each lane, the dot product of the bfloat16 pairs in the lanes of a and
-        b.
-
-        Needs `compiler.dot_bf16`.
-        """
-        pair = f"<{2 * self.lanes} x bfloat>"
-        a, b = (self.op(f"bitcast {self.vector} {value} to {pair}") for value in (a, b))
-        operands = [(self.vector, c), (pair, a), (pair, b)]
-        return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", operands)
-
     def store_pairs(self, value: Value, pointer: Value) -> None:
-        """Store a vector as bfloat16, for `dot_pairs`, in one instruction instead of nine.
+        """Store a vector as bfloat16, for `products.dot_pairs`, in one instruction instead of nine.
 
         It rounds as `store_float` does, but numbers below 1e-38 become 0. Needs
-        `compiler.dot_bf16`.
+        `processor.dot_bf16`.
         """
         narrow = f"<{self.lanes} x bfloat>"
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
@@ -421,8 +410,10 @@ class IRWriter:
     def exp_of_weight(self, x: Value) -> Value:
         """Return e^x for a softmax weight that is then rounded to bfloat16.
 
-        The relative error is 3e-6; x = 0 gives 1, and an underflow 0. NaN stays NaN. Needs AVX-512.
+        The relative error is 3e-6; x = 0 gives 1, and an underflow at most 1e-38. NaN stays NaN.
         """
+        if self.lanes < 16:
+            return self.exp(x, small=True)
         return self._power_of_two(
             x, (9.582853232e-3, 5.590642566e-2, 0.240240986, 0.693124193, 1.0)
         )

@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu.codegen import compiler, elements
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir
+from kernels.cpu.codegen.compiler import NativeFunction, compile_ir
+from kernels.cpu.codegen.processor import CompilerUnavailable
+from kernels.cpu.codegen.products import pause, pause_declaration
 
 _ALIGN = 64  # bytes
 # Polls at the barrier before a thread yields. They take some 50 us, more than running threads ever
@@ -34,7 +36,7 @@ _LOOKS = 2000
 _STEPS, _COUNT, _YIELD, _TEAM, _ARRIVED, _WORDS = 2, 3, 4, 5, 16, 24
 
 _PLAY = f"""
-declare void @llvm.x86.sse2.pause()
+{pause_declaration()}
 
 define void @play(ptr %args) {{
 entry:
@@ -75,7 +77,7 @@ spin:
   %long = icmp sgt i64 %looks, {_LOOKS}
   br i1 %long, label %yield, label %pause
 pause:
-  call void @llvm.x86.sse2.pause()
+  {pause()}
   br label %again
 yield:
   %ignored = call i32 %give_way()

@@ -14,14 +14,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen import compiler
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
+from kernels.cpu.codegen import compiler, processor
+from kernels.cpu.codegen.compiler import NativeFunction
 from kernels.cpu.codegen.ir import IRWriter, Value
+from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
+from kernels.cpu.codegen.products import dot_bytes, look_up
 from kernels.cpu.gemm import tiled_blocks
 from kernels.cpu.gemm.codes import (
     NAMES,
     RoundedBlock,
-    bytes_type,
     nibbles,
     reinterpret,
     round_row,
@@ -75,42 +76,12 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 # ---- Generation ----------------------------------------------------------------------------------
 
 
-def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """Return total plus, in each lane, the dot product of four unsigned codes and four signed x.
-
-    wide: whether codes have more than 7 bits.
-    """
-    size, integers, whole = writer.lanes, writer.integers, bytes_type(writer)
-    if compiler.vnni():
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * size}"
-        return writer.call(integers, name, [(integers, value) for value in (total, codes, x)])
-    # Sums of two products saturate at 16 bits, so 8-bit codes are split into two 4-bit halves.
-    pairs = f"<{2 * size} x i16>"
-    multiply, join = {
-        8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-        16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    }[size]
-    x = reinterpret(writer, x, integers, whole)
-    parts = [(codes, 1)]
-    if wide:
-        low = writer.op(f"and {integers} {codes}, {writer.whole(0x0F0F0F0F)}")
-        high = writer.op(f"lshr {integers} {codes}, {writer.whole(4)}")
-        high = writer.op(f"and {integers} {high}, {writer.whole(0x0F0F0F0F)}")
-        parts = [(low, 1), (high, 16)]
-    for part, factor in parts:
-        part = reinterpret(writer, part, integers, whole)
-        two = writer.call(pairs, multiply, [(whole, part), (whole, x)])
-        four = writer.call(integers, join, [(pairs, two), (pairs, f"splat (i16 {factor})")])
-        total = writer.op(f"add {integers} {total}, {four}")
-    return total
-
-
 def _expanded(form: Format) -> Format | None:
     """Return the format to which panels are expanded for many rows, or None if that gains nothing.
 
-    Without VNNI a dot product of 8-bit codes takes twice the instructions.
+    Without VNNI or I8MM a dot product of 8-bit codes takes twice the instructions.
     """
-    if form.bits == 8 or not compiler.vnni():
+    if form.bits == 8 or processor.byte_dot() in ("", "dotprod"):
         return None
     return replace(form, bits=8, scale=torch.float32, table=())
 
@@ -227,7 +198,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
                     key = (row, unit_of[word], half)
                     wide = form.bits == 8 or bool(table)
                     four = writer.spread(raw, "i32")
-                    sums[key] = _dot(writer, sums[key], value, four, wide)
+                    sums[key] = dot_bytes(writer, sums[key], value, four, wide)
             out = list(totals)
             for row in range(rows):
                 x_scale = writer.spread(writer.load(writer.at(x[row], BLOCK, "i8"), "float"))
@@ -360,8 +331,7 @@ def _unpack(writer: IRWriter, form: Format) -> None:
                     unit = half if form.units == 2 else 0
                     if form.table:
                         table = f"<{', '.join(f'i8 {entry}' for entry in form.table)}>"
-                        operands = [(some, table), (some, value)]
-                        value = writer.call(some, "llvm.x86.ssse3.pshuf.b.128", operands)
+                        value = look_up(writer, 16, table, value)
                     value = writer.op(f"zext {some} {value} to <16 x i32>")
                     value = writer.op(f"sub <16 x i32> {value}, {writer.whole(form.zero)}")
                     value = writer.op(f"sitofp <16 x i32> {value} to <16 x float>")

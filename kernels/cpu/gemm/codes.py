@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
+from kernels.cpu.codegen.products import look_up
 from kernels.cpu.gemm.panels import RowNorm, norm_scale
 from kernels.packed import BLOCK, Format
 
@@ -40,11 +41,12 @@ def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
     high = writer.op(f"and {integers} {high}, {mask}")
     if not table:
         return low, high
-    name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[writer.lanes]
 
     def looked_up(value: Value) -> Value:
-        operands = [(kind, table), (kind, reinterpret(writer, value, integers, kind))]
-        return reinterpret(writer, writer.call(kind, name, operands), kind, integers)
+        entries = look_up(
+            writer, 4 * writer.lanes, table, reinterpret(writer, value, integers, kind)
+        )
+        return reinterpret(writer, entries, kind, integers)
 
     return looked_up(low), looked_up(high)
 

@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.codegen import amx
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    amx_bf16,
-    check,
-    dot_bf16,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, check
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
+from kernels.cpu.codegen.processor import CompilerUnavailable, amx_bf16, dot_bf16, lanes
+from kernels.cpu.codegen.products import dot_bytes, fma_pairs
 from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.panels import (
     BIAS,
@@ -122,11 +117,8 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
                 at = writer.add(writer.mul(k, 4), row * (2 * width + _ROW_END) + byte * width)
                 x = writer.spread(writer.load(writer.at("%x", at, "i8"), "i32"), "i32")
                 for half in (0, 1):
-                    operands = [sums[4 * row + 2 * byte + half], x, weights[half]]
-                    name = "llvm.x86.avx512.vpdpbusd.512"
-                    out.append(
-                        writer.call(integers, name, [(integers, value) for value in operands])
-                    )
+                    total = sums[4 * row + 2 * byte + half]
+                    out.append(dot_bytes(writer, total, x, weights[half], wide=True))
         return out
 
     end = writer.at("%w", 2 * size * width, "i8")
@@ -206,7 +198,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
                 x = writer.spread(writer.load(place, "float"))
                 for half in (0, 1):
                     at = 2 * row + half
-                    out[at] = writer.dot_pairs(x, weights[half], out[at])
+                    out[at] = fma_pairs(writer, x, weights[half], out[at])
         return out
 
     store_tile(writer, rows, writer.loop(0, width // 4, sums, two))

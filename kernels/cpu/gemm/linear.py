@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable
+from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm.dense import PackedLinear
 
 Packed = Callable[[Tensor], Tensor]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import lanes
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.gemm import tiled_bf16
 

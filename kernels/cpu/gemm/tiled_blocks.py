@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from kernels.cpu.codegen import amx
 from kernels.cpu.codegen.amx import TILE_ROWS
-from kernels.cpu.codegen.compiler import NativeFunction, amx_int8, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, compile_ir
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import amx_int8, lanes
 from kernels.cpu.gemm.codes import NAMES, RoundedBlock, nibbles, round_row, table_of
 from kernels.cpu.gemm.panels import (
     BIAS,

@@ -17,8 +17,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import lanes
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.gemm.panels import norm_scale
 from kernels.cpu.latent.shape import NAMES, LatentShape, fits

@@ -18,8 +18,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import lanes
+from kernels.cpu.codegen.products import fma_pairs
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.latent.shape import LatentShape
 from kernels.cpu.recurrent.entries import write_loop
@@ -84,7 +86,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
     def multiplied(factor: Value, part: Value, total: Value) -> Value:
         """Return total + factor * part, for vectors of float32 or of bfloat16 pairs."""
-        return w.dot_pairs(factor, part, total) if dot else w.fma(factor, part, total)
+        return fma_pairs(w, factor, part, total) if dot else w.fma(factor, part, total)
 
     def products(
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, dot_bf16, lanes
 
 NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 

@@ -14,8 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.processor import lanes
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.recurrent.convolution import OWN, Convolution, put_convolution
 from kernels.cpu.recurrent.entries import (

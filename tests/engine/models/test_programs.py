@@ -17,7 +17,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
 from engine.scheduling.pacing.chunking import PromptPace
 from kernels.cpu import native
-from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program
 from kernels.cpu.codegen.scratch import _scratch, scratch
 from kernels.cpu.gemm.blocks import PackedBlocks

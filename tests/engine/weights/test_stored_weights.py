@@ -38,7 +38,7 @@ from engine.quantization.rounded.cpu import RoundedCpu
 from engine.quantization.rounded.quantize_rows import rounded
 from engine.weights import load_weights
 from engine.weights.huge_pages import trim
-from kernels.cpu.codegen.compiler import CompilerUnavailable
+from kernels.cpu.codegen.processor import CompilerUnavailable
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import kernels_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen import compiler
+from kernels.cpu.codegen import processor
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.cpu.gemm.panels import GATES
@@ -237,4 +237,4 @@ def test_other_processors(vnni: str) -> None:
 @pytest.fixture(autouse=True)
 def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("MANTA_TEST_VNNI") == "none":
-        monkeypatch.setattr(compiler, "vnni", lambda: "")
+        monkeypatch.setattr(processor, "byte_dot", lambda: "")

@@ -6,7 +6,7 @@ import torch
 
 from kernels.cpu import attention as module
 from kernels.cpu.attention import attention_for
-from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, dot_bf16, lanes
 from kernels.metadata import AttentionMeta
 from tests.kernels.cpu.test_prefill import OTHER, caches, oracle
 

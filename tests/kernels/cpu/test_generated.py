@@ -14,7 +14,8 @@ from kernels.attention.inputs import AttentionInputs
 from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
-from kernels.cpu.codegen.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
+from kernels.cpu.codegen.compiler import compile_ir, has_int8
+from kernels.cpu.codegen.processor import CompilerUnavailable, amx_bf16, dot_bf16, lanes
 from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
 from kernels.cpu.gemm.panels import GATES
@@ -38,7 +39,7 @@ def able() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not able(), reason="no compiler for this machine")
-needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="no 8-bit dot products")
 
 
 def test_one_thread_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_one_thread_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return b""
 
     monkeypatch.setattr(compiler, "_object_code", slow)
-    monkeypatch.setattr(compiler, "_load", lambda elf: {})
+    monkeypatch.setattr(compiler, "load_object", lambda elf: {})
     modules = [f"; module {number % 4} of a test" for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(compile_ir, modules))
@@ -115,7 +116,7 @@ def test_products(dtype: torch.dtype, biased: bool) -> None:
     linear = PackedLinear(weight, bias)
     added = torch.zeros(192).double() if bias is None else bias.double()
     # Pairs of bfloat16 are multiplied exactly; what is lost is in the rows of x, half a step each.
-    bound = 4e-3 if dtype == torch.bfloat16 and compiler.dot_bf16() else 2e-6
+    bound = 4e-3 if dtype == torch.bfloat16 and dot_bf16() else 2e-6
     for rows in (1, 2, 11, 13, 40):
         assert max(products(linear, rows, weight.double(), added)) < bound
 
@@ -125,7 +126,7 @@ def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """By products of tiles, where the processor has them, and by those of pairs."""
     if request.param == "pairs":
         monkeypatch.setattr("kernels.cpu.gemm.dense.amx_bf16", lambda: False)
-    elif not compiler.amx_bf16():
+    elif not amx_bf16():
         pytest.skip("no AMX")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
 from kernels.cpu.latent import prefill
 from kernels.cpu.latent.shape import LatentShape, shape_of
 from kernels.dispatch import kernels_for

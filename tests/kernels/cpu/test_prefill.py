@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cpu import prefill as module
 from kernels.cpu.attention import attention_for
-from kernels.cpu.codegen.compiler import CompilerUnavailable, amx_bf16, dot_bf16, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, amx_bf16, dot_bf16, lanes
 from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.dispatch import kernels_for

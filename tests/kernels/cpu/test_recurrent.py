@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, randn
 from torch.nn.functional import silu
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads, DeltaInputs

@@ -4,7 +4,7 @@ machine without AMX: skipped."""
 import pytest
 import torch
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, amx_int8
+from kernels.cpu.codegen.processor import CompilerUnavailable, amx_int8
 from kernels.cpu.gemm import blocks, tiled_blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.cpu.gemm.panels import GATES
