@@ -73,9 +73,10 @@ from engine.sampling.sampler import Masked, Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.memory.block_manager import FreeList
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostCopies, HostPlan, HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.regions import Regions
 from engine.scheduling.memory.snapshots import SnapshotPlan
 from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
 from engine.scheduling.orders.sleeping import Sleeper
@@ -194,7 +195,7 @@ def build(
         core_config,
         ranked or part.runner,
         _adapters(config, part.adapters, part.host_bytes, ranks),
-        FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
+        _free_blocks(config, resolved.device),
         _grammars(resolved),
         _memory(part, ranks),
         Masked.memory(resolved.device),
@@ -576,6 +577,13 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
             logger.info("weights: %s", loading)
 
     return report
+
+
+def _free_blocks(config: EngineConfig, device: torch.device) -> Callable[[int], FreeBlocks]:
+    """Return the constructor of the free blocks that `allocation` names."""
+    if config.allocation == "contiguous":
+        return Regions
+    return FreeList if config.allocation == "list" else lambda count: TokenPool(count, device)
 
 
 def _rehearse(core: EngineCore) -> None:

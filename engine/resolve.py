@@ -14,7 +14,7 @@ from engine.architectures import ARCHITECTURES
 from engine.config.draft_config import draft_config
 from engine.config.eagle3_config import Eagle3Config
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
-from engine.config.kv_groups import kv_groups
+from engine.config.kv_groups import Full, kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
@@ -182,6 +182,7 @@ def decide(
     if config.images == "off":
         model = replace(model, vision=None)
     _check_images(config, model, cuda)
+    _check_regions(config, model)
 
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
@@ -444,6 +445,16 @@ def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"speculation: {key}: {why}; set it to auto, which needs no weights, or to off",
             param="speculation",
+        )
+
+
+def _check_regions(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if this model's requests cannot have one region each."""
+    if config.allocation == "contiguous" and kv_groups(model).kinds != (Full(),):
+        raise ConfigError(
+            "allocation: contiguous needs layers that keep the keys of the whole text, and "
+            f"{model.architecture} has others; leave allocation out",
+            param="allocation",
         )
 
 

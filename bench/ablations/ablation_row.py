@@ -6,6 +6,7 @@ from typing import Any
 TECHNIQUES = {
     "paged-kv-under-load": "KV blocks, slots and static batches: ShareGPT at 200 requests/s",
     "paged-kv-and-admission": "KV by tokens and the exact future peak, against slots",
+    "contiguous-kv": "KV blocks, against a region of its whole length for each request",
     "admission": "peak, sum, reserved and optimistic admission: lengths that differ widely",
     "fusion": "fused kernels, against one operation after the other",
     "continuous-batching": "continuous batching, against static batches",

@@ -24,6 +24,8 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
+from engine.scheduling.memory.regions import Regions
 
 SLOT = 2048  # tokens that a static slot reserves
 
@@ -104,6 +106,7 @@ def serve(
     rate: float = 0.0,  # requests per second with Poisson arrivals; 0: all at once
     seed: int = 0,
     adapters: Sequence[str] = (),  # adapter of each request; empty: no adapters
+    free_blocks: Callable[[int], FreeBlocks] = FreeList,
     **changes: Any,  # fields of CoreConfig
 ) -> SimulatedRun:
     """Serve requests of these sizes until all have finished."""
@@ -117,7 +120,8 @@ def serve(
     }
     config = CoreConfig(num_blocks=capacity // values["block_size"], **values)
     runner = TimedRunner(device)
-    core = EngineCore(config, runner, _store(sorted(set(adapters))) if adapters else None)
+    store = _store(sorted(set(adapters))) if adapters else None
+    core = EngineCore(config, runner, store, free_blocks)
     rng = random.Random(seed)
     arrivals, at = [], 0.0
     for _ in sizes:
@@ -268,6 +272,36 @@ def paged_kv_and_admission(scale: float) -> list[AblationRow]:
     return rows
 
 
+def contiguous_kv(scale: float) -> list[AblationRow]:
+    """Simulate blocks against one region a request, of its whole length, by first fit.
+
+    Both admit what fits to the end, so that only gaps and unused parts of regions differ, or blocks
+    admit by the known tokens.
+    """
+    rows = []
+    for name, sizes, capacity, rate in (
+        ("ShareGPT at 200 requests/s", sharegpt(int(2000 * scale)), 121_060, 200.0),
+        ("mixed lengths", widely_different(int(600 * scale)), 40_960, 0.0),
+    ):
+        served = {
+            kind: serve(sizes, LLAMA_7B, capacity, rate=rate, block_size=16, **options)
+            for kind, options in {
+                "blocks, optimistic": {},
+                "blocks, reserved": {"admission": "reserved"},
+                "regions": {"free_blocks": Regions},
+            }.items()
+        }
+        regions = served.pop("regions")
+        for kind, outcome in served.items():
+            rows += _rates(
+                f"contiguous-kv LLaMA-7B, {name}",
+                len(sizes),
+                (kind, outcome),
+                [("regions by first fit", regions, None)],
+            )
+    return rows
+
+
 def admission(scale: float) -> list[AblationRow]:
     """Simulate Manta's admission policies: widely different lengths, all at once, with KV memory
     for 16,000 tokens.
@@ -395,6 +429,7 @@ def multi_adapter_batches(scale: float) -> list[AblationRow]:
 WORKLOADS = {
     "paged-kv-under-load": paged_kv_under_load,
     "paged-kv-and-admission": paged_kv_and_admission,
+    "contiguous-kv": contiguous_kv,
     "admission": admission,
     "continuous-batching": continuous_batching,
     "ragged-prefill": ragged_prefill,

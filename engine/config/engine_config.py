@@ -69,8 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: requests running at once, i.e. slots of the device; 0 = 1024 on CUDA, 64 on the
         CPU; 128 and 32 for hybrid models.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
-    allocation: the place of free blocks: "list" on the host, or "cumsum", a mask on the device.
-        When: docs/strategies.md.
+    allocation: "list" or "cumsum" (a mask on the device) gives a request blocks as it grows,
+        "contiguous" a region of its whole length: docs/strategies.md.
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
@@ -164,7 +164,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     block_size: int = 16
-    allocation: Literal["list", "cumsum"] = "list"
+    allocation: Literal["list", "cumsum", "contiguous"] = "list"
     memory_fraction: float = 0.9
     kv_cache_bytes: int = 0
     num_blocks: int = 0
@@ -287,6 +287,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"numa: bind is of engines on the CPU, and device is {self.device}; set device: "
                 "cpu, or numa under pools.cpu.engine alone",
                 param="numa",
+            )
+        if self.allocation == "contiguous" and self.prefix_caching:
+            raise ConfigError(
+                "allocation: contiguous gives each request a region of its own, so that no prefix "
+                "is shared; set prefix_caching: false, or leave allocation out",
+                param="allocation",
+            )
+        if self.allocation == "contiguous" and self.admission != "optimistic":
+            raise ConfigError(
+                "allocation: contiguous admits what a gap fits, and admission is "
+                f"{self.admission}; leave one of them out",
+                param="allocation",
             )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ConfigError(

@@ -392,7 +392,7 @@ class Scheduler:
         """
         pool, size = self.memory.pool(request), self.config.block_size
         places = len(request.blocks) // pool.num_groups * size
-        if places >= tokens:
+        if places >= tokens or pool.regions is not None:
             return places
         # a table with more blocks than a window needs would break the other strategies
         if not pool.whole and self.config.admission != "optimistic":
@@ -558,6 +558,8 @@ class Scheduler:
                 queue.retry = False
                 return
             self._schedule_chunk(request, builder)
+            if memories[0].regions:
+                memories = []  # the gaps have changed
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
         """Return whether the adapter is on the device.

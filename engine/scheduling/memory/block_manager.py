@@ -20,6 +20,7 @@ from typing import Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
 from engine.scheduling.memory.prefix_hash import extend_hashes
+from engine.scheduling.memory.regions import Regions
 from engine.scheduling.request import Request
 
 
@@ -80,6 +81,8 @@ class BlockManager:
         # For each group: hash -> its block.
         self._resident: list[dict[bytes, int]] = [{} for _ in kinds]
         self._free = free_blocks(num_blocks)
+        # the free blocks, where a request has one region for its whole length
+        self.regions = self._free if isinstance(self._free, Regions) else None
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         # Called with each hash whose block leaves the prefix cache, in any group.
         self.on_forget: Callable[[bytes], None] | None = None
@@ -89,8 +92,13 @@ class BlockManager:
         """The number of blocks that `allocate` can return."""
         return len(self._free) + len(self._evictable)
 
+    @property
+    def room(self) -> int:
+        """The most blocks that one new request can have now."""
+        return self.num_free if self.regions is None else self.regions.largest
+
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` <= num_free blocks, evicting if necessary.
+        """Allocate `count` <= room blocks, evicting if necessary.
 
         Their contents are undefined.
         """

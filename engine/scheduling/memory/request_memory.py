@@ -141,6 +141,8 @@ class RequestMemory:
         pool.share([block for block in start.cached if block >= 0])
         request.kv_rank = start.kv_rank
         request.blocks = start.cached
+        if pool.regions is not None:
+            request.blocks = pool.allocate(pool.blocks_for(start.footprint.final))
         request.num_computed = num_cached * pool.block_size
         request.num_registered = num_cached
         request.cacheable = cacheable
@@ -154,8 +156,13 @@ class RequestMemory:
         self.reserved_blocks += self.most_blocks(request)
 
     def extend_to(self, request: Request, tokens: int) -> list[int]:
-        """Allocate blocks for the request's keys up to this many tokens; enough must be free."""
+        """Allocate blocks for the request's keys up to this many tokens; enough must be free.
+
+        Returns the blocks. A request with a region has them already.
+        """
         pool = self.pool(request)
+        if pool.regions is not None:
+            return request.blocks[: -(-tokens // pool.block_size)]
         count = -(-tokens // pool.block_size) - len(request.blocks)
         return [block for _, _, block in pool.extend((request,), count)]
 
@@ -279,7 +286,8 @@ class RequestMemory:
         memory = KVMemory(
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
-            free=pool.num_free,
+            free=pool.room,
+            regions=pool.regions is not None,
             kinds=pool.kinds,
             footprints=lambda: self._footprints(rank, step_index_of),
             num_running=len(self.running)
