@@ -67,6 +67,20 @@ class AttentionMeta:
         first = position - (self.window - 1)
         return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
+    def most_blocks(self, num_tokens: int, queries: int, *, decodes: bool) -> int:
+        """Return how many blocks of queries `kernels.launch.entries.entry_of` numbers in the step.
+
+        At most one of an entry is empty. A step that a graph replays has the most of any step of
+        its size, as its lengths are not known.
+
+        queries: the queries of a block.
+        decodes: whether entries that decode have blocks, too.
+        """
+        known = self.query_start_host is not None and not decodes
+        first = self.num_decodes if known else 0
+        # Each entry, and the padding after the last, may leave its last block part empty.
+        return (num_tokens - first) // queries + self.kv_len.shape[0] - first + 1
+
     def rotation(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rotary table of a layer in this step, and each token's row in it, int32.
 

@@ -294,13 +294,11 @@ def attention_prefill(
     q, k_cache, v_cache, scale, softcap, sinks, slopes = inputs
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = max(16, triton.next_power_of_2(head_dim))  # as few as a product takes
     shape = prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
-    # Each entry, and the padding after the last, may leave its last block part empty.
-    blocks = num_tokens // (rows // group) + num_entries + 1
+    blocks = meta.most_blocks(num_tokens, rows // group, decodes=deterministic)
     _prefill_kernel[(num_kv_heads, blocks)](
         q,
         k_cache,

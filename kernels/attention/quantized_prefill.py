@@ -326,13 +326,11 @@ def quantized_prefill(
     assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV)
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = max(32, triton.next_power_of_2(head_dim))
     shape = _launch(dims, q.element_size())
     rows = max(shape.rows, triton.next_power_of_2(group))
-    # Each entry, and the padding after the last, may leave its last block part empty.
-    blocks = num_tokens // (rows // group) + num_entries + 1
+    blocks = meta.most_blocks(num_tokens, rows // group, decodes=deterministic)
     _quantized_prefill_kernel[(num_kv_heads, blocks)](
         q,
         k_cache.codes,

@@ -480,8 +480,7 @@ def specialized_prefill(inputs: AttentionInputs, meta: AttentionMeta, out: Tenso
     group = num_heads // heads
     tile = TILES[dim]
     tile = tile._replace(box=min(tile.keys, block_size))
-    # Each entry, and the padding after the last, may leave its last block part empty.
-    blocks = num_tokens // (ROWS // group) + meta.kv_len.shape[0] + 1
+    blocks = meta.most_blocks(num_tokens, ROWS // group, decodes=False)
     _prefill_specialized_kernel[(min(num_sms(q.device), blocks * heads),)](
         TensorDescriptor.from_tensor(
             q.view(num_tokens, num_heads * dim), [ROWS // 2 // group, PIECE], SWIZZLED

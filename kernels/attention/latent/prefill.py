@@ -148,8 +148,7 @@ def latent_prefill(inputs: AbsorbedInputs, meta: AttentionMeta, out: Tensor) -> 
     group_rows = triton.next_power_of_2(group)
     shape = _launch(group_rows, cache)
     rows = max(shape.rows, group_rows)
-    # Each entry, and the padding after the last, may leave its last block part empty.
-    blocks = num_tokens // (rows // group) + meta.kv_len.shape[0] + 1
+    blocks = meta.most_blocks(num_tokens, rows // group, decodes=False)
     _latent_prefill_kernel[(parts, blocks)](
         absorbed,
         q,
