@@ -51,6 +51,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder for results. Default: loadtest-results/NAME-TIME.")
     ] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(help="Send the chats of this file in ShareGPT's format.")
+    ] = None,
     verify: Annotated[
         Path | None, typer.Option(help="Compare answers with this file of `loadtest reference`.")
     ] = None,
@@ -78,7 +81,7 @@ def run(
         from loadtest.report import write_report
         from loadtest.runner import RunOptions
 
-        task, checked, plans = read(scenario, url, model, setting)
+        task, checked, plans = read(scenario, url, model, setting, dataset)
         wanted = [*checked.asserts, *(assertions or [])]
         for text in assertions or []:
             try:

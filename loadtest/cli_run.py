@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def read(
-    path: Path, url: str | None, model: str | None, settings: list[str] | None
+    path: Path,
+    url: str | None,
+    model: str | None,
+    settings: list[str] | None,
+    dataset: Path | None = None,
 ) -> "tuple[Task, Scenario, list[PhasePlan]]":
     """Read and check a scenario, with the command line's values in it. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
@@ -31,6 +35,8 @@ def read(
         if not equals or not key:
             raise ScenarioError(f"--set {setting}: write KEY=VALUE")
         overrides[key], _ = yaml_text.parse(value, f"--set {key}")
+    if dataset is not None:
+        overrides |= {"work.name": "dataset", "work.dataset": str(dataset.absolute())}
     if url is not None:
         overrides["target.url"] = url
     if model is not None:

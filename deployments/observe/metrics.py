@@ -559,6 +559,12 @@ REPLICA_METRICS = (
     ),
     ReplicaMetric("engine_steps_total", "counter", "Steps that the engine ran.", lambda s: s.step),
     ReplicaMetric(
+        "engine_busy_seconds_total",
+        "counter",
+        "Seconds in which the engine had work; the rest of the time its device was idle.",
+        lambda s: s.busy_seconds,
+    ),
+    ReplicaMetric(
         "engine_step_seconds", "gauge", "Duration of the last step.", lambda s: s.step_seconds
     ),
     ReplicaMetric(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from loadtest.errors import ScenarioError, hint
 from loadtest.scenario import arrivals, yaml_text
+from loadtest.scenario.conversations import read_conversations
 from loadtest.scenario.schema import (
     AdapterMix,
     Arrivals,
@@ -158,6 +159,9 @@ def _check_files(scenario: Scenario, lines: dict[yaml_text.Path, int], name: str
                 raise ScenarioError(f"{name}:{line}: {phase.arrivals.file}: no such trace file")
             arrivals.read_trace(phase.arrivals.file)
     works = [scenario.work, *(phase.work for phase in scenario.phases if phase.work)]
+    for work in works:
+        if work.dataset is not None:
+            read_conversations(work.dataset)
     keys = [scenario.target.key_file, *(t.key_file for work in works for t in work.tenants)]
     for key in keys:
         if key is not None:

@@ -19,6 +19,7 @@ import msgspec
 
 from loadtest.scenario import filler_text, workloads
 from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow, rng_of
+from loadtest.scenario.conversations import Conversation, Exchange, read_conversations
 from loadtest.scenario.lengths import Length, parse_length
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ NAMES: dict[str, NamedWorkload] = {
     },
     "tokens": NamedWorkload(about="token ids of the lengths that input and output say"),
     "trace": NamedWorkload(about="lengths and shared blocks of the phase's trace"),
+    "dataset": NamedWorkload(
+        about="chats of the file that dataset names, in ShareGPT's format", ids=False
+    ),
     "sharegpt": _named("ShareGPT lengths, means 114 and 322", SHAREGPT_INPUT, SHAREGPT_OUTPUT),
     "sharegpt_sampled": _named(
         "sharegpt with temperature 1 and top_p 0.9",
@@ -176,6 +180,10 @@ class RequestGenerator:
         self._sampling = dict(self._named.sampling or {"temperature": 0})
         if "sampling" in work.model_fields_set:
             self._sampling = dict(work.sampling)
+        self._conversations: list[Conversation] = []
+        if work.dataset is not None and not trace:
+            self._conversations = list(read_conversations(work.dataset))
+            rng_of(seed, phase, "dataset", 0).shuffle(self._conversations)
         self._list = lru_cache(maxsize=4)(self._build_list)
 
     @property
@@ -188,7 +196,7 @@ class RequestGenerator:
         """
         work = self._work
         tenant = self._tenant(index if first is None else first)
-        output = self._output(index, tenant)
+        output = self._output(index, tenant, first)
         fields: dict[str, Any] = {"model": self._model}
         if self.is_chat:
             path = "/v1/chat/completions"
@@ -264,8 +272,19 @@ class RequestGenerator:
         number, length = index // self._work.copies, len(self._list(0))
         return self._list(number // length)[number % length]
 
-    def _output(self, index: int, tenant: "Tenant | None") -> int:
+    def _exchange(self, index: int, first: int | None) -> Exchange:
+        """Return the dataset's question and answer of a request.
+
+        A conversation of the load that is longer than the file's begins it again.
+        """
+        start = index if first is None else first
+        conversation = self._conversations[start % len(self._conversations)]
+        return conversation[(index - start) % len(conversation)]
+
+    def _output(self, index: int, tenant: "Tenant | None", first: int | None = None) -> int:
         own = (tenant.output if tenant else None) or self._work.output
+        if own is None and self._conversations:
+            return self._exchange(index, first).tokens
         if own is None and self._trace:
             return self._trace[index % len(self._trace)].output
         if own is None and (listed := self._listed(index)) is not None:
@@ -319,6 +338,13 @@ class RequestGenerator:
             role = filler_text.ROLES[group % len(filler_text.ROLES)]
             text = f"{role} {filler_text.filler(rng, self._prefix_tokens)}"
             messages.append({"role": "system", "content": text})
+        if self._conversations:
+            for turn in range(start, index + 1):
+                exchange = self._exchange(turn, start)
+                messages.append({"role": "user", "content": exchange.asked})
+                if turn < index:
+                    messages.append({"role": "assistant", "content": exchange.answered})
+            return messages
         length = self._work.input or self._named.input
         assert length is not None
         for turn in range(start, index + 1):

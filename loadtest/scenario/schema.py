@@ -247,9 +247,11 @@ class Workload(_Model):
     name: see `manta loadtest list`. input, output: lengths that replace the workload's own.
     copies: how often each request of a named list is sent, each time with another prompt of the
     same length. With as many copies as replicas, each replica has the work of one server.
+    dataset: the file of conversations that the workload "dataset" sends.
     """
 
     name: str = "dialogue"
+    dataset: Path | None = None
     copies: Annotated[int, Field(ge=1, le=10_000)] = 1
     input: Lengths | None = None
     output: Lengths | None = None
@@ -274,6 +276,12 @@ class Workload(_Model):
             raise ValueError(f"name: no workload {self.name!r}{hint(self.name, list(NAMES))}")
         if self.name == "tokens" and (self.input is None or self.output is None):
             raise ValueError("name: workload 'tokens' needs input and output")
+        if (self.name == "dataset") != (self.dataset is not None):
+            raise ValueError(
+                "dataset: workload 'dataset' needs a file of conversations, and no other has one"
+            )
+        if self.dataset is not None and self.input is not None:
+            raise ValueError("input: the texts of a dataset are as long as they are")
         listed = self.name in WORKLOADS and self.input is None and self.output is None
         if self.copies > 1 and not listed:
             raise ValueError(

@@ -19,6 +19,7 @@ from deployments.observe.metrics import (
     quantile,
     render,
     replica_families,
+    replica_readings,
 )
 from engine.messages import EngineStats
 
@@ -376,3 +377,10 @@ def test_quantiles() -> None:
     assert quantile((1.0, 2.0), (4, 0, 0), 0.5) == 0.5
     assert quantile((1.0, 2.0), (1, 2, 0), 1.0) == 2.0
     assert quantile((1.0, 2.0), (1, 0, 9), 0.99) == 2.0
+
+
+def test_the_idle_share_of_a_device() -> None:
+    """Bug: a counter of the last step's seconds, whose rate tells nothing of idle time."""
+    stats = EngineStats(step_seconds=0.02, busy_seconds=2.5)
+    (busy,) = (v for name, v in replica_readings(stats).items() if "busy_seconds" in name)
+    assert busy == 2.5

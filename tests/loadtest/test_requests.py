@@ -1,14 +1,18 @@
 """What is asked: named workloads, mixes, and the same bytes for the same seed."""
 
 import hashlib
+import json
 import statistics
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from loadtest.errors import ScenarioError
 from loadtest.scenario import workloads
 from loadtest.scenario.arrivals import TraceRow, rng_of
+from loadtest.scenario.conversations import read_conversations
 from loadtest.scenario.lengths import LengthError, parse_length
 from loadtest.scenario.requests import NAMES, RequestGenerator
 from loadtest.scenario.schema import Workload
@@ -24,7 +28,7 @@ def ids(spec):
     return spec.fields["prompt"]
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tokens", "trace"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tokens", "trace", "dataset"}))
 def test_every_workload_repeats(name: str) -> None:
     """A prompt that depends on the order in which requests are built differs between processes."""
     bodies = [generator(3, name=name).spec(i).body() for i in range(4)]
@@ -182,3 +186,62 @@ def test_bodies() -> None:
     assert (
         not generator(name="tokens", input=1, output=2, sampling={"top_p": 0.5}).spec(0).repeatable
     )
+
+
+TURNS = [
+    [("human", "What is a tide?"), ("gpt", "The sea " * 20), ("human", "Why?"), ("gpt", "Moon.")],
+    [("system", "Be brief."), ("user", "Name a \u00fc."), ("assistant", "\u00fc")],
+    [("gpt", "An answer without a question")],
+    [("human", "A question without an answer")],
+]
+
+
+def sharegpt(path, lines: bool = False):
+    entries = [
+        {"id": str(i), "conversations": [{"from": who, "value": text} for who, text in turns]}
+        for i, turns in enumerate(TURNS)
+    ]
+    text = "\n".join(map(json.dumps, entries)) if lines else json.dumps(entries)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_chats_of_a_dataset(tmp_path: Path, lines: bool) -> None:
+    """Bugs: questions without their history, the answer sent as a question, an output that has
+    nothing to do with the file's answer, two processes with two orders."""
+    work = {"name": "dataset", "dataset": str(sharegpt(tmp_path / "data.json", lines))}
+    ours, other = generator(3, **work), generator(3, **work)
+    specs = [ours.spec(i) for i in range(2)]
+    assert [other.spec(i).body() for i in (1, 0)] == [specs[i].body() for i in (1, 0)]
+    chats = {spec.fields["messages"][0]["content"]: spec.fields["max_tokens"] for spec in specs}
+    assert chats == {"What is a tide?": 40, "Name a \u00fc.": 1}
+    tide = next(i for i, spec in enumerate(specs) if spec.fields["max_tokens"] == 40)
+    follow_up = ours.spec(tide + 1, first=tide)
+    assert [m["role"] for m in follow_up.fields["messages"]] == ["user", "assistant", "user"]
+    assert follow_up.fields["messages"][1]["content"] == "The sea " * 20
+    assert follow_up.fields["messages"][2]["content"] == "Why?"
+    assert follow_up.fields["max_tokens"] == 1 and follow_up.path == "/v1/chat/completions"
+    assert generator(3, **work, output=7).spec(0).fields["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "no conversation; an entry has conversations"),
+        ("[{]", "not JSON"),
+        ('{"conversations": []}\nnonsense', ":2: not JSON"),
+        ('[{"conversations": [{"from": "gpt", "value": 3}]}]', "no conversation"),
+    ],
+)
+def test_bad_datasets_are_named(tmp_path: Path, text: str, said: str) -> None:
+    """Bug: a load of nothing, or a traceback."""
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ScenarioError, match=said):
+        read_conversations(tmp_path / "bad.json")
+    with pytest.raises(ScenarioError, match="No such file"):
+        read_conversations(tmp_path / "missing.json")
+    with pytest.raises(ValueError, match="dataset: workload 'dataset' needs a file"):
+        Workload(name="dataset")
+    with pytest.raises(ValueError, match="no other has one"):
+        Workload(name="chat", dataset=tmp_path / "bad.json")
