@@ -19,6 +19,13 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "manta"
 
 
+def modelscope_endpoint() -> str:
+    """Return the address of ModelScope: MODELSCOPE_DOMAIN, with https:// unless it says http://."""
+    domain = os.environ.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
+    has_scheme = domain.startswith(("https://", "http://"))
+    return (domain if has_scheme else f"https://{domain}").rstrip("/")
+
+
 @cache
 def installed_version() -> str:
     """Return the installed version of Manta; "unknown" if it runs from a source folder."""

@@ -6,6 +6,7 @@ The folder has config.json, safetensors, tokenizer and chat template.
   path/to/folder     used as it is
   path/to/file.gguf  converted once into the cache, with the tower beside it (mmproj*.gguf)
   org/name           downloaded from the hub into the hub client's own cache
+  modelscope:org/name  downloaded from ModelScope into our cache
 
 A folder without tokenizer.json, with tokenizer files of another format, is served from a folder of
 links in the cache that has one.
@@ -28,6 +29,7 @@ from typing import Any
 from deployments.checkpoints.gguf import convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tower import is_tower, tower_beside, towers_of
+from deployments.checkpoints.modelscope import PREFIX, ModelScopeModel
 from deployments.checkpoints.package import fetch_package
 from deployments.checkpoints.tokenizer_files import formats as tokenizer_formats
 from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
@@ -107,7 +109,12 @@ def resolve_model(
         return _cached(models, f"{_gguf_key(file)}{kind}", build, progress)
     path = Path(spec).expanduser()
     check_model(spec, weights=weights)
-    folder = path.resolve() if path.is_dir() else _from_hub(spec, revision)
+    if path.is_dir():
+        folder = path.resolve()
+    elif spec.startswith(PREFIX):
+        folder = _from_modelscope(spec.removeprefix(PREFIX), revision, models)
+    else:
+        folder = _from_hub(spec, revision)
     return _with_tokenizer(folder, models, progress)
 
 
@@ -265,10 +272,10 @@ def check_model(spec: str, *, weights: bool = True) -> None:
             f"model {spec}: a file must be a .gguf; for safetensors give the folder",
             param="model",
         )
-    elif path.suffix == ".gguf" or not _HUB_NAME.fullmatch(spec):
+    elif path.suffix == ".gguf" or not _HUB_NAME.fullmatch(spec.removeprefix(PREFIX)):
         raise ConfigError(
             f"model {spec!r}: no such folder or file; give 'default', a folder with config.json, "
-            "a .gguf file or a hub name like org/name",
+            "a .gguf file, a hub name like org/name, or modelscope:org/name",
             param="model",
         )
 
@@ -400,6 +407,18 @@ def _check_model_folder(folder: Path) -> None:
 def _check_drafter(folder: Path) -> None:
     """Raise ConfigError for a folder without a config.json; the engine reads it with the model."""
     Reader.from_file(folder / "config.json")
+
+
+def _from_modelscope(name: str, revision: str | None, models: Path) -> Path:
+    """Download a model; its weights when its other files have been checked."""
+    model = ModelScopeModel(name, revision, models)
+    folder = model.fetch(_HUB_FILES)
+    _check_model_folder(folder)
+    model.fetch(_HUB_WEIGHTS)
+    if not weight_files(folder):
+        model.fetch(_HUB_PICKLED)
+    _check_folder(folder, weights=True)
+    return folder
 
 
 def _from_hub(

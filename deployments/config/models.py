@@ -376,8 +376,8 @@ class MantaConfig(Section):
         "default",
         min_length=1,
         max_length=4096,
-        description="A folder with config.json, a .gguf file, a hub name, or `default`: a small "
-        "model out of a package.",
+        description="A folder with config.json, a .gguf file, a hub name, `modelscope:org/name`, "
+        "or `default`: a small model out of a package.",
     )
     revision: str | None = Field(
         None, max_length=256, description="Hub revision. Default: the default branch."
