@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.errors import ConfigError, EngineDead
 from engine.parallel.stages import Stage, divide
 from engine.process import rank as rank_process
 from engine.resolve import resolve
+from tests.engine.harness_tasks import write_model
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
     add_adapters,
@@ -238,3 +240,28 @@ def test_each_stage_reads_its_own_tensors(
     weights.write_bytes(raw)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj.*rank 1 of 2"):
         LLM(theirs, dtype="float32", device="cpu", pipeline_parallel=2, num_blocks=64)
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_stages(tmp_path: Path) -> None:
+    """Data and pipeline parallel at once. Bugs: stages of one replica that meet those of another;
+    shared memory of one name; requests of both replicas at once that get another's tokens."""
+    write_model(tmp_path, bos=False)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[5 + (7 * at + number) % 90 for at in range(9 + number)] for number in range(8)]
+    with LLM(tmp_path, **options) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with (
+        LLM(tmp_path, pipeline_parallel=2, **options) as first,
+        LLM(tmp_path, pipeline_parallel=2, **options) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        halves = pool.map(
+            lambda replica, some: replica.generate(some, params),
+            (first, second),
+            (prompts[::2], prompts[1::2]),
+        )
+        even, odd = ([output.outputs[0].token_ids for output in outputs] for outputs in halves)
+    assert (even, odd) == (wanted[::2], wanted[1::2])
+    assert len({tuple(tokens) for tokens in wanted}) > 1
