@@ -3,6 +3,7 @@ emulated processors its numbers against the references.
 """
 
 import mmap
+import os
 import struct
 
 import pytest
@@ -95,9 +96,12 @@ def test_neither_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
         processor.lanes.cache_clear()
 
 
+PYTEST = (
+    "-m", "pytest", "-q", "-x", "-c", "/dev/null", "--rootdir", str(emulated.ROOT),
+    "--noconftest", "-p", "no:cacheprovider", "-m", "not slow and not nightly",
+)  # fmt: skip
 PROCESSORS = {
     # an emulated processor: its byte dot product, whether it multiplies pairs of bfloat16, tests
-    "cortex-a57": ("", False, ["tests/kernels/cpu/test_generated.py", "-k", "linear or argmax"]),
     "neoverse-n1": ("dotprod", False, ["tests/kernels/cpu/test_blocks.py"]),
     "max": ("i8mm", True, ["tests/kernels/cpu"]),
 }
@@ -110,6 +114,9 @@ PROCESSORS = {
 def test_emulated(name: str) -> None:
     """The tests of generated kernels on an emulated processor.
 
+    Bug: numbers that only an x86 processor computes right. Those of blocks run once more without
+    dot products, which no emulated processor lacks that torch's wheel runs on.
+
     Skipped without qemu-user, or where Debian's and PyPI's packages cannot be fetched.
     """
     try:
@@ -119,12 +126,13 @@ def test_emulated(name: str) -> None:
     dot, pairs, tests = PROCESSORS[name]
     probe = "from kernels.cpu.codegen.processor import *; print([byte_dot(), dot_bf16(), lanes()])"
     assert emulated.run(["-c", probe], name).stdout.strip() == str([dot, pairs, LANES])
-    done = emulated.run(
-        [
-            "-m", "pytest", "-q", "-x", "-c", "/dev/null", "--rootdir", str(emulated.ROOT),
-            "--noconftest", "-p", "no:cacheprovider", "-m", "not slow and not nightly", *tests,
-        ],
-        name,
-    )  # fmt: skip
+    if name == "max":
+        os.environ["MANTA_TEST_VNNI"] = "none"
+        try:
+            plain = emulated.run([*PYTEST, "tests/kernels/cpu/test_blocks.py"], name)
+        finally:
+            del os.environ["MANTA_TEST_VNNI"]
+        assert plain.returncode == 0, plain.stdout[-3000:] + plain.stderr[-1000:]
+    done = emulated.run([*PYTEST, *tests], name)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 20, done.stdout[-300:]
