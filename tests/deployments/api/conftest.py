@@ -1,7 +1,6 @@
 """The API before a back end that answers at once, without Ray."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,11 @@ from tests.deployments.fake_backend import FakeBackend
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> Iterator[None]:
+def frozen_heap() -> None:
     """As a router's is once it has started. A collection of all that other tests have left takes a
     thread longer than a chat template may, wherever it begins."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

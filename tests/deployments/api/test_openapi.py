@@ -105,6 +105,7 @@ VALUES: list[Any] = [
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
     {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
 ]
+FEW_VALUES: list[Any] = [None, "x", {}, [1], 2**63]
 # These depend on more than the field: the other fields, the model, what the engine can.
 SEMANTIC = frozenset(
     {
@@ -190,13 +191,14 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
     async def probes() -> None:
         names = {**body.taken, **body.refused, **{key: {} for key in body.ignored}}
         for name, schema in names.items():
-            values = VALUES if schema is not NEVER else [None, "x", {}]
-            for value in (*values, *values_of(schema)):
+            # What is always refused, or read by nothing, is so whatever its value.
+            fixed = schema is NEVER or name in body.ignored
+            for value in (*(FEW_VALUES if fixed else VALUES), *values_of(schema)):
                 await probe(name, value)
 
     asyncio.run(probes())
     assert not wrong, "\n".join(map(str, wrong[:40])) + f"\n{len(wrong)} of {tried}"
-    assert tried > 300 or path.startswith("/detok")
+    assert tried > 60 or path.startswith("/detok")
 
 
 @pytest.mark.parametrize("path", BASES)

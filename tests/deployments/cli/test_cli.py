@@ -19,10 +19,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from deployments.cli import chat, doctor, ports, serve
+from deployments.cli import chat, doctor, main, ports, serve
 from deployments.cli.main import cli
 from deployments.cli.plan import run as run_plan
 from deployments.cli.serving import ray_folder, start_checks
@@ -53,6 +54,22 @@ def manta(*args: str, timeout: float = 60, **env: str) -> subprocess.CompletedPr
         text=True,
         timeout=timeout,
     )
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process, which has imported what each command imports first. Returns
+    its exit code, stdout and stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["manta", *args])
+        with mock.patch.dict(os.environ):
+            code = main._run()
+        return code, *capsys.readouterr()
+
+    return run
 
 
 # -- the command line itself
@@ -109,7 +126,6 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
         (("plan", "default", "--gpu", "gtx"), 2, "h100"),
         (("plan", "default", "--gpu", "0"), 2, "1 to 1024"),
         (("chat", "ftp://x"), 2, "not an address"),
-        (("serve", "default", "--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1:"),
         (
             ("status", "--address", "127.0.0.1:1"),
             1,
@@ -123,13 +139,22 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
         (("chat", "--url", "127.0.0.1:1", "--once", "hi"), 1, "127.0.0.1:1 cannot be reached"),
     ],
 )
-def test_errors_are_one_line_with_the_way_out(args: tuple[str, ...], code: int, text: str) -> None:
+def test_errors_are_one_line_with_the_way_out(
+    here: Callable[..., tuple[int, str, str]], args: tuple[str, ...], code: int, text: str
+) -> None:
     """A traceback tells a user only that somebody else did not think of this."""
-    done = manta(*args)
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
+    exit_code, stdout, stderr = here(*args)
+    output = stdout + stderr
+    assert exit_code == code, output
     assert text in output
     assert "Traceback" not in output
+
+
+def test_a_ray_that_cannot_be_joined_is_one_line() -> None:
+    """As above, from the supervisor of `manta serve` and the process that it starts."""
+    done = manta("serve", "default", "--address", "127.0.0.1:1")
+    assert done.returncode == 1 and "cannot join Ray at 127.0.0.1:1:" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_misspelt_key_is_told_in_two_seconds(tmp_path: Path) -> None:
@@ -311,6 +336,7 @@ def test_chat_names_the_url_that_it_called(server: Callable[[Handler], str]) -> 
         assert raised.value.message == f"{url}/v1/chat/completions answered 404: gone"
 
 
+@pytest.mark.slow
 def test_status_keeps_serves_lines_to_itself() -> None:
     """The level of Serve's logger was set, then Serve was imported, which set it back: its INFO
     lines stood above the page."""
@@ -393,13 +419,13 @@ def test_plan_refuses_with_figures(llama_8b: ModelConfig) -> None:
         plan(llama_8b, long, Hardware("L4", "cuda", GPUS["l4"].memory))
 
 
-def test_plan_command(default_model: Path) -> None:
+def test_plan_command(here: Callable[..., tuple[int, str, str]], default_model: Path) -> None:
     """The table is what a user sees; the numbers must be in it."""
-    done = manta("plan", str(default_model), "--gpu", "cpu", "--memory", "8")
-    assert done.returncode == 0, done.stderr
-    assert "0.31 GiB  bfloat16" in done.stdout
-    assert "of 8,192 tokens" in done.stdout
-    assert "replicas per node" in done.stdout
+    code, stdout, stderr = here("plan", str(default_model), "--gpu", "cpu", "--memory", "8")
+    assert code == 0, stderr
+    assert "0.31 GiB  bfloat16" in stdout
+    assert "of 8,192 tokens" in stdout
+    assert "replicas per node" in stdout
 
 
 def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,9 @@ def test_a_replica_has_one_series_and_the_newest_is_told() -> None:
     assert not [name for name in metrics if "replica=" in name]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_no_counter_goes_back(seed: int) -> None:
     """Steps that one router hears of before another, scrapes of either, routers that are silent for
     a while or end, new ones that come."""

@@ -82,6 +82,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
 }
+VALIDATORS = {what: jsonschema.Draft202012Validator(schema) for what, schema in SCHEMAS.items()}
 EXPRESSION = r"(<tool_call>|</think>|<\|im_end\|>)[a-c/]{1,3}\n?<\|[a-d]{2}\|>"
 CONTENTS: dict[str, dict[str, Any]] = {
     "a schema": {
@@ -304,7 +305,7 @@ def _check(answer: dict[str, Any], choice: str, what: str, text: str) -> None:
             raise AssertionError(f"no JSON: {described}") from None
         if name == "f":
             try:
-                jsonschema.validate(arguments, SCHEMAS[what])
+                VALIDATORS[what].validate(arguments)
             except jsonschema.ValidationError as error:
                 raise AssertionError(f"{error.message}: {described}") from None
         else:
@@ -316,4 +317,4 @@ def _check(answer: dict[str, Any], choice: str, what: str, text: str) -> None:
         elif what == "constants":
             assert content.strip() in [tag.strip() for tag in TAGS], described
         else:
-            jsonschema.validate(json.loads(content), SCHEMAS[what])
+            VALIDATORS[what].validate(json.loads(content))

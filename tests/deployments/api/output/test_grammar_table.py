@@ -14,15 +14,13 @@ from tests.deployments.api.output.grammar_table import TAGS, Table
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.published_tokenizers import NAMES, folder
 
-# One tokenizer of each kind: pieces with bytes to fall back on, byte-level pairs, and two of those
+# One tokenizer of each kind: pieces with bytes to fall back on, byte-level pairs, and one of those
 # whose marks of calls are tokens.
-QUICK, SLOW = ("llama2",), ("qwen3", "gptoss", "deepseek_v3")
+SLOW = ("llama2", "qwen3", "gptoss")
 
 
 def marked(name: str) -> Any:
-    """Return the parameter of a tokenizer, which the quick, the slow or the nightly stage has."""
-    if name in QUICK:
-        return name
+    """Return the parameter of a tokenizer, which the slow or the nightly stage has."""
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
 
 
