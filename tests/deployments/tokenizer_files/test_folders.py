@@ -245,9 +245,9 @@ def _tekken_chat(library: Library) -> list[int]:
 @pytest.mark.parametrize(
     ("published", "chat", "ends"),
     [
-        (qwen, _qwen_chat, {151643, 151644, 151645}),
         (chatglm3, _chatglm3_chat, {2, 64795, 64797}),
-        (chatglm2, _chatglm2_chat, {2}),
+        pytest.param(qwen, _qwen_chat, {151643, 151644, 151645}, marks=pytest.mark.slow),
+        pytest.param(chatglm2, _chatglm2_chat, {2}, marks=pytest.mark.slow),
         pytest.param(baichuan2, _baichuan_chat, {2}, marks=pytest.mark.slow),
         pytest.param(internlm, _internlm_chat, {2, 92541}, marks=pytest.mark.slow),
         pytest.param(tekken, _tekken_chat, {2}, marks=pytest.mark.slow),

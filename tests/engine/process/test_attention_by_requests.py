@@ -90,7 +90,7 @@ def test_texts_with_latents(model: Path, two_cores: None) -> None:
         assert logprobs_of(outputs[1][id]) == close
 
 
-@pytest.mark.parametrize("latents", [True, False])
+@pytest.mark.parametrize("latents", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_texts_where_other_ranks_tokens_are_padding(
     latents: bool, model: Path, tmp_path: Path, two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

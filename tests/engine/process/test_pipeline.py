@@ -41,7 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("stages", "per_stage", "ahead"),
-    [(2, 1, True), (2, 2, False), (2, 2, True), pytest.param(3, 1, False, marks=pytest.mark.slow)],
+    [
+        (2, 2, True),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, False, marks=pytest.mark.nightly),
+        pytest.param(3, 1, False, marks=pytest.mark.slow),
+    ],
 )
 def test_texts_are_those_of_one_rank(
     model: dict[str, Path],
@@ -87,7 +92,9 @@ def test_texts_are_those_of_one_rank(
         assert logprobs_of(outputs[1][id]) == close
 
 
-@pytest.mark.parametrize(("stages", "per_stage"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("stages", "per_stage"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 def test_a_failed_step_costs_the_requests_that_are_to_blame(
     model: dict[str, Path],
     two_cores: None,

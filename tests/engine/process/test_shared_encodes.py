@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from engine.images.image import Image
 from engine.runner.images import shares_of
 from tests.engine.process.ranked import run_ranks
@@ -74,6 +76,7 @@ def test_shares() -> None:
     assert [len(share) for share in shares_of(images[:2], 4, 0)] == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_two_ranks_encode_a_share_each(tmp_path: Path) -> None:
     """Bugs: both ranks encode all images, rows of one rank under another's digests, or places of
     dropped images that are never free again."""

@@ -36,7 +36,7 @@ def outcome(parse: Any, body: bytes) -> Any:
 
 
 @given(_VALUES, st.booleans(), st.sampled_from([None, 1]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_reads_what_json_writes(value: Any, escaped: bool, indent: int | None) -> None:
     """A reader that changes a value: colons in strings must not look like dropped keys."""
     body = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
@@ -44,7 +44,7 @@ def test_reads_what_json_writes(value: Any, escaped: bool, indent: int | None) -
 
 
 @given(_VALUES, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_fast_and_careful_agree(value: Any, data: st.DataObject) -> None:
     """A body that one reader takes and the other does not is a way around a check."""
     body = bytearray(json.dumps(value, ensure_ascii=False).encode())
@@ -61,7 +61,7 @@ def test_fast_and_careful_agree(value: Any, data: st.DataObject) -> None:
     st.integers(0, 3),
     st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_duplicate_keys_are_always_found(
     pairs: list[tuple[str, Any]], depth: int, escaped: bool
 ) -> None:

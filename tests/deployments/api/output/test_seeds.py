@@ -8,10 +8,18 @@ import pytest
 from tests.deployments.api.output.tool_seeds import FORMATS, wrong_calls
 from tests.deployments.api.output.tool_templates import DECLARED
 
-
+# One format of each kind: JSON between tags, tags around values, channels, an expression.
+QUICK = ("hermes", "qwen3-coder", "harmony", "gemma4")
 # Of what checkpoints declare one: grammars of the others are those of a family.
+SLOW = [
+    format
+    for format in FORMATS
+    if format not in (*QUICK, *DECLARED) or format == "tags around JSON"
+]
+
+
 @pytest.mark.parametrize(
-    "name", [format for format in FORMATS if format not in DECLARED or format == "tags around JSON"]
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
     """A call that is invalid, or that is cut, or not read as one."""
