@@ -56,7 +56,8 @@ class Stage:
         tests of costs, have one: a neighbour spoils their clocks and caches.
     paths: the folders or files of its tests; empty for all.
     without: the folders or files that are left out.
-    beside: stages in whose idle time it runs: the first of them that is run, too.
+    beside: stages in whose idle time it runs: from the first of them that is run, too, to the last
+        that follows.
     """
 
     name: str
@@ -88,11 +89,12 @@ NUMBERS = (
     "tests/engine/text",
     "tests/engine/weights",
 )
+WAITING = ("smoke", "ray")
 SLOW = "slow and not triton and not serve and not timed and not nightly"
 
 
 def front_of(stage: Stage, chosen: Iterable[Stage]) -> str:
-    """Return the name of the stage beside which it runs; "" if it has its own time."""
+    """Return the name of the stage with which it starts; "" if it has its own time."""
     names = {other.name for other in chosen}
     return next((name for name in stage.beside if name in names), "")
 
@@ -112,7 +114,7 @@ STAGES = {
             "Triton kernels in the interpreter",
             "triton and not slow and not nightly",
             processes=2,
-            beside=("ray", "smoke"),
+            beside=WAITING,
             **INTERPRETER,
         ),
         Stage(
@@ -142,7 +144,7 @@ STAGES = {
             SLOW,
             processes=2,
             paths=NUMBERS,
-            beside=("ray",),
+            beside=WAITING,
         ),
         Stage(
             "ray",
@@ -332,7 +334,7 @@ class Beside:
     runs where nothing else wants to. Second tries are at its end, when it has the cores."""
 
     def __init__(self, stages: Sequence[Stage], root: Path, cache: Path, long: bool) -> None:
-        self._stages = stages
+        self.stages = stages
         self._root = root
         self._cache = cache
         self._long = long
@@ -356,9 +358,9 @@ class Beside:
         print(self._printed.read_text("utf-8", "replace"), end="", flush=True)
         if not self._found.exists():
             why = "its process ended before it said how it went"
-            return [Outcome(stage, broken=[why]) for stage in self._stages]
+            return [Outcome(stage, broken=[why]) for stage in self.stages]
         outcomes = []
-        for stage, fields in zip(self._stages, json.loads(self._found.read_text()), strict=True):
+        for stage, fields in zip(self.stages, json.loads(self._found.read_text()), strict=True):
             fields |= {"stage": stage, "counts": Counter(fields["counts"])}
             outcome = Outcome(**fields)
             once_more(outcome, self._root, self._cache, self._long)
@@ -374,7 +376,7 @@ class Beside:
             os.dup2(output, 1)
             os.dup2(output, 2)
             outcomes = []
-            for stage in self._stages:
+            for stage in self.stages:
                 if not _interrupted:
                     patience = f"--timeout={BESIDE_S}"
                     outcome = first_time(stage, self._root, self._cache, self._long, patience)
@@ -460,16 +462,21 @@ def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
 def in_turns(
     chosen: Sequence[Stage], root: Path = ROOT, cache: Path = CACHE, long: bool = False
 ) -> list[Outcome]:
-    """One stage after the other, and beside each those that want to be."""
+    """One stage after the other, and beside each those that want to be. Stages of one process come
+    last: those that wait follow one another, and leave their idle time to the same stages."""
     global _beside
     outcomes = []
-    for stage in chosen:
-        if front_of(stage, chosen):
-            continue
+    fronts = [stage for stage in chosen if not front_of(stage, chosen)]
+    fronts.sort(key=lambda stage: stage.processes == 1)
+    for stage, following in zip(fronts, [*fronts[1:], None], strict=True):
         if others := [other for other in chosen if front_of(other, chosen) == stage.name]:
             _beside = Beside(others, root, cache, long)
         outcomes.append(run(stage, root, cache, long))
-        if _beside is not None:
+        if _beside is not None and not (
+            following is not None
+            and not _interrupted
+            and all(following.name in other.beside for other in _beside.stages)
+        ):
             outcomes += _beside.end()
             _beside = None
         if _interrupted:

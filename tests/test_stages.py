@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests import stages
 from tests.stages import (
     MOST_AGAIN,
     NUMBERS,
@@ -221,9 +223,44 @@ def test_a_stage_beside_another_that_dies_fails(tmp_path: Path) -> None:
     assert not beside.good and "before it said" in beside.broken[0]
 
 
+def test_stages_that_wait_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage beside that has the idle time of one stage only, or runs beside one that looks at
+    costs."""
+    steps: list[str] = []
+
+    class Noted(stages.Beside):
+        def __init__(self, others: Sequence[stages.Stage], *_: object) -> None:
+            self.stages = others
+            steps.append("begin " + " ".join(stage.name for stage in others))
+
+        def end(self) -> list[Outcome]:
+            steps.append("end")
+            return [Outcome(stage) for stage in self.stages]
+
+    def run(stage: stages.Stage, *_: object) -> Outcome:
+        steps.append(stage.name)
+        return Outcome(stage)
+
+    monkeypatch.setattr(stages, "Beside", Noted)
+    monkeypatch.setattr(stages, "run", run)
+    everything = [*STAGES["test"], *STAGES["rest"]]
+    assert {outcome.stage.name for outcome in stages.in_turns(everything)} == {
+        stage.name for stage in everything
+    }
+    first = ["quick", "slow", "begin interpreter numbers", "smoke", "ray", "end", "costs"]
+    assert steps == first
+    steps.clear()
+    stages.in_turns(STAGES["test"])
+    stages.in_turns(STAGES["rest"])
+    assert steps == [
+        *("quick", "begin interpreter", "smoke", "end"),
+        *("slow", "begin numbers", "ray", "end", "costs"),
+    ]
+
+
 def test_each_test_is_in_one_stage() -> None:
     """A test that no stage has proves nothing; one that two have is waited for twice."""
-    stages = [stage for part in STAGES.values() for stage in part]
+    every = [stage for part in STAGES.values() for stage in part]
     by_mark = [files_with(mark) for mark in ("smoke", "serve", "timed", "nightly")]
     names = ("triton", "serve", "timed", "slow", "smoke", "nightly")
     for folder, *values in product(("tests/kernels", "tests"), *[(False, True)] * len(names)):
@@ -234,7 +271,7 @@ def test_each_test_is_in_one_stage() -> None:
             continue
         names_of = [
             stage.name
-            for stage in stages
+            for stage in every
             if eval(stage.where, {}, marks)
             and folder not in stage.without
             and (not stage.paths or folder in stage.paths or stage.paths in by_mark)
@@ -247,15 +284,15 @@ def test_each_test_is_in_one_stage() -> None:
         if not path.name.startswith("test_"):  # files_with would not see their users
             assert not re.search(r"mark\.(smoke|serve|timed|nightly)\b", text), path
     paths = {
-        stage.name: stage.paths for stage in stages if stage.paths and stage.paths not in by_mark
+        stage.name: stage.paths for stage in every if stage.paths and stage.paths not in by_mark
     }
     triton = ("tests/kernels",)
     assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
-    assert [stage.without for stage in stages if stage.without] == [NUMBERS]
+    assert [stage.without for stage in every if stage.without] == [NUMBERS]
     assert all((ROOT / path).exists() for path in NUMBERS)
-    assert {stage.beside for stage in stages} == {(), ("ray",), ("ray", "smoke")}
+    assert {stage.beside for stage in every} == {(), ("smoke", "ray")}
     fronts = {
         part: {front_of(stage, STAGES[part]) for stage in STAGES[part]} for part in ("test", "rest")
     }
     assert fronts == {"test": {"", "smoke"}, "rest": {"", "ray"}}
-    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in stages} == {"", "ray"}
+    assert {front_of(stage, [*STAGES["test"], *STAGES["rest"]]) for stage in every} == {"", "smoke"}
