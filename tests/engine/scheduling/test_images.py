@@ -557,6 +557,10 @@ hand_out = ImageCache.hand_out
 
 
 def suite() -> None:
+    test_a_chunk_ends_before_an_image_that_its_step_cannot_encode()
+    test_keys_name_the_image_and_its_place()
+    test_an_encode_is_not_counted_if_its_step_cannot_run()
+    test_embeddings_end_with_the_weights_that_made_them()
     for plan in (PLAN, replace(WHOLE, cache_tokens=9)):
         ahead = {"images": plan, "encodes_ahead": True, "max_num_batched_tokens": 20}
         random_run(3, num_blocks=44, **ahead)
@@ -564,10 +568,6 @@ def suite() -> None:
     for plan in (PLAN, WHOLE, replace(PLAN, cache_tokens=9)):
         random_run(1, images=plan, max_num_batched_tokens=20, num_blocks=44)
         random_run(2, images=plan, max_num_batched_tokens=20, num_blocks=44, prefix_caching=False)
-    test_a_chunk_ends_before_an_image_that_its_step_cannot_encode()
-    test_keys_name_the_image_and_its_place()
-    test_an_encode_is_not_counted_if_its_step_cannot_run()
-    test_embeddings_end_with_the_weights_that_made_them()
 
 
 def test_the_suite_passes_without_a_fault() -> None:

@@ -214,8 +214,21 @@ def test_no_slot_is_a_model_without_prefix_cache() -> None:
         assert run(core, [request])[id].cached == 0
 
 
-@pytest.mark.parametrize("admission", ["optimistic", "sum", "reserved", "peak"])
-@pytest.mark.parametrize("slots", [0, 1, 3, 40])
+ADMISSIONS, SLOTS = ("optimistic", "sum", "reserved", "peak"), (0, 1, 3, 40)
+
+
+@pytest.mark.parametrize(
+    ("admission", "slots"),
+    [
+        pytest.param(
+            admission,
+            slots,
+            marks=[] if admission == "optimistic" or slots == 3 else [pytest.mark.nightly],
+        )
+        for admission in ADMISSIONS
+        for slots in SLOTS
+    ],
+)
 def test_random_lives(admission: str, slots: int) -> None:
     """Bug: a rare order of hits, preemptions, failures and evictions that resumes from a state
     which is not there yet or any more, or loses a slot."""
@@ -390,10 +403,15 @@ class HybridMachine(RuleBasedStateMachine):
 
 
 HybridMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
 TestHybridMachine = HybridMachine.TestCase
+
+
+@pytest.mark.nightly
+class TestManyHybrids(HybridMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(HybridMachine.TestCase.settings, max_examples=400)

@@ -35,8 +35,17 @@ def test_right_drafts_are_all_accepted(most: int, ahead: bool) -> None:
     assert counters.draft_tokens == sum(counters.accepted_by_position) == lengths.drafted
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+LIVES = pytest.mark.parametrize(
+    ("kind", "ahead"),
+    [
+        pytest.param(kind, ahead, marks=[] if ahead or kind == "mixed" else [pytest.mark.slow])
+        for kind in KINDS
+        for ahead in (True, False)
+    ],
+)
+
+
+@LIVES
 def test_random_lives_with_drafts(kind: str, ahead: bool) -> None:
     """Bugs: a block or token is lost, or a text changes, in a rare order of drafts, preemption,
     abort and end."""
@@ -76,8 +85,7 @@ def test_right_drafts_of_the_device_are_all_accepted(most: int, ahead: bool) -> 
     assert driver.runner.max_in_flight == 1
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@LIVES
 def test_random_lives_with_drafts_of_the_device(kind: str, ahead: bool) -> None:
     """Bugs: a draft has no block for its keys, or another request's; a text changes, in a rare
     order of drafts, preemption, abort and end."""

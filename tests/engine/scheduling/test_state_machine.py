@@ -129,13 +129,18 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,  # the same lives in every run; the random runs below are easy to widen
     suppress_health_check=list(HealthCheck),
 )
 TestEngineMachine = EngineMachine.TestCase
+
+
+@pytest.mark.nightly
+class TestManyEngines(EngineMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(EngineMachine.TestCase.settings, max_examples=800)
 
 
 class ImageMachine(EngineMachine):
@@ -194,15 +199,18 @@ class ImageMachine(EngineMachine):
         self.driver.scheduler.drop_images()
 
 
-ImageMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=100)
+ImageMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=50)
 TestImageMachine = ImageMachine.TestCase
 
 
 @pytest.mark.parametrize(
     "async_scheduling, micro_batches, kv_ranks",
     [
-        *((ahead, micro_batches, 1) for ahead in (True, False) for micro_batches in (1, 2, 3)),
-        (True, 1, 2),
+        *((True, 1, 1), (True, 2, 1), (False, 1, 1), (True, 1, 2)),
+        *(
+            pytest.param(ahead, micro_batches, 1, marks=pytest.mark.slow)
+            for ahead, micro_batches in ((True, 3), (False, 2), (False, 3))
+        ),
     ],
 )
 def test_random_lives(async_scheduling: bool, micro_batches: int, kv_ranks: int) -> None:
