@@ -68,8 +68,10 @@ def conversations(core: EngineCore, length: int) -> list[list[int]]:
     "changes, options",
     [
         (PLAIN, {}),
-        (PLAIN, {"kv_dtype": "int8", "host_kv_store": "reused"}),
-        (WINDOWS, {}),
+        pytest.param(
+            PLAIN, {"kv_dtype": "int8", "host_kv_store": "reused"}, marks=pytest.mark.slow
+        ),
+        pytest.param(WINDOWS, {}, marks=pytest.mark.slow),
         (LATENTS, {}),
         (RECURRENT, {"snapshot_bytes": 1 << 19}),
     ],

@@ -4,6 +4,7 @@ memory, and every tensor that a built engine holds."""
 import json
 import weakref
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,24 @@ def held(*roots: object) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8", "uint4-128"])
+WAYS = product(
+    (True, False),
+    (False, True),
+    ("float32", "bfloat16"),
+    ("none", "int8", "w8a8", "uint4-128"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "adapters", "dtype", "quantization"),
+    [  # each way with one of the models, and every night with all of them
+        pytest.param(
+            name, *way, marks=[] if number % len(NAMES) == place else [pytest.mark.nightly]
+        )
+        for number, way in enumerate(WAYS)
+        for place, name in enumerate(NAMES)
+    ],
+)
 def test_the_sum_is_what_is_there(
     name: str, tied: bool, adapters: bool, dtype: str, quantization: str, tmp_path: Path
 ) -> None:

@@ -377,6 +377,7 @@ def test_orders_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("real_cores")
+@pytest.mark.slow
 def test_a_model_in_two_ranks_sleeps_in_parts_and_takes_new_weights(tmp_path: Path) -> None:
     """Bug: only the first rank gives its memory back, or a rank wakes with old keys or weights."""
     model = save_checkpoint(tmp_path, "qwen3", max_position_embeddings=256, eos_token_id=None)

@@ -478,6 +478,7 @@ def test_resumed_is_where_it_was(compiler: Compiler) -> None:
     assert not third.resume(TOKENIZER.encode('{"other"'))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -> None:
     """One request's grammar that holds up the step of all others, or ends them."""
     many = {f"name{i}": {"type": "string"} for i in range(5000)}
