@@ -29,7 +29,9 @@ def known(
     yield converted(folder, target), library
 
 
-@pytest.fixture(params=[300, pytest.param(10_000, marks=pytest.mark.slow)], ids=["quick", "10000"])
+@pytest.fixture(
+    params=[300, pytest.param(10_000, marks=pytest.mark.nightly)], ids=["quick", "10000"]
+)
 def count(request: pytest.FixtureRequest) -> int:
     number: int = request.param
     return number

@@ -20,10 +20,20 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Of each kind one, of those that load in a second: sentencepiece with and without a first space,
 # byte-level with many control tokens.
 QUICK = ("deepseek_v3", "llama2", "yi")
-EACH: list[Any] = [
-    *QUICK,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in QUICK),
-]
+# Others that load in a second; the rest has its turn every night.
+SLOW = ("chatglm3", "llama3_2", "mistral_nemo", "qwen3")
+
+
+def each(rest: pytest.MarkDecorator) -> list[Any]:
+    """Return the parameters of a test of each tokenizer. rest: the mark of those that neither the
+    quick nor the slow stage has."""
+    return [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=rest) for name in NAMES if name not in (*QUICK, *SLOW)),
+    ]
+
+
 _PIECES = (" ", "  ", "\n", "\t", "\n\n", "the", " the", "'s", " .", " ,", "1", "é", "œ\u0301")
 _WIDE = (
     "日本語",

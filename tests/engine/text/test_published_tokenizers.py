@@ -15,16 +15,16 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.text_stream import TextStream
 from tests.engine.text.published_reference import (
-    EACH,
     REPLACEMENT,
     Reference,
     common,
+    each,
     reference,
     texts,
 )
 
 
-@pytest.fixture(scope="module", params=EACH)
+@pytest.fixture(scope="module", params=each(pytest.mark.nightly))
 def known(request: pytest.FixtureRequest) -> Iterator[Reference]:
     yield reference(request.param)
 

@@ -18,9 +18,9 @@ from tests.deployments import fake_backend
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.engine.text.published_reference import (
-    EACH,
     REPLACEMENT,
     Reference,
+    each,
     reference,
     texts,
 )
@@ -76,7 +76,7 @@ def lines(reply: Reply, between: str) -> list[str]:
     return [line for line in reply.body.decode().split(between) if line]
 
 
-@pytest.fixture(scope="module", params=EACH)
+@pytest.fixture(scope="module", params=each(pytest.mark.nightly))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     known = reference(request.param)
     with pytest.MonkeyPatch.context() as patch:
