@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from engine.structured.step_grammars import StepGrammars
 from engine.structured.thinking import ThinkingBudget
 from engine.structured.token_limits import TokenLimits
 from engine.text.tokenizer import Tokenizer, declared_special
-from tests.drafters import KINDS, ListedLengths, ToldDrafter
+from tests.drafters import ListedLengths, ToldDrafter
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.fakes import Output, collect
@@ -605,6 +606,8 @@ def test_integers_have_64_bits(
 AHEAD = pytest.mark.parametrize(
     "ahead", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in_turn", "ahead"]
 )
+# Of tests in which a vocabulary plays no part.
+ONE_TOKENIZER = pytest.mark.parametrize("model", ["byte_level"], indirect=True)
 
 
 @AHEAD
@@ -648,28 +651,35 @@ DRAFTED: list[tuple[Grammar | None, dict[str, Any]]] = [
 ]
 
 
+def drafted_requests() -> list[EngineRequest]:
+    return [request(id, case[0], **case[1]) for id, case in enumerate(DRAFTED, 1)]
+
+
+@cache
+def without_drafts(folder: Path, ahead: bool) -> tuple[dict[int, Output], int]:
+    """Return the outputs of `drafted_requests` without drafts, and the number of steps."""
+    core = make_core(folder, async_scheduling=ahead)
+    core.scheduler.speculation = None
+    return run(core, *drafted_requests()), core.stats().step
+
+
 @AHEAD
-@pytest.mark.parametrize("kind", [*KINDS, "forced"])
+@pytest.mark.parametrize(
+    "kind", ["right", pytest.param("wrong", marks=pytest.mark.slow), "mixed", "forced"]
+)
 def test_text_with_drafts_is_the_text_without(
     model: tuple[Path, Tokenizer], kind: str, ahead: bool
 ) -> None:
     """Bugs: a draft's mask is that of the place before; a draft that is rejected has moved the
     grammar, the list of bad words or the count of tokens; an end among drafts is overlooked; right
     drafts of a grammar are not accepted, or what it forces is not drafted."""
-
-    def requests() -> list[EngineRequest]:
-        return [request(id, case[0], **case[1]) for id, case in enumerate(DRAFTED, 1)]
-
-    core = make_core(model[0], async_scheduling=ahead)
-    core.scheduler.speculation = None
-    plain = run(core, *requests())
-    steps = core.stats().step
-    answers = {tuple(r.token_ids): plain[r.id].tokens for r in requests()}
+    plain, steps = without_drafts(model[0], ahead)
+    answers = {tuple(r.token_ids): plain[r.id].tokens for r in drafted_requests()}
     lengths = ListedLengths([7, 3, 1, 0] if kind != "forced" else [0])
     core = make_core(model[0], async_scheduling=ahead, max_num_seqs=64)
     core.scheduler.speculation = Speculation(ToldDrafter(kind, answers), lengths)
-    drafted = run(core, *requests())
-    for r in requests():
+    drafted = run(core, *drafted_requests())
+    for r in drafted_requests():
         some, other = drafted[r.id], plain[r.id]
         assert (some.tokens, some.finish) == (other.tokens, other.finish), DRAFTED[r.id - 1]
         assert some.deltas[-1].stop_token == other.deltas[-1].stop_token
@@ -730,6 +740,7 @@ def test_a_draft_after_which_no_token_is_left(model: tuple[Path, Tokenizer]) -> 
         assert (output.tokens, output.finish) == (plain.tokens, "error")
 
 
+@ONE_TOKENIZER
 @AHEAD
 def test_with_everything_else_that_sampling_does(
     model: tuple[Path, Tokenizer], ahead: bool
@@ -787,6 +798,7 @@ def test_ends(model: tuple[Path, Tokenizer]) -> None:
         assert text[0] == "x" and text[1].isdigit() and text[2:] == "y"
 
 
+@ONE_TOKENIZER
 @AHEAD
 def test_goes_on_elsewhere(model: tuple[Path, Tokenizer], ahead: bool) -> None:
     """A replica that takes over starts the grammar anew, or a token late."""
@@ -875,6 +887,7 @@ class LateFailure:
         return True
 
 
+@ONE_TOKENIZER
 def test_what_fails_between_two_steps(
     model: tuple[Path, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
