@@ -17,7 +17,7 @@ from bench.simulate.overload import (
 SPEEDS = (CORE, CORE)
 
 
-@pytest.mark.parametrize("lengths", [alike, mixed])
+@pytest.mark.parametrize("lengths", [pytest.param(alike, marks=pytest.mark.slow), mixed])
 def test_at_ten_times_the_load_goodput_is_that_of_a_closed_loop(lengths: Lengths):
     """Sent requests were forgotten in the middle of a long step and their rows given away again: 40
     waited in an engine beyond its rows, of answers 0.73 (alike) and 0.82 (mixed) of a closed loop's
@@ -40,7 +40,14 @@ def test_at_ten_times_the_load_goodput_is_that_of_a_closed_loop(lengths: Lengths
     assert min(request.retry_after for request in refused) >= 1.0
 
 
-@pytest.mark.parametrize("name", ["alike, half a core", "mixed, half a core", "chats"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixed, half a core",
+        pytest.param("alike, half a core", marks=pytest.mark.slow),
+        pytest.param("chats", marks=pytest.mark.slow),
+    ],
+)
 def test_on_slow_engines_what_is_let_in_has_its_first_token_in_time(name: str):
     """Rows were taken to be free at the mean rate, while those that began together kept theirs for
     seconds, and what the engine itself took came on top: 0.52, 0.74 and 0.80 of a closed loop."""

@@ -138,7 +138,13 @@ def test_policies_of_others_do_what_they_say():
     assert len(places) > 1  # too uneven: load decides
 
 
-@pytest.mark.parametrize("case", scaling.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case == "daily" else [])
+        for case in scaling.CASES
+    ],
+)
 def test_scaling_keeps_its_promises(case):
     """A policy that pays for promises with replicas, or swings: 95 %, 1.15 times who knows the
     future, and one change of direction more, as what has gathered while replicas started is worked

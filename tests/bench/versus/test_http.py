@@ -141,7 +141,7 @@ def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.Mo
     assert [row["case"] for row in rows] == ["m/1/engine", "m/4/engine"]
 
 
-@pytest.mark.parametrize("fault", ["refuse_503", "cut"])
+@pytest.mark.parametrize("fault", [pytest.param("refuse_503", marks=pytest.mark.slow), "cut"])
 def test_a_side_that_fails_a_request_is_none(
     small: None, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
