@@ -43,9 +43,9 @@ def row_error(out: Tensor, ref: Tensor) -> float:
 def grid(first: Iterable[object], second: Iterable[object]) -> list[ParameterSet]:
     """Pairs for parametrize. Each value is in a pair that is not slow; most pairs are."""
     first, second = list(first), list(second)
-    wide = max(len(first), len(second))
+    narrow = min(len(first), len(second))
     return [
-        pytest.param(a, b, marks=() if i % wide == j % wide else pytest.mark.slow)
+        pytest.param(a, b, marks=() if i % narrow == j % narrow else pytest.mark.slow)
         for i, a in enumerate(first)
         for j, b in enumerate(second)
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import all_reduce
 from kernels.all_reduce import PeerMemory, region_bytes
 from kernels.norm import rms_norm
-from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, grid, random, row_error
 
 EPS = 1e-5
 Call = Callable[[PeerMemory, Tensor], Tensor]
@@ -59,17 +59,18 @@ def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) 
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "size, shape",
-    [(2, (1, 100)), (2, (3, 300)), (2, (13, 96)), (3, (8, 17)), (4, (5, 96))],
+    ("dtype", "sizes"),
+    grid(DTYPES, [(2, (1, 100)), (2, (3, 300)), (2, (13, 96)), (3, (8, 17)), (4, (5, 96))]),
+    ids=str,
 )
 def test_sums_are_those_of_the_ranks_in_their_order(
-    few_programs: None, size: int, shape: tuple[int, int], dtype: torch.dtype
+    few_programs: None, dtype: torch.dtype, sizes: tuple[int, tuple[int, int]]
 ) -> None:
     """Bugs: a summand twice or not at all, at the end of a message that fills no tile; other bits
     on one rank, or by two shots, or onto a residual; the norm of what was there before the sum, or
     of another row of a unit; a last unit that is not full."""
+    size, shape = sizes
     inputs = [random(*shape, dtype=dtype) for _ in range(size)]
     residual, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype)
     total = inputs[0].float()

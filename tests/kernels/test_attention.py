@@ -50,10 +50,10 @@ def check(
     assert row_error(got, ref) < BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("block_size", "head_dim"), [*PAGES, (32, 64), (128, 64)])
-def test_decode_lengths_around_pages(block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("page", "dtype"), grid([*PAGES, (32, 64), (128, 64)], DTYPES), ids=str)
+def test_decode_lengths_around_pages(page: tuple[int, int], dtype: torch.dtype) -> None:
     """A mask off by one at a page's edge, or a page of NaN read through a weight of zero."""
+    block_size, head_dim = page
     lengths = [
         1,
         15,
@@ -117,15 +117,20 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 2), (8, 1), (16, 1)], ids=str)
+RUN_CASES: dict[str, list[tuple[int, list[int]]]] = {
+    "mixed": RUNS,
+    "grid": [(0, [2045, 2046, 2047])],
+    "last": [(4, [2558, 2559, 2560, 2561]), (1, [7])],
+}
+
+
 @pytest.mark.parametrize(
-    "runs",
-    [RUNS, [(0, [2045, 2046, 2047])], [(4, [2558, 2559, 2560, 2561]), (1, [7])]],
-    ids=["mixed", "grid", "last"],
+    ("name", "heads"), grid(RUN_CASES, [(2, 2), (8, 2), (6, 2), (8, 1), (16, 1)]), ids=str
 )
-def test_runs_of_one_request(runs: list[tuple[int, list[int]]], heads: tuple[int, int]) -> None:
+def test_runs_of_one_request(name: str, heads: tuple[int, int]) -> None:
     """Entries of one request at consecutive positions, as drafts are verified: a query that sees a
     later one's key, a neighbour taken for the same request, splits that a query sees nothing of."""
+    runs = RUN_CASES[name]
     num_heads, num_kv_heads = heads
     how = (3.0, random(num_heads).float(), random(num_heads).abs().float())
     kv_len = [max(lengths) for _, lengths in runs]
