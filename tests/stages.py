@@ -56,6 +56,8 @@ class Stage:
         tests of costs, have one: a neighbour spoils their clocks and caches.
     paths: the folders or files of its tests; empty for all.
     without: the folders or files that are left out.
+    sleeps: whether threads of OpenMP sleep while they wait for others. They spin otherwise, on
+        cores that other processes want: up to twenty times what a tiny model computes.
     beside: stages in whose idle time it runs: from the first of them that is run, too, to the last
         that follows.
     """
@@ -68,6 +70,7 @@ class Stage:
     without: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    sleeps: bool = True
 
 
 INTERPRETER: dict[str, Any] = {
@@ -157,6 +160,7 @@ STAGES = {
             "What looks at costs",
             "timed and not smoke and not triton and not nightly",
             paths=files_with("timed"),
+            sleeps=False,
         ),
     ),
     "nightly": (
@@ -215,6 +219,8 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     # Asserts are rewritten and modules compiled once for all stages: without what is kept, each
     # stage does it anew for 10 s, and each of the hundreds of processes that tests start for some.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if stage.sleeps:
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if stage.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(command, cwd=root, env=environment)
