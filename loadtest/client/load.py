@@ -109,6 +109,8 @@ class LoadClient:
         self._origin = origin
         gc.collect()
         # Exclude existing objects from garbage collections, whose pauses would show as lateness.
+        # What a caller has frozen before stays so.
+        thaws = not gc.get_freeze_count()
         gc.freeze()
         watch = [asyncio.create_task(self._sweep()), asyncio.create_task(self._watch_cpu())]
         try:
@@ -129,7 +131,8 @@ class LoadClient:
             self.close()
             for record, answer, reference in self._slips:
                 self._sink(count_slips(record, answer, reference))
-            gc.unfreeze()
+            if thaws:
+                gc.unfreeze()
 
     async def ask(self, plan: PhasePlan, number: int, spec: RequestSpec) -> None:
         """Send one request alone and wait for its answer. Its record goes to the sink, too."""
