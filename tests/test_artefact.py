@@ -60,6 +60,7 @@ def test_artefacts_have_every_file_of_the_packages(artefacts: tuple[Path, Path])
     assert {"pyproject.toml", "README.md", "LICENSE", *_ours()} <= names
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_from_another_folder(artefacts: tuple[Path, Path], tmp_path: Path) -> None:
     """What is read relative to the checkout is found in a checkout alone."""
     wheel, _ = artefacts

@@ -127,7 +127,7 @@ def same(some: list[Output], others: list[Output]) -> None:
             assert abs(x.logprob - y.logprob) < 1e-3 and x.top_ids == y.top_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["right", pytest.param("wrong", marks=pytest.mark.slow), "mixed"])
 def test_text_with_drafts_is_the_text_without(folder: Path, kind: str) -> None:
     """Bugs: noise, penalties, bans or positions of a draft's row are those of another; a key of a
     rejected draft is read; a row of a batch reads keys that are not written yet."""
@@ -229,7 +229,7 @@ def any_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 @pytest.mark.parametrize("count", [64, pytest.param(2000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("drafter", ["lookup", "mixed"])
+@pytest.mark.parametrize("drafter", [pytest.param("lookup", marks=pytest.mark.slow), "mixed"])
 def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
     """Bugs: drafts change the text of a request beside others of any kind, when some of them are
     preempted and computed again, one batch ahead or not."""
