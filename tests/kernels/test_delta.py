@@ -170,8 +170,9 @@ def late_of(how: DeltaHeads) -> Tensor:
     return torch.full((ROWS, how.value_heads, 3, entry), torch.nan, device=DEVICE)
 
 
-@pytest.mark.parametrize("launch", [(16, 2, 1), (32, 1, 2)], ids=str)
-@pytest.mark.parametrize("rule", ["gated", "by key"])
+@pytest.mark.parametrize(
+    ("rule", "launch"), grid(["gated", "by key"], [(16, 2, 1), (32, 1, 2)]), ids=str
+)
 def test_states_written_late(
     launch: tuple[int, int, int], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,12 +213,12 @@ def test_states_written_late(
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
 
-@pytest.mark.parametrize("walks", [False, True], ids=["in chunks", "by token"])
-@pytest.mark.parametrize("rule", ["gated", "by key"])
-def test_late_states_and_prompts(rule: str, walks: bool) -> None:
+@pytest.mark.parametrize(("rule", "steps"), grid(["gated", "by key"], ["in chunks", "by token"]))
+def test_late_states_and_prompts(rule: str, steps: str) -> None:
     """A prompt that goes on from a state without its late part, or with some of it, at each number
     of tokens in there; one of two chunks that adds it twice; one that leaves entries for decodes to
     read that are in the state already, or another request's."""
+    walks = steps == "by token"
     torch.manual_seed(8)
     if rule == "gated":
         how = made((1, 2), (12, 40), 4)
