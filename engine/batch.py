@@ -33,9 +33,6 @@ if TYPE_CHECKING:  # routers and the command line import this module, and have n
     from numpy.typing import NDArray
 
 
-ON_DEVICE = -1  # a draft that the drafter has left in its row, and that the host does not know yet
-
-
 class OutOfMemory(Exception):
     """The error of a step for which the device had no free memory. The device remains usable."""
 

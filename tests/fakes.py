@@ -14,7 +14,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from engine.batch import ON_DEVICE, Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
+from engine.batch import Batch, NewRow, PrefixCopy, Proposal, StepResult, TokenLogprobs
 from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
 from engine.images.image import Image
@@ -26,6 +26,7 @@ from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.memory.host_tier import HostPlan, HostTier, Pairs
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.speculation import Speculation
+from engine.speculation.computed import ON_DEVICE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 1

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import ON_DEVICE, Batch
+from engine.batch import Batch
 from engine.models.image_rows import ImageRows
 from engine.runner.request_rows import RequestRows
+from engine.speculation.computed import ON_DEVICE
 from kernels.metadata import AttentionMeta, LoraStep, RotaryPlaces
 
 UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own

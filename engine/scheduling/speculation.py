@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.batch import ON_DEVICE
 from engine.scheduling.request import Request
-from engine.speculation.computed import ComputedDrafter, ComputedDrafts
+from engine.speculation.computed import ON_DEVICE, ComputedDrafter, ComputedDrafts
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup

@@ -6,7 +6,7 @@ the host knows the tokens, which `ComputedDrafts.read` returns when its result i
 
 from collections.abc import Callable, Sequence
 
-from engine.batch import ON_DEVICE
+ON_DEVICE = -1  # a draft that the drafter has left in its row, and that the host does not know yet
 
 
 class ComputedDrafts:

@@ -206,7 +206,7 @@ class HostTier:
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash on the host."""
-        return all(digest in slots for slots in self._slots)
+        return all(digest in slots for slots in self.slots)
 
     @property
     def num_loads(self) -> int:
