@@ -68,7 +68,9 @@ MADE_BY = {
     "versus-models": "`python -m bench.versus.engine`: other models than Llama and Qwen, offline",
     "versus-parallel": "`python -m bench.versus.parallel`: several GPUs against vLLM and one",
     "versus-quantised": "`python -m bench.versus.quantised`: weights in fewer bits, and 16 bits",
+    "versus-speculation": "`python -m bench.versus.speculation`: drafts of models, offline",
     "versus-structured": "`python -m bench.versus.structured`: a schema on every stream, and none",
+    "versus-tiers": "`python -m bench.versus.tiers`: KV in host memory and on disk, and none",
     "versus-tools": "`python -m bench.versus.tools`: the load tester against two others",
 }
 _LESS_IS_BETTER = ("s", "ms", "us", "MB")

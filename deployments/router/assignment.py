@@ -137,6 +137,7 @@ class Assignment:
         fleet = self._replicas.fleet
         decision = None
         prefilled, first_only = first.prefill, False
+        fleet.refresh()
         if fleet.apart:
             decision, first_only = self._apart(choices, wanted, names, now, with_room=with_room)
         if decision is None:

@@ -64,6 +64,8 @@ class Fleet:
         # Column -> its adapters, the next one to be evicted last.
         self._held: dict[int, tuple[str, ...]] = {}
         self._changed: set[ReplicaState] = set()  # states whose columns are out of date
+        # whether replicas are available that compute prompts for others, and such others
+        self.apart = False
         # Column -> the stats from which its cache sizes were taken.
         self._stats: dict[int, EngineStats] = {}
         self._vacant: list[int] = []  # heap of columns without a replica
@@ -166,14 +168,13 @@ class Fleet:
         self.columns[column] = None
         heappush(self._vacant, column)
         self._clear(column)
+        self._divide()
 
-    @property
-    def apart(self) -> bool:
-        """Whether replicas are available that compute prompts for others, and such others."""
-        self.refresh()
+    def _divide(self) -> None:
+        """Set `apart`."""
         available = self.places > -np.inf
         computing = (available & (self.roles == PREFILL)).any()
-        return bool(computing and (available & (self.roles != PREFILL)).any())
+        self.apart = bool(computing and (available & (self.roles != PREFILL)).any())
 
     def available(self) -> list[ReplicaState]:
         return [replica for replica in self.replicas.values() if replica.available]
@@ -269,6 +270,8 @@ class Fleet:
 
     def refresh(self) -> None:
         """Derive the columns of replicas whose states have changed."""
+        if not self._changed:
+            return
         while self._changed:
             replica = self._changed.pop()
             column = replica.column
@@ -280,6 +283,7 @@ class Fleet:
                 if stats is not last and (stats.adapters or column in self._held):
                     self._see_adapters(replica)
                 self._derive(replica)
+        self._divide()
 
     def _derive(self, replica: ReplicaState) -> None:
         """Derive a replica's column from its state."""

@@ -190,7 +190,7 @@ class Request:
 
     def set_model_key(self, model_key: str) -> None:
         """Set the root of the request's prefix hashes for a model's weights."""
-        key = "" if self.adapter is None else self.adapter.key
+        key = "" if self.adapter is None else self.adapter.blocks_key
         self.root = root_hash(model_key, key, self.cache_salt)
 
     def __lt__(self, other: Any) -> bool:

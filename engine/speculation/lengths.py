@@ -25,6 +25,7 @@ import math
 # ---- Blocks and rests, in steps
 _SETTLING = 2  # unmeasured first steps of a block: a step of the block before may be in flight
 _MEASURED = 4  # measured steps of a short block
+_COLD, _FEW_COLD = 6, 128  # more unmeasured steps of a model's first drafts; the most decodes then
 _REST, _LONGEST_REST = 64, 256  # first and longest rest
 _LAST = 8  # last steps of a rest, which are measured
 _TRIALS = 0.004  # most share of steps that trials of a model's drafts may lose
@@ -94,6 +95,7 @@ class _StepCosts:
         "rest",
         "resting",
         "settling",
+        "tried",
     )
 
     def __init__(self, entries: int, *, by_model: bool = False) -> None:
@@ -109,6 +111,7 @@ class _StepCosts:
         self.idle = False  # whether it is a rest because no drafts were accepted
         self.block = self.left = _SETTLING + _MEASURED  # the block's steps; its remaining steps
         self.settling = _SETTLING
+        self.tried = False  # whether there was a block with drafts
         self.rest = _REST
         # A line fitted to (draft tokens, time beyond `plain`), by decayed sums. It begins with a
         # guess: rows cost little up to 32, and at most half of a decode's share beyond.
@@ -198,7 +201,14 @@ class _StepCosts:
                 self.measured = 0
         if pays:
             self.rest = _REST
-        self.block, self.settling = self.left, _SETTLING
+        self.settling = _SETTLING
+        if self.on and not self.tried:
+            self.tried = True
+            # the first steps of new shapes take twice as long
+            if self.by_model and self._entries <= _FEW_COLD:
+                self.settling += _COLD
+                self.left += _COLD
+        self.block = self.left
 
     def _rest_after_loss(self) -> int:
         """Return the rest in which this block's loss is a small share; 0 if it is short.

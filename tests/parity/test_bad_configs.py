@@ -122,7 +122,7 @@ def test_contradictions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Glm4vMoeForConditionalGeneration", "Glm4MoeForCausalLM"),
+        ("Glm5vMoeForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
         ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
         ("MllamaForConditionalGeneration", "LlamaForCausalLM"),
     ],

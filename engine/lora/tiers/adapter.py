@@ -111,12 +111,17 @@ class Adapter:
 
     @property
     def key(self) -> str:
+        """The adapter's name with its revision."""
+        return f"{self.info.name}@{self.info.revision}"
+
+    @property
+    def blocks_key(self) -> str:
         """The text that stands for the adapter in keys of the prefix cache.
 
         Files of KV blocks outlive the engine, and a revision that a user named may have other bytes
         in the next one. The first stamp tells them apart.
         """
-        return f"{self.info.name}@{self.info.revision} {self.first_stamp}"
+        return f"{self.key} {self.first_stamp}"
 
     @property
     def is_prefix(self) -> bool:

@@ -50,6 +50,9 @@ ALLOWED = {
     ): "in schedule, of the mode that waits",
     ("engine/runner/drafting.py", "Drafting._single"): _CPU,
     ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
+    ("engine/sampling/device_result.py", "DeviceResult._read_drafts"): (
+        "drafts of a step whose successor is done"
+    ),
     ("engine/runner/images.py", "StepImages._on_device"): "a view of pinned host memory",
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,

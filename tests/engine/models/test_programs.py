@@ -220,7 +220,7 @@ def test_a_program_looks_up_its_tokens(tmp_path: Path) -> None:
     runner.model.table.forward = lambda ids: packed.rows(ids.long())
     # The start has recorded a step without.
     programs = StepPrograms(runner.model, runner.rows, runner.kv)
-    runner.launcher = ProgramStep(runner.forward, programs)
+    runner.launcher = ProgramStep(runner.forward, programs, runner.eager)
     first = answers(core)
     assert programs._enters and programs.gives_logits
     again = answers(core)

@@ -1,5 +1,6 @@
 """Images in the scheduler: what a step encodes, what the runner keeps, and who else notices."""
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -377,7 +378,7 @@ def test_embeddings_end_with_the_weights_that_made_them() -> None:
     runner = Recording()
     core = core_with(runner, weights=Weights(), memory=Memory())
     requests = iter(make_request(id, **make_prompt([9] * id, 7, TEXT)) for id in range(9))
-    for change in (lambda: core.update_weights(UpdateWeights(1, "")), core.sleep):
+    for change in (lambda: core.update_weights(UpdateWeights(1, os.curdir)), core.sleep):
         check(core, next(requests))
         check(core, next(requests))
         change()

@@ -194,6 +194,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
     params = msgspec.structs.asdict(request.params)
     expected = {
         **fields,
+        "return_routed_experts": False,
         "stop": ("x", "y"),
         "stop_token_ids": (9,),
         "allowed_token_ids": (5, 6, 9),
