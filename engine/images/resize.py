@@ -28,7 +28,7 @@ def resized(
         area = max(picture.width * picture.height, width * height)
         strips = min(threads(), area // _STRIP)
     divisible = filter != Pillow.Resampling.NEAREST and _rows_first(*picture.size, *size)
-    # Strips cost a tenth more CPU time, so other pictures that come meanwhile have none.
+    # Strips cost a quarter more CPU time, so other pictures that come meanwhile have none.
     if strips < 2 or not divisible or not _divided.acquire(blocking=False):
         return picture.resize(size, filter)
     try:
