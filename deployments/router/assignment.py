@@ -161,7 +161,9 @@ class Assignment:
         inflight.placed = now
         inflight.replicas.append(decision.replica)
         inflight.trace.sent(decision, now, len(first.emitted))
-        source = self._source(first, client, decision, prefilled=prefilled)
+        source = None
+        if decision.source or first.place:
+            source = self._source(first, client, decision, prefilled=prefilled)
         self._submit(choices, client, decision, wanted, source)
 
     def _apart(

@@ -105,11 +105,11 @@ class InflightChoice:
             # Prompt logprobs came with the first delta; requesting them again would disable the
             # prefix cache for nothing.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        tokens = self._first_tokens
-        limit = len(self.emitted) + tokens
-        if tokens and (params.max_tokens is None or limit < params.max_tokens):
-            least = min(params.min_tokens, limit)
-            params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
+        if self.suspicion.tokens or self.prefill:
+            limit = len(self.emitted) + self._first_tokens
+            if params.max_tokens is None or limit < params.max_tokens:
+                least = min(params.min_tokens, limit)
+                params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
         return EngineRequest(
             id=self.id,
             token_ids=request.token_ids + self.emitted,

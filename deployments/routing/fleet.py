@@ -66,6 +66,7 @@ class Fleet:
         self._changed: set[ReplicaState] = set()  # states whose columns are out of date
         # whether replicas are available that compute prompts for others, and such others
         self.apart = False
+        self._has_roles = False  # whether a replica had another role than "engine"
         # Column -> the stats from which its cache sizes were taken.
         self._stats: dict[int, EngineStats] = {}
         self._vacant: list[int] = []  # heap of columns without a replica
@@ -145,6 +146,7 @@ class Fleet:
             cost=StepCost.mean(list(islice(peers, _PEERS))),
             changed=self._changed,
         )
+        self._has_roles = self._has_roles or role != "engine"
         replica.column = column
         self.columns[column] = replica
         self.replicas[name] = replica
@@ -168,7 +170,8 @@ class Fleet:
         self.columns[column] = None
         heappush(self._vacant, column)
         self._clear(column)
-        self._divide()
+        if self._has_roles:
+            self._divide()
 
     def _divide(self) -> None:
         """Set `apart`."""
@@ -283,7 +286,8 @@ class Fleet:
                 if stats is not last and (stats.adapters or column in self._held):
                     self._see_adapters(replica)
                 self._derive(replica)
-        self._divide()
+        if self._has_roles:
+            self._divide()
 
     def _derive(self, replica: ReplicaState) -> None:
         """Derive a replica's column from its state."""
@@ -330,7 +334,7 @@ class Fleet:
             table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step
         table[_ENDING, column] = ending
-        table[_MOVE, column] = replica.move_seconds()
+        table[_MOVE, column] = replica.move_seconds() if replica.kv_token_bytes else np.inf
         table[_VICTIM, column] = 0.0
         held = self._held.get(column, ())
         if held and len(held) >= replica.adapter_slots > 0:

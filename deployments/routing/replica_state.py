@@ -36,21 +36,23 @@ _MOVED = (64e6, 0.064)
 
 
 class FadingRate:
-    """A measured rate per second, as an exponentially decayed mean."""
+    """A measured rate per second, as an exponentially decayed mean.
 
-    __slots__ = ("_amount", "_seconds")
+    measured: the rate; None until enough was observed.
+    """
+
+    __slots__ = ("_amount", "_seconds", "measured")
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
+        self.measured: float | None = None
 
     def observe(self, amount: float, seconds: float) -> None:
         keep = math.exp(-seconds / _RATE_SECONDS)
         self._amount = self._amount * keep + amount
         self._seconds = self._seconds * keep + seconds
-
-    @property
-    def measured(self) -> float | None:
-        return self._amount / self._seconds if self._seconds >= _RATE_ENOUGH else None
+        enough = self._seconds >= _RATE_ENOUGH
+        self.measured = self._amount / self._seconds if enough else None
 
 
 class ReplicaState:
