@@ -250,7 +250,7 @@ def test_each_stage_reads_its_own_tensors(
 
 
 @pytest.mark.slow
-def test_two_replicas_of_two_stages(tmp_path: Path) -> None:
+def test_two_replicas_of_two_stages(real_cores: None, tmp_path: Path) -> None:
     """Data and pipeline parallel at once. Bugs: stages of one replica that meet those of another;
     shared memory of one name; requests of both replicas at once that get another's tokens."""
     write_model(tmp_path, bos=False)
