@@ -515,7 +515,7 @@ class FakeRunner:
         return result
 
     def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:
-        """What continues the row's text, after the drafts of the step that are right.
+        """Return what continues the row's text, after the drafts of the step that are right.
 
         verified: the row's drafts in this step.
         """

@@ -44,12 +44,12 @@ def write_eagle3(model: Mapping[str, Any], folder: Path) -> None:
 
     model: the values of the model's config.json.
     """
-    kept = (
+    shared = (
         *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
         *("rope_scaling", "vocab_size", "bos_token_id", "eos_token_id", "torch_dtype"),
     )
-    values = {key: model[key] for key in kept if key in model}
+    values = {key: model[key] for key in shared if key in model}
     values |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

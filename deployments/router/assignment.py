@@ -181,35 +181,30 @@ class Assignment:
         A prompt that a replica has, but for a few tokens, starts there.
         """
         fleet, first = self._replicas.fleet, choices[0]
+
+        def choose(allowed: Sequence[str]) -> RoutingDecision | None:
+            return route(
+                wanted,
+                fleet,
+                self._random,
+                now,
+                among=allowed,
+                avoid=first.place,
+                with_room=with_room,
+            )
+
         names = list(fleet.replicas) if among is None else among
         states = {name: fleet.replicas[name] for name in names if name in fleet.replicas}
         going_on = [name for name, state in states.items() if state.role != "prefill"]
         pooled = first.inflight.request.params.pooled
         if first.emitted or first.suspicion.tokens or pooled:
-            choice = route(
-                wanted,
-                fleet,
-                self._random,
-                now,
-                among=going_on,
-                avoid=first.place,
-                with_room=with_room,
-            )
-            return choice, False
+            return choose(going_on), False
         answering = [name for name, state in fleet.replicas.items() if state.role != "prefill"]
         warm = route(wanted, fleet, self._random, now, among=answering, with_room=True)
         if warm is not None and wanted.prompt_tokens - warm.cached < MOVE_TOKENS:
             return warm, False
         computing = [name for name, state in states.items() if state.role != "decode"]
-        decision = route(
-            wanted,
-            fleet,
-            self._random,
-            now,
-            among=computing,
-            avoid=first.place,
-            with_room=with_room,
-        )
+        decision = choose(computing)
         if decision is None:
             return None, False
         return decision, fleet.replicas[decision.replica].role == "prefill"
@@ -230,11 +225,11 @@ class Assignment:
         prefilled: whether that replica has computed the prompt for another one.
         """
         tokens = len(choice.inflight.request.token_ids) + len(choice.emitted)
-        left = choice.place if choice.place != client.replica else ""
+        former = choice.place if choice.place != client.replica else ""
         lacking = tokens if decision.source else tokens - decision.cached
         saves = self._replicas.fleet.move_saves(client.state, lacking)
-        if left and (saves or (prefilled and lacking >= MOVE_TOKENS)):
-            source = self._replicas.source(left)
+        if former and (saves or (prefilled and lacking >= MOVE_TOKENS)):
+            source = self._replicas.source(former)
             if source is not None:
                 return source
         return self._replicas.source(decision.source) if decision.source else None

@@ -361,13 +361,13 @@ def _check_gpu_pool(
     assert pool.num_gpus is not None
     needs = f"a replica needs {pool.num_gpus:g} GPU{'s' * (pool.num_gpus != 1)} of one node"
     there = f"the largest has {machine.gpus:g}" if machine.gpus else "no node has one"
-    said = key = f"pools.{name}"
+    subject = key = f"pools.{name}"
     way_out = "take pools.cpu in its place" if name == "gpu" else f"set {key}.engine.device: cpu"
     if name not in config.pools:
         key = "engine.device"
-        said, way_out = f"{key}: {config.engine.get('device', 'auto')}", f"set {key}: cpu"
+        subject, way_out = f"{key}: {config.engine.get('device', 'auto')}", f"set {key}: cpu"
     if machine.grows:
-        logger.warning("%s: %s, and %s: it waits until one is started", said, needs, there)
+        logger.warning("%s: %s, and %s: it waits until one is started", subject, needs, there)
     if machine.grows is not False:
         return
     if machine.gpus:
@@ -376,8 +376,8 @@ def _check_gpu_pool(
         key = f"pools.{name}.num_gpus" if config.node_ranks(pool) == 1 else key
         way_out = f"lower {key}"
     raise ConfigError(
-        f"{said}: {needs}, {there}, and nothing starts other nodes; {way_out}, or give the cluster "
-        "such a node",
+        f"{subject}: {needs}, {there}, and nothing starts other nodes; {way_out}, or give the "
+        "cluster such a node",
         param=key,
     )
 

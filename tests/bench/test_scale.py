@@ -34,7 +34,7 @@ def calls(work: Callable[[], object]) -> int:
 
 
 def calls_of_a_router(replicas: int) -> dict[str, int]:
-    """What a decision, a frame, a lost and a new replica cost a router, in calls."""
+    """Return what a decision, a frame, a lost and a new replica cost a router, in calls."""
 
     async def measure() -> dict[str, int]:
         service = Service([GPU] * replicas, 1, DispatchLimits())
@@ -80,7 +80,7 @@ def test_routers_share_replicas_in_virtual_time():
 
 @pytest.mark.slow
 def test_routers_and_replicas_in_processes_of_their_own():
-    """The same over real sockets: a process that is never asked, or never ends."""
+    """Bugs: over real sockets a process is never asked, or never ends."""
     figures = over_sockets(replicas=6, routers=2, rate=10.0, seconds=1.0, pairs=5000)
     assert len(figures) == 2
     for router in figures:

@@ -1,4 +1,4 @@
-"""What tests of the API share, whichever back end they put behind it."""
+"""Fixtures that tests of the API share, whichever back end they put behind it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache

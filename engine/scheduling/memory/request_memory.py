@@ -99,8 +99,8 @@ class RequestMemory:
         names, size = request.prefix_hashes, self._config.block_size
         if not names or PREFIX_STRIDE % size or request.num_virtual or not request.cacheable:
             return
-        each = PREFIX_STRIDE // size
-        for index, digest in enumerate(request.hashes[each - 1 : request.num_registered : each]):
+        step = PREFIX_STRIDE // size
+        for index, digest in enumerate(request.hashes[step - 1 : request.num_registered : step]):
             name = names[index * PREFIX_BYTES : (index + 1) * PREFIX_BYTES]
             if name:
                 self._routed[digest] = name

@@ -436,8 +436,8 @@ class BlockMoves:
                 for _, slot in blocks:
                     self._puller.give_back(slot)
                 continue
-            taken = pool.allocate(len(blocks))
-            load = [(i, slot, block) for (i, slot), block in zip(blocks, taken, strict=True)]
+            targets = pool.allocate(len(blocks))
+            load = [(i, slot, block) for (i, slot), block in zip(blocks, targets, strict=True)]
             self._tickets += 1
             imported.loads[self._tickets] = load
             self._loads[self._tickets] = imported

@@ -151,7 +151,7 @@ def test_errors_are_one_line_with_the_way_out(
 
 
 def test_a_ray_that_cannot_be_joined_is_one_line() -> None:
-    """As above, from the supervisor of `manta serve` and the process that it starts."""
+    """Bug: an error of the process that `manta serve` starts comes as a traceback."""
     done = manta("serve", "default", "--address", "127.0.0.1:1")
     assert done.returncode == 1 and "cannot join Ray at 127.0.0.1:1:" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr

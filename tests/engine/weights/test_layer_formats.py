@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bits(model: Model) -> dict[str, int]:
-    """By the name of a layer's first matrix; 16 for one that is not packed."""
+    """Return bits by the name of a layer's first matrix; 16 for one that is not packed."""
     widths = {}
     for linear in model._all_linears():  # type: ignore[attr-defined]
         states = [piece.state for piece in getattr(linear.state, "pieces", ())] or [linear.state]
