@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, versions
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
-from bench.versus.http import LOAD_S, READY_S, load
+from bench.versus.http import LOAD_S, READY_S, closed, load
 
 ROUTERS = 4  # routers for each replica of the largest step
 FIRST_ANSWER_S = 15.0  # target in seconds
@@ -178,7 +178,7 @@ def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.
         url,
         f"{replicas} replicas",
         "dialogue",
-        streams=args.streams * replicas,
+        arrivals=closed(args.streams * replicas),
         count=max(1, int(args.count * share)),
         clients=clients * replicas,
         copies=replicas,

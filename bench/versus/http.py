@@ -33,7 +33,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -175,7 +175,18 @@ def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> lis
     return counts
 
 
-def command_of(side: str, model: str, folder: Path) -> list[str]:
+def command_of(
+    side: str,
+    model: str,
+    folder: Path,
+    config_text: str = MANTA,
+    changes: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Return the command that starts a side's server.
+
+    config_text: Manta's configuration, with names of values in braces.
+    changes: values that differ from, or are added to, those of the comparison.
+    """
     values = {
         "model": model,
         "max_model_len": MAX_MODEL_LEN,
@@ -183,10 +194,11 @@ def command_of(side: str, model: str, folder: Path) -> list[str]:
         "memory_fraction": MEMORY_FRACTION,
         "queue_seconds": QUEUE_SECONDS,
         "port": PORT,
+        **(changes or {}),
     }
     if side == "manta":
         config = folder / "manta.yaml"
-        config.write_text(MANTA.format(**values))
+        config.write_text(config_text.format(**values))
         return [sys.executable, "-m", "deployments.cli.main", "serve", str(config)]
     if side == "ray-serve-llm":
         script = folder / "ray_serve_llm.py"
@@ -221,10 +233,17 @@ def environment_of(side: str, first_path: str) -> dict[str, str]:
 
 
 @contextmanager
-def server(side: str, model: str, first_path: str) -> Iterator[float]:
+def server(
+    side: str,
+    model: str,
+    first_path: str,
+    config_text: str = MANTA,
+    changes: Mapping[str, Any] | None = None,
+) -> Iterator[float]:
     """Run a server and yield the seconds until it answered. Ends the server and its child
     processes.
 
+    config_text, changes: see `command_of`.
     Raises SystemExit if it does not start, or another server is running.
     """
     refuse_if_held(side)
@@ -233,7 +252,7 @@ def server(side: str, model: str, first_path: str) -> Iterator[float]:
         with log_path.open("w") as log:
             start = time.monotonic()
             process = subprocess.Popen(
-                command_of(side, model, Path(name)),
+                command_of(side, model, Path(name), config_text, changes),
                 env=environment_of(side, first_path),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -314,30 +333,28 @@ def _wait_until_closed(side: str) -> None:
 def load(
     url: str,
     label: str,
-    workload: str,
+    work: str | Mapping[str, Any],
     *,
-    streams: int,
+    arrivals: Mapping[str, Any],
     count: int,
     clients: int,
     copies: int = 1,
 ) -> Line:
-    """Send the first `count` requests of a workload with `streams` in flight. Returns the load
-    tester's line.
+    """Send the first `count` requests of a workload. Returns the load tester's line.
 
+    work: a named workload, sent greedily, or a scenario's `work`.
+    arrivals: a scenario's, as `closed(8)`.
     copies: how often each request is sent, each time with a different prompt.
     ok in the line: requests that got all their tokens.
     Raises SystemExit if the load takes too long.
     """
+    if isinstance(work, str):
+        work = {"name": work, "copies": copies, "sampling": {"temperature": 0}}
+    workload = work["name"]
     scenario = {
         "target": {"url": url, "model": "m", "timeout": LOAD_S, "chunk_timeout": LOAD_S},
-        "work": {"name": workload, "copies": copies, "sampling": {"temperature": 0}},
-        "phases": [
-            {
-                "name": "load",
-                "arrivals": {"kind": "closed", "concurrency": streams},
-                "requests": count * copies,
-            }
-        ],
+        "work": work,
+        "phases": [{"name": "load", "arrivals": arrivals, "requests": count * copies}],
     }
     task, options = Task(json.dumps(scenario), label), RunOptions(procs=clients)
 
@@ -355,7 +372,7 @@ def load(
     return {
         "label": label,
         "workload": workload,
-        "concurrency": streams,
+        "concurrency": arrivals.get("concurrency"),
         "ok": len(whole),
         "failed": summary.failed,
         "out_tok_s": round(summary.output_tokens_per_s, 1),
@@ -370,13 +387,18 @@ def load(
     }
 
 
+def closed(streams: int) -> dict[str, Any]:
+    """Return the arrivals of a load with so many requests in flight."""
+    return {"kind": "closed", "concurrency": streams}
+
+
 def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> Line:
     """Run a load. Raises SystemExit unless all requests got all their tokens.
 
     A server that refuses requests has less work, and its results would not be comparable.
     """
     clients = clients_of(streams)
-    line = load(url, side, workload, streams=streams, count=count, clients=clients)
+    line = load(url, side, workload, arrivals=closed(streams), count=count, clients=clients)
     if line["failed"] or line["ok"] != count:
         raise SystemExit(
             f"{side}, {workload} at {streams} streams: of {count} requests {line['ok']} got all "

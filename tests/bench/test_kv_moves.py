@@ -1,0 +1,36 @@
+"""The bench of moved KV blocks: its engines on a tiny model, and its rows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import kv_moves
+from tests.engine.test_host_kv import PLAIN
+from tests.engine.test_memory import SIZES
+
+
+@pytest.mark.slow  # two engines start
+def test_blocks_move_between_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: the second engine computes the prompt; the warm-up is a line of the result."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SIZES, **PLAIN, "max_position_embeddings": 512})
+    )
+    out = tmp_path / "out"
+    words = ["--tokens", "160", "--prompts", "2", "--device", "cpu", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["", "--model", str(tmp_path), "--out", str(out), *words])
+    kv_moves.main()
+    (table,) = out.glob("kv-moves-*.json")
+    rows = json.loads(table.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["model/moved-of-warm", "model/moved-of-computed"]
+    (raw,) = out.glob("kv-moves-*.jsonl")
+    lines = [json.loads(line) for line in raw.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [1, 2]
+    assert all(line["rate"] > 0 for line in lines)
+
+
+def test_rows_compare_medians() -> None:
+    """Bug: a slow first prompt decides a row."""
+    lines = [{"computed": 200.0, "warm": 10.0, "moved": moved} for moved in (900.0, 20.0, 20.0)]
+    assert [row["ratio"] for row in kv_moves.rows_of("m", lines)] == [2.0, 0.1]
