@@ -5,8 +5,8 @@ and the measurements.
         --out bench/results
 
 It runs from a checkout, on a machine with a CUDA device, in this order: the default model in
-bfloat16 and tiny models in float32 against transformers, every kernel against float64, other tests
-of kernels and engine that need a GPU, and with --model (a folder with a config.json) one request of
+bfloat16 and tiny models in float32 against transformers, other tests that need a GPU, every kernel
+against float64, and with --model (a folder with a config.json) one request of
 32,768 and one of 131,072 tokens. MANTA_TEST_MODEL is for machines that cannot download the default
 model.
 
@@ -70,10 +70,10 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     parts = [CheckPart(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
     # four processes each, as their references are slow Python
+    parts += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     parts += [
         CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain
     ]
-    parts += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     if ALONE in marked:
         parts.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
     if TOGETHER in marked:

@@ -84,7 +84,11 @@ def _logprob_block_kernel(
             tl.store(top_ids + out * k + j, token)
 
 
-@triton.jit(do_not_specialize=["k"])
+# The results of a step are parts of one buffer, so their alignment depends on the number of rows.
+@triton.jit(
+    do_not_specialize=["k"],
+    do_not_specialize_on_alignment=["logprob", "totals", "rank", "out_ids", "out_logprobs"],
+)
 def _logprob_row_kernel(
     logits,
     stride,
