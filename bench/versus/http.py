@@ -339,12 +339,14 @@ def load(
     count: int,
     clients: int,
     copies: int = 1,
+    seed: int = 0,
 ) -> Line:
     """Send the first `count` requests of a workload. Returns the load tester's line.
 
     work: a named workload, sent greedily, or a scenario's `work`.
     arrivals: a scenario's, as `closed(8)`.
     copies: how often each request is sent, each time with a different prompt.
+    seed: the scenario's, by which the prompts of `work` are drawn.
     ok in the line: requests that got all their tokens.
     Raises SystemExit if the load takes too long.
     """
@@ -352,6 +354,7 @@ def load(
         work = {"name": work, "copies": copies, "sampling": {"temperature": 0}}
     workload = work["name"]
     scenario = {
+        "seed": seed,
         "target": {"url": url, "model": "m", "timeout": LOAD_S, "chunk_timeout": LOAD_S},
         "work": work,
         "phases": [{"name": "load", "arrivals": arrivals, "requests": count * copies}],

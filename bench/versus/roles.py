@@ -73,8 +73,9 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
     with server("manta", args.model, "", config, values) as ready:
         yield {"config": {"yaml": config, "ready_s": ready, **values}}
         load(URL, side, work, arrivals=closed(4), count=8, clients=1)
-        for name, (arrivals, count) in loads(args).items():
-            line = load(URL, side, work, arrivals=arrivals, count=count, clients=4)
+        # Each load has a seed of its own: no prompt may be in a cache from an earlier one.
+        for seed, (name, (arrivals, count)) in enumerate(loads(args).items(), 1):
+            line = load(URL, side, work, arrivals=arrivals, count=count, clients=4, seed=seed)
             if line["failed"] or line["ok"] != count:
                 raise SystemExit(
                     f"{side}, {name}: of {count} requests {line['ok']} got all their tokens and "

@@ -15,8 +15,10 @@ from deployments.config.load import parse_config
 
 
 def test_apart_is_held_against_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: both sides have the same pools; the warm-up is a row; a line of another load counts."""
+    """Bugs: both sides have the same pools; the warm-up is a row; a line of another load counts; a
+    load sends the prompts of an earlier one, which are in the cache."""
     started: list[dict[str, Any]] = []
+    seeds: list[int] = []
 
     @contextmanager
     def server(side: str, model: str, path: str, text: str, values: Any) -> Iterator[float]:
@@ -28,6 +30,7 @@ def test_apart_is_held_against_together(tmp_path: Path, monkeypatch: pytest.Monk
 
     def load(url: str, side: str, work: Any, **options: Any) -> dict[str, Any]:
         count, arrivals = options["count"], options["arrivals"]
+        seeds.append(options.get("seed", 0))
         rate = {"constant": 10.0, "closed": 100.0}[arrivals["kind"]]
         slower = 0.5 if side == "apart" else 1.0
         figures = {"out_tok_s": rate * slower, "itl_ms_p99": 30.0 * slower, "ttft_ms_p50": 50.0}
@@ -52,3 +55,4 @@ def test_apart_is_held_against_together(tmp_path: Path, monkeypatch: pytest.Monk
         (False, 2),
         (True, None),
     ]
+    assert seeds == [0, 1, 2] * 2
