@@ -610,8 +610,8 @@ def _rehearse(core: EngineCore) -> None:
     if tier is not None:
         tier.reset_counts()
         tier.disk = disk
-    if core.scheduler.speculation is not None:
-        core.scheduler.speculation.forget_steps()
+    if core.scheduler.drafts is not None:
+        core.scheduler.drafts.speculation.forget_steps()
 
 
 def _model_key(resolved: Resolved) -> str:

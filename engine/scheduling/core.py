@@ -21,19 +21,14 @@ If a step raises, the poison requests fail and the engine goes on: bisect_failur
 has no memory for a step, no request fails: its tokens are computed again in smaller steps.
 """
 
-import contextlib
 import logging
 import os
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
 
-from engine.batch import Batch, OutOfMemory, StepResult
-from engine.config.kv_groups import blocks_for
-from engine.errors import InvalidRequest, MantaError, Overloaded
+from engine.batch import Batch, StepResult
+from engine.errors import InvalidRequest
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     WEIGHTS,
@@ -43,12 +38,10 @@ from engine.messages import (
     Delta,
     EngineRequest,
     EngineStats,
-    KVSource,
     RemoveAdapter,
     TransferWeights,
     UpdateWeights,
 )
-from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
@@ -57,15 +50,16 @@ from engine.scheduling.orders.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.orders.transfers import WeightReceiver, WeightTransfers
 from engine.scheduling.orders.updates import Pause, WeightLoader, WeightUpdates
 from engine.scheduling.pacing.step_timer import StepTimer
-from engine.scheduling.request import Request, RequestPhase, validate
+from engine.scheduling.preparation import RequestPreparation
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import LaunchedStep
-from engine.scheduling.step_failure import MemoryShortages, StepBlame
+from engine.scheduling.step_failure import StepBlame
+from engine.scheduling.step_recovery import StepRecovery
+from engine.scheduling.step_runner import PendingResult, Runner
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
 from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory
-from engine.structured.token_limits import Masks, TokenLimits
 
 __all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
@@ -81,54 +75,6 @@ _NO_GRAMMARS = InvalidRequest(
     param="structured",
     code="structured_not_supported",
 )
-
-
-class PendingResult(Protocol):
-    """The pending result of a launched step."""
-
-    def sample(self, masks: Masks) -> None:
-        """Launch the sampling of a batch with `masked` entries; call it once, before `wait`.
-
-        masks: a row for each masked entry, [n, ceil(vocab / 32)] int32, 1 = allowed; unchanged
-            until the step is done.
-        Raises OutOfMemory.
-        """
-        ...
-
-    def conclude(self) -> None:
-        """Launch the rest of the step, in a pipeline.
-
-        If the device allows, the call does not wait for the step. The next launched step may need
-        the tokens. Raises as `wait`.
-        """
-        ...
-
-    def wait(self) -> StepResult:
-        """Block until the step is done and return its result; call it once, in launch order."""
-        ...
-
-
-class Runner(Protocol):
-    """An interface that runs batches on a device, in order.
-
-    At most `CoreConfig.depth` batches are launched and not waited for.
-    """
-
-    def launch(self, batch: Batch) -> PendingResult:
-        """Start a step, which needs nothing from `batch` after the return. Raises OutOfMemory.
-
-        Of `batch.dropped_images` the runner may have lost some, as in a failure or a sleep.
-        """
-        ...
-
-    def recover(self) -> bool:
-        """Drop the embeddings of images and prepare for the next step, after one has raised and
-        with none in flight; False: device lost."""
-        ...
-
-    def shrink(self, num_blocks: int) -> None:
-        """Keep the memory of num_blocks KV blocks and free the rest. All keys are lost."""
-        ...
 
 
 class EngineCore:
@@ -164,13 +110,11 @@ class EngineCore:
         tier: the KV blocks in host memory, of a device with one pool; None = there are none.
         moves: the KV blocks that go to other replicas and come from them; likewise.
         """
-        self.config = replace(config, max_model_len=_longest(config))
+        config = config.bounded()
         self._adapters = adapters or AdapterStore.disabled()
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
         self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
-        self.scheduler = Scheduler(
-            self.config, self._adapters, free_blocks, speculation, tier, moves
-        )
+        self.scheduler = Scheduler(config, self._adapters, free_blocks, speculation, tier, moves)
         self._moves = moves
         self._unserved: list[Answer] = []  # to orders that an engine without moves refuses
         self.draining = False
@@ -185,105 +129,30 @@ class EngineCore:
         self._pending: deque[PendingResult] = deque()
         self._outbox: list[Delta] = []  # deltas that arose between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
-        # requests whose grammars are being compiled, or whose blocks come from another replica
-        self._preparing: dict[int, Request] = {}
+        self._preparation = RequestPreparation(
+            self.scheduler, self._adapters, self._grammars, moves, self._outbox
+        )
+        self._preparing = self._preparation.preparing
         # The newest step and the function that finishes its masks, if the step waits for masks.
         self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer(config.micro_batches)
         self._blame = StepBlame()
-        self._shortages = MemoryShortages()
-        self._bisection: FailureBisection | None = None
-        # Whether a poison request was found, and no step has succeeded since.
-        self._poison_unconfirmed = False
+        self._recovery = StepRecovery(self.scheduler, self._pending)
+
+    @property
+    def config(self) -> CoreConfig:
+        """The settings, with what shortages of memory and new weights have changed."""
+        return self.scheduler.config
 
     def add_request(self, message: EngineRequest) -> None:
         """Queue a request; a request that cannot run ends with an error delta in the next step."""
-        if self._pause.on and not self.draining:
+        if self.draining:
+            error = "draining: this engine is draining"
+            self._outbox.append(Delta(message.id, [], "error", error=error))
+        elif self._pause.on:
             self._pause.later[message.id] = message
-            return
-        try:
-            if self.draining:
-                raise Overloaded("this engine is draining", code="draining")
-            if message.id in self.scheduler.requests or message.id in self._preparing:
-                raise MantaError(f"request id {message.id} is in use", code="duplicate_id")
-            adapter = self._adapters.find(message.adapter) if message.adapter else None
-            virtual = 0 if adapter is None else adapter.info.virtual_tokens
-            validate(message, self.config, virtual)
-        except MantaError as error:
-            text = f"{error.code}: {error.message}"
-            self._outbox.append(Delta(message.id, [], "error", error=text))
-            return
-        request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
-        done = len(request.token_ids) >= request.limit
-        if done and not (request.pooled or request.prompt_logprobs or request.routes):
-            # No token is left to sample: the request was resumed after its last token, or
-            # max_tokens is 0.
-            self._outbox.append(Delta(message.id, [], "length", cached=0))
-            return
-        if message.source is not None and self._pull(request, message.source):
-            self._preparing[request.id] = request
-            return
-        self._constrain(request)
-
-    def _pull(self, request: Request, source: KVSource) -> bool:
-        """Begin to pull a request's prefix from another replica, if that can be used; return
-        whether the request waits for it."""
-        moves, scheduler = self._moves, self.scheduler
-        if moves is None or self._sleep.parts or not scheduler.shares(request):
-            return False
-        (pool,) = scheduler.memory.pools
-        count = (len(request.token_ids) - 1) // self.config.block_size
-        return moves.pull(request, source, pool, pool.hash_prefix(request, count))
-
-    def _take_moves(self, moves: BlockMoves) -> None:
-        """Let the moves go on, and the requests whose blocks have come."""
-        scheduler = self.scheduler
-        (pool,) = scheduler.memory.pools
-        for id in moves.poll(pool, scheduler.step, scheduler.done_step):
-            request = self._preparing.pop(id, None)
-            if request is not None:  # it was not aborted meanwhile
-                self._constrain(request)
-
-    def _constrain(self, request: Request) -> None:
-        """Queue a request, once its grammar is compiled if it has one."""
-        params, output = request.params, request.token_ids[request.num_prompt :]
-        limits: TokenLimits | None = None
-        if params.allowed_token_ids or params.bad_words_ids:
-            vocab_size = self.config.vocab_size
-            limits = TokenLimits(params.allowed_token_ids, params.bad_words_ids, vocab_size)
-        if params.structured is not None:
-            self._preparing[request.id] = request
-            self._grammars.ask(
-                request.id,
-                params.structured,
-                output,
-                stop_ids=params.stop_token_ids,
-                min_tokens=request.min_tokens,
-                ignore_eos=params.ignore_eos,
-                thinking=params.thinking,
-                limits=limits,
-            )
-            return
-        if limits is not None:
-            request.constraint = Constraint.without_grammar(
-                self.config.vocab_size, request.stop_ids, request.min_tokens, limits, output
-            )
-        self.scheduler.add_request(request)
-
-    def _take_prepared(self) -> None:
-        """Queue requests whose grammars are compiled, and end requests whose grammars failed."""
-        for id, prepared in self._grammars.poll():
-            request = self._preparing.pop(id, None)
-            if request is None:
-                continue  # aborted meanwhile
-            if not isinstance(prepared, Constraint):
-                text = f"{prepared.code}: {prepared.message}"
-                self._outbox.append(Delta(id, [], "error", error=text))
-            elif prepared.complete:  # the request was resumed after its last token
-                self._outbox.append(Delta(id, [], "stop", cached=0))
-            else:
-                request.constraint = prepared
-                self.scheduler.add_request(request)
+        else:
+            self._preparation.add(message, pulls=not self._sleep.parts)
 
     def abort(self, ids: Sequence[int]) -> None:
         """End requests; the next step returns their last deltas. Unknown ids are ignored."""
@@ -319,6 +188,7 @@ class EngineCore:
         none.
         """
         scheduler, pending, blame = self.scheduler, self._pending, self._blame
+        recovery = self._recovery
         if self._updates.ready and not pending:
             self._replace_weights()
         # No request may run in a pause, or while the weights are lost.
@@ -332,12 +202,14 @@ class EngineCore:
         if scheduler.tier is not None:
             scheduler.take_arrived()
         if self._moves is not None:
-            self._take_moves(self._moves)
+            self._preparation.take_moves(self._moves)
         if self._preparing:
-            self._take_prepared()
+            self._preparation.take_prepared()
         batch = None if held else scheduler.schedule()
-        deltas, self._outbox = self._outbox + scheduler.take_failed(), []
-        depth = 1 if self._bisection is not None or scheduler.verifying else self._depth
+        deltas = self._outbox + scheduler.take_failed()
+        self._outbox.clear()
+        verifying = scheduler.drafts is not None and scheduler.drafts.verifying
+        depth = 1 if recovery.bisection is not None or verifying else self._depth
         result: StepResult | None = None
         done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
@@ -354,10 +226,7 @@ class EngineCore:
         else:
             assert not (idle and scheduler.can_run()), "requests are left, yet none can run"
         if result is not None:
-            self._poison_unconfirmed = False
-            if self._shortages.count_success():
-                limit = 2 * scheduler.token_limit
-                scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
+            recovery.succeeded()
             done = scheduler.in_flight[0]
             deltas += scheduler.update(result)
         if batch is not None and blame.failure is None and scheduler.in_flight:
@@ -366,22 +235,22 @@ class EngineCore:
                 with blame(-1):
                     self._begin_masks(newest)
         if blame.failure is not None:
-            self._retry(*blame.take_failure())
-        if self._bisection is not None:
-            deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
+            recovery.retry(self._runner, *blame.take_failure())
+        if recovery.bisection is not None:
+            deltas += recovery.go_on(recovery.bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())
         if done is not None:
             seconds = self._timer.between
-            if self.config.micro_batches > 1:
+            if scheduler.config.micro_batches > 1:
                 seconds = self._timer.since_last(done.micro_batch, done.began)
             if result is not None:  # encodes take as long, whatever the size of a prompt's chunk
                 seconds = max(0.0, seconds - result.encode_wait)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
             if scheduler.tier is not None:
                 scheduler.tier.observe_step(done.prompt_tokens, seconds)
-            if scheduler.speculation is not None:
+            if scheduler.drafts is not None:
                 entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
-                scheduler.speculation.observe_step(entries, done.num_drafts, seconds)
+                scheduler.drafts.speculation.observe_step(entries, done.num_drafts, seconds)
                 if not held:
                     self._launch_drafts(deltas)
         return deltas
@@ -393,13 +262,13 @@ class EngineCore:
 
         deltas: gets the last deltas of requests whose grammar allows no token.
         """
-        if self._pending or self._depth == 1 or self._bisection is not None:
+        if self._pending or self._depth == 1 or self._recovery.bisection is not None:
             return
         batch = self.scheduler.schedule()
         with self._blame(-1):
             self._launch(batch, deltas)
         if self._blame.failure is not None:
-            self._retry(*self._blame.take_failure())
+            self._recovery.retry(self._runner, *self._blame.take_failure())
 
     def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
         """Launch the sampling that has waited for masks, then the batch.
@@ -412,7 +281,7 @@ class EngineCore:
             deltas += self._sample_deferred(*self._masks_begun)
         if batch is None:
             return
-        if len(pending) >= self.config.micro_batches > 1:
+        if len(pending) >= scheduler.config.micro_batches > 1:
             blame.suspect = 0
             pending[0].conclude()
         blame.suspect = -1
@@ -463,102 +332,6 @@ class EngineCore:
                 continue
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
-
-    def _retry(self, failure: Exception, suspect: int) -> None:
-        """Run the requests of a failed step again, in smaller steps or in groups.
-
-        suspect: the index in `Scheduler.in_flight` of the step to blame.
-        """
-        if isinstance(failure, OutOfMemory) and self._bisection is None:
-            self._retry_smaller(failure, self.scheduler.in_flight[-1])
-        else:
-            self._begin_bisection(failure, suspect)
-
-    def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
-        """Requeue all requests, and run smaller steps from now on.
-
-        If a step of one token does not fit and the KV cache cannot shrink, begin a bisection. So
-        does a step that encodes an image, for which a smaller KV cache is no remedy.
-        """
-        self._shortages.count_shortage()
-        scheduler = self.scheduler
-        scheduler.counters.out_of_memory += 1
-        fewer = self.config.num_blocks * 7 // 8
-        can_shrink = fewer >= scheduler.memory.pools[0].blocks_for(self.config.max_model_len)
-        num_tokens = newest.decodes + newest.prompt_tokens + newest.ahead_tokens
-        # an image that must not be cut, or a whole text, may exceed the limit
-        smaller = min(num_tokens, scheduler.token_limit) // 2
-        if not smaller and (newest.num_images or not can_shrink):
-            self._begin_bisection(failure, -1)
-            return
-        self._drop_pending()
-        if not self._runner.recover():
-            raise failure
-        scheduler.requeue(trusted=False)
-        scheduler.token_limit = max(1, smaller)
-        logger.warning(
-            "out of memory in a step of %d tokens: steps of at most %d from now on",
-            num_tokens,
-            scheduler.token_limit,
-        )
-        if self._shortages.persists and can_shrink:
-            in_a_row = self._shortages.in_a_row
-            logger.warning("out of memory %d times: %d KV blocks", in_a_row, fewer)
-            self._runner.shrink(fewer)
-            scheduler.shrink(fewer)
-            self.config = scheduler.config
-
-    def _begin_bisection(self, failure: Exception, suspect: int) -> None:
-        """Drop the steps in flight, one of which has raised, and run the requests in groups.
-
-        Raises `failure` if the device is lost.
-        """
-        logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
-        failure.with_traceback(None)  # the frames of its traceback hold tensors
-        self._drop_pending()
-        if not self._runner.recover():
-            raise failure
-        launched = self.scheduler.in_flight[suspect]
-        suspects = [*dict.fromkeys([*launched.requests, *launched.ahead])]
-        suspects = [r for r in suspects if r.phase is not RequestPhase.ENDED]
-        self.scheduler.requeue(trusted=False)
-        if self._bisection is None:
-            self._bisection = FailureBisection(suspects, failure)
-        else:
-            self._bisection.failed(suspects, failure)
-        self.scheduler.admit_only(self._bisection.group)
-
-    def _drop_pending(self) -> None:
-        """Wait for the launched steps and discard their results."""
-        for pending in self._pending:
-            with contextlib.suppress(Exception):  # a launched step's inputs may be wrong already
-                pending.wait()
-        self._pending.clear()
-
-    def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
-        """Continue the bisection after one of its steps.
-
-        If the group has passed, the next group starts. After the last group the poison requests
-        fail.
-        Raises the last failure if no group's step has succeeded: the engine itself is then the
-        cause.
-        """
-        bisection.healthy |= succeeded
-        if bisection.group and not bisection.group_passed():
-            return []
-        bisection.next_group()
-        self.scheduler.requeue(trusted=True)
-        if bisection.group:
-            self.scheduler.admit_only(bisection.group)
-            return []
-        self._bisection = None
-        self.scheduler.admit_only(None)
-        if bisection.poison and not bisection.healthy:
-            if self._poison_unconfirmed or len(bisection.poison) > 1:
-                raise bisection.error
-            self._poison_unconfirmed = True
-        logger.warning("%d poison requests made steps fail", len(bisection.poison))
-        return self.scheduler.fail(bisection.poison, _POISON)
 
     def drain(self) -> None:
         """Refuse new requests from now on and finish the accepted ones."""
@@ -656,7 +429,6 @@ class EngineCore:
         self._transfers.in_place(self._updates.folder)
         key = f"{self._model_key}@{self._updates.count}"
         self.scheduler.change_weights(key, recompute=recompute)
-        self.config = replace(self.config, model_key=key)
         for request in self._preparing.values():
             request.set_model_key(key)
             request.hashes = []
@@ -769,20 +541,3 @@ def _of_states(scheduler: Scheduler) -> dict[str, int]:
         "snapshots_taken": scheduler.counters.snapshots_taken,
         "snapshots_evicted": snapshots.evicted,
     }
-
-
-def _longest(config: CoreConfig) -> int:
-    """Return the length of the longest request that the blocks can hold, up to max_model_len."""
-    num_blocks, images = config.num_blocks, config.images
-    if images is not None and images.bidirectional:
-        # A step computes the tokens of an image together, beside those in the window before it.
-        windows = sum(not kind.whole for kind in config.kinds)
-        num_blocks = max(0, num_blocks - windows * -(-images.largest // config.block_size))
-    return (
-        bisect_right(
-            range(config.max_model_len + 1),
-            num_blocks,
-            key=lambda tokens: blocks_for(config.kinds, tokens, config.block_size),
-        )
-        - 1
-    )

@@ -1,8 +1,9 @@
 """CoreConfig: the settings of the scheduling code, all of them resolved."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
-from engine.config.kv_groups import Full, KVKind
+from engine.config.kv_groups import Full, KVKind, blocks_for
 from engine.pooling import PoolingHead
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.snapshots import SnapshotPlan
@@ -65,3 +66,16 @@ class CoreConfig:
         It includes the newest step, which is launched before the oldest result is waited for.
         """
         return self.micro_batches + self.async_scheduling
+
+    def bounded(self) -> "CoreConfig":
+        """Return the settings with max_model_len lowered to what the blocks can hold."""
+        num_blocks, images = self.num_blocks, self.images
+        if images is not None and images.bidirectional:
+            # A step computes the tokens of an image together, beside those in the window before it.
+            windows = sum(not kind.whole for kind in self.kinds)
+            num_blocks = max(0, num_blocks - windows * -(-images.largest // self.block_size))
+        lengths = range(self.max_model_len + 1)
+        past = bisect_right(
+            lengths, num_blocks, key=lambda tokens: blocks_for(self.kinds, tokens, self.block_size)
+        )
+        return replace(self, max_model_len=past - 1)

@@ -1,8 +1,8 @@
 """Scheduler: decides what each request computes in the next step, and which row and blocks it has.
 
-request_memory.py assigns rows and blocks. step.py has code about a single step, such as reading its
-result. queue.py has the order of waiting requests, and request_start.py chooses the pool where one
-starts.
+phases.py has the requests and their phases. request_memory.py assigns rows and blocks. step.py has
+code about a single step, such as reading its result, and step_drafts.py has its drafts. queue.py
+has the order of waiting requests, and request_start.py chooses the pool where one starts.
 The timeline, one batch ahead (`EngineCore.step`); otherwise `schedule` comes after `update`:
 
  schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
@@ -26,12 +26,8 @@ A chunk with image tokens ends before an image that the step cannot encode: imag
 A request whose prefix is in host memory waits outside the queue while it is loaded: host_tier.py.
 """
 
-import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from itertools import islice
 
 from engine.batch import Batch, PrefixCopy, StepResult
@@ -41,12 +37,10 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.decode_group import DecodeGroup, next_group
+from engine.scheduling.decode_group import next_group
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
-from engine.scheduling.memory.request_memory import RequestMemory
-from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.pacing.chunking import (
     PromptPace,
@@ -55,26 +49,15 @@ from engine.scheduling.pacing.chunking import (
     startable_tokens,
 )
 from engine.scheduling.pacing.step_target import StepTarget
-from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.phases import RequestPhases
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import find_start
 from engine.scheduling.speculation import Speculation
-from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
-
-logger = logging.getLogger("manta.engine")
-
-_QUEUED = (  # phases without a row
-    RequestPhase.WAITING,
-    RequestPhase.WAITING_FOR_ADAPTER,
-    RequestPhase.WAITING_FOR_BLOCKS,
-)
+from engine.scheduling.step import LaunchedStep, StepBuilder
 
 
-class Scheduler:
-    """The owner of the requests and, in `memory`, of their rows and blocks.
-
-    The module's docstring has the order of calls.
-    """
+class Scheduler(RequestPhases):
+    """The decisions about steps; the module's docstring has the order of calls."""
 
     def __init__(
         self,
@@ -85,108 +68,21 @@ class Scheduler:
         tier: HostTier | None = None,
         moves: BlockMoves | None = None,
     ) -> None:
-        self.config = config
-        self.speculation = speculation
-        # whether a step that verifies or computes drafts is in flight
-        self.verifying = False
-        self._adapters = adapters or AdapterStore.disabled()
-        # Every running request must be able to decode in every step, so the token budget bounds
-        # rows.
-        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.memory = RequestMemory(config, self._most_rows, free_blocks, tier, moves)
-        self.tier = tier
-        self.moves = moves
-        self.running = self.memory.running
-        self.images = None if config.images is None else ImageCache(config.images)
-        self.counters = SchedulerCounters()
-        self._traced = logger.isEnabledFor(logging.DEBUG)
-        self.step = 0  # the last step scheduled
-        self.done_step = 0  # the last step whose result has arrived
-        self.requests: dict[int, Request] = {}  # id -> request that has not ended
-        self.queue = WaitingQueue()
-        self.num_constrained = 0  # number of requests with a grammar
-        self.computing: list[Request] = []  # requests in phase COMPUTING
-        self.decode_groups = [
-            DecodeGroup(config.block_size, len(config.kinds), micro_batch)
-            for micro_batch in range(config.micro_batches)
-        ]
+        super().__init__(config, adapters, free_blocks, speculation, tier, moves)
         self.decoding = self.decode_groups[0]  # the group of the step that is being scheduled
-        self.in_flight: deque[LaunchedStep] = deque()
         # the most tokens of a step; the core may lower it
         self.token_limit = config.max_num_batched_tokens
         # the pace limits prompt tokens, from step times that the core reports
         target = config.target_tpot
         self.pace = StepTarget(target) if target else PromptPace()
-        # of models with recurrent states: the value of `settled` for the next batch
-        self._settled: list[tuple[int, int]] = []
-        self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling or config.micro_batches > 1)
-        self._arrivals = 0
-        # and stop ids of requests since the engine was last idle
-        self._end_tokens = set(config.eos_token_ids)
-
-    # ---- add and end requests ------------------------------------------------------------------
-
-    def add_request(self, request: Request) -> None:
-        """Queue a new request that is able to run and has a new id."""
-        assert request.id not in self.requests
-        assert len(request.token_ids) <= request.limit
-        if not self.requests:
-            self._end_tokens = set(self.config.eos_token_ids)
-        self._end_tokens |= request.stop_ids
-        self.requests[request.id] = request
-        self.num_constrained += request.constraint is not None
-        if request.adapter is not None:
-            self._adapters.claim(request.adapter)
-        if self.images is not None and request.images:
-            self.images.add_request(request)
-        self.queue.add_request(request)
 
     @property
     def rows(self) -> int:
         """The most requests that may run now."""
         return self.pace.rows(self._most_rows)
-
-    def next_arrival(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
-
-    def abort(self, ids: Iterable[int]) -> list[Delta]:
-        """End requests in any phase by their ids; ids of ended requests are ignored."""
-        deltas = []
-        for request_id in ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._end(request)
-                delta = Delta(request_id, [], "abort")
-                request.deliver_routes(delta)
-                deltas.append(delta)
-        return deltas
-
-    def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
-        """End the requests, unless they have ended already; return their error deltas.
-
-        error: "code: message".
-        """
-        deltas = []
-        for request in requests:
-            if request.phase is not RequestPhase.ENDED:
-                self._end(request)
-                logger.warning("failed: %s", error, extra={"request_id": request.request_id})
-                deltas.append(Delta(request.id, [], "error", error=error))
-        return deltas
-
-    def take_loaded(self) -> None:
-        """Queue the requests whose adapter is now on the device, or has failed to load."""
-        for adapter in self._adapters.poll():
-            self.queue.adapter_ready(adapter)
-
-    def take_failed(self) -> list[Delta]:
-        """Return the last deltas of requests that `schedule` ended with an error, each once."""
-        failed, self._failed = self._failed, []
-        return failed
 
     def can_run(self) -> bool:
         """Whether a request runs or may start; False if all requests wait for adapters or
@@ -196,86 +92,12 @@ class Scheduler:
         request = self.queue.first()
         return request is not None and self._joins(request, self.running, self.queue)
 
-    @property
-    def loading(self) -> bool:
-        """Whether blocks are being loaded from the host, which `take_arrived` asks for."""
-        return self.tier is not None and self.tier.num_loads > 0
-
-    def requeue(self, *, trusted: bool) -> None:
-        """Put all running requests back into the queue and drop the steps in flight.
-
-        The caller must drop the results of these steps.
-
-        trusted: whether computed blocks stay in the prefix cache.
-        """
-        touched = [request for launched in self.in_flight for request in launched.requests]
-        self.in_flight.clear()
-        self._settled.clear()
-        self.verifying = False
-        if self.speculation is not None:
-            self.speculation.awaited = None
-        if self.memory.snapshots is not None:
-            self.memory.snapshots.forget_after(self.done_step)
-        self.done_step = self.step
-        self._give_back()
-        running = list(self.running.values())
-        if not trusted:
-            for request in {*touched, *running}:
-                self.memory.discard_cached(request)
-            self.drop_images()
-        for request in running:
-            self._return_to_queue(request)
-
-    def drop_images(self) -> None:
-        """Forget all embeddings of images; the next step drops those that the runner has."""
-        if self.images is not None:
-            self.images.clear()
-
-    def admit_only(self, requests: Container[Request] | None) -> None:
-        """Restrict admission to the given requests from now on; None lifts the restriction."""
-        self.queue.only = requests
-        self.queue.retry = True
-
-    def shrink(self, num_blocks: int) -> None:
-        """Replace the KV cache by num_blocks empty blocks.
-
-        Legal when no request runs and no copy of the host tier is in flight.
-        """
-        if self.tier is not None:
-            for request in self.tier.abandon():
-                self.queue.blocks_ready(request)
-        if self.moves is not None:
-            self.moves.abandon()
-        self.memory.empty(num_blocks)
-        self.config = replace(self.config, num_blocks=num_blocks)
-
-    def change_weights(self, model_key: str, *, recompute: bool) -> None:
-        """Note that the weights have changed. Legal when no step is in flight.
-
-        No later request starts from a prefix of the old weights.
-
-        model_key: the new one, see `CoreConfig`.
-        recompute: whether running requests compute their keys again.
-        """
-        assert not self.in_flight
-        self.config = replace(self.config, model_key=model_key)
-        if recompute:
-            self.requeue(trusted=False)
-        self.memory.reset_prefix_cache()
-        if self.tier is not None and self.tier.disk is not None:
-            self.tier.disk.files.renew()
-        self.drop_images()
-        for request in self.requests.values():
-            request.set_model_key(model_key)
-            request.hashes = []
-            request.cacheable = False  # some of its blocks are of old weights, until a preemption
-
     # ---- schedule ------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched; return None if nothing can run now."""
-        speculation = self.speculation
-        if speculation and self.in_flight and (self.verifying or speculation.awaited):
+        drafts = self.drafts
+        if drafts is not None and self.in_flight and drafts.waits:
             return None
         builder = StepBuilder(Batch(self.step + 1))
         if len(self.decode_groups) > 1:
@@ -290,9 +112,11 @@ class Scheduler:
             self._schedule_running(builder)
         if self.queue.waiting and not builder.preempted:
             self._admit(builder)
-        if speculation and not self.in_flight and self.queue.only is None:
-            self._add_drafts(speculation, builder)
-            self._add_proposals(speculation, builder)
+        if drafts is not None and not self.in_flight and self.queue.only is None:
+            num_chunks = len(builder.sampling) + len(builder.prefill_only)
+            tokens = self.token_limit - len(self.decoding) - builder.chunk_tokens
+            room = min(self.rows - len(self.decoding) - num_chunks, tokens)
+            drafts.add(builder, self.decoding, room, self.num_constrained > 0)
         if not (self.decoding.requests or builder.sampling or builder.prefill_only):
             if self.images is not None:
                 self.images.cancel()
@@ -330,80 +154,6 @@ class Scheduler:
             self.decoding.extended(request)
             if self.memory.snapshots is not None:
                 self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
-
-    def _add_drafts(self, speculation: Speculation, builder: StepBuilder) -> None:
-        """Add drafts of decoding requests, as far as rows, tokens and free blocks allow.
-
-        No request is preempted for drafts, and each running request keeps a free block.
-        """
-        group = self.decoding
-        if self.memory.snapshots is not None:
-            self._take_snapshots(self.memory.snapshots, builder.batch.step)
-        num_chunks = len(builder.sampling) + len(builder.prefill_only)
-        tokens = self.token_limit - len(group) - builder.chunk_tokens
-        room = min(self.rows - len(group) - num_chunks, tokens)
-        for verification in speculation.choose(
-            group.requests, room, constrained=self.num_constrained > 0
-        ):
-            request, drafts = verification.request, verification.drafts
-            start = request.base + group.step_index + 1
-            if self.memory.snapshots is not None:
-                del drafts[self.memory.snapshots.room(request, start) :]
-            wanted = start + 1 + len(drafts)
-            places = self._places(request, wanted, builder)
-            if places < wanted:
-                del drafts[max(0, places - start - 1) :]
-            if drafts:
-                builder.verifications.append(verification)
-
-    def _take_snapshots(self, snapshots: Snapshots, step: int) -> None:
-        """Take the snapshots that are due of decoding requests.
-
-        Blocks that were reserved for drafts are not yet hashed when their tokens are accepted.
-        """
-        index, size = self.decoding.step_index + 1, self.config.block_size
-        for request in self.decoding.requests:
-            position = request.base + index
-            if not position % size:
-                self.memory.pool(request).hash_blocks(request, position)
-                snapshots.decoded(request, position, step)
-
-    def _add_proposals(self, speculation: Speculation, builder: StepBuilder) -> None:
-        """Let the step compute drafts of requests that sample, as far as free blocks allow.
-
-        A drafter's cache may keep the next token and all drafts but the last.
-        """
-        index = self.decoding.step_index + 1
-        lasts = {request: request.base + index for request in self.decoding.requests}
-        for request, length in builder.sampling:
-            lasts[request] = request.num_computed + length - 1
-        for verification in builder.verifications:
-            lasts[verification.request] += len(verification.drafts)
-        for request, count in speculation.compute(lasts):
-            first = lasts[request] + 1
-            count = min(count, self._places(request, first + count, builder) - first)
-            if count > 0:
-                builder.proposals.append((request, count))
-
-    def _places(self, request: Request, tokens: int, builder: StepBuilder) -> int:
-        """Give a request free blocks, up to this many tokens; return how many its blocks hold then.
-
-        Each running request keeps a free block.
-        """
-        pool, size = self.memory.pool(request), self.config.block_size
-        places = len(request.blocks) // pool.num_groups * size
-        if places >= tokens or pool.regions is not None:
-            return places
-        # a table with more blocks than a window needs would break the other strategies
-        if not pool.whole and self.config.admission != "optimistic":
-            return places
-        free = pool.num_free - len(self.running) * pool.next_cost(request)
-        count = max(0, min(-(-(tokens - places) // size), free // pool.next_cost(request)))
-        if count:
-            builder.batch.new_blocks += pool.extend((request,), count)
-            if request.group_index >= 0:
-                self.decoding.extended(request)
-        return places + count * size
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests that do not decode, those with one token left first."""
@@ -576,14 +326,6 @@ class Scheduler:
         self.queue.wait_for_adapter(adapter, request)
         return False
 
-    def take_arrived(self) -> None:
-        """Queue the requests whose prefixes were loaded from the host, or failed to load."""
-        if self.tier is not None and self.tier.num_loads:
-            before = self.tier.num_loads
-            for request in self.tier.take_arrived():
-                self.queue.blocks_ready(request)
-            self.queue.retry |= self.tier.num_loads < before  # its blocks are free now
-
     def _fetch(self, tier: HostTier, request: Request, memories: list[KVMemory]) -> bool:
         """Return whether the request now waits for blocks from the host or its disk, as loading
         them is faster than computing their tokens.
@@ -717,7 +459,6 @@ class Scheduler:
         group = self.decoding
         launched = builder.build(group)
         if self.memory.snapshots is not None:
-            builder.batch.settled, self._settled = self._settled, []
             builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
         images = self.images
@@ -750,13 +491,12 @@ class Scheduler:
                     launched.finishing.append(entry)
                 else:
                     group.join(request)
-                    if self.speculation is not None:
-                        self.speculation.expect(request)
-        if self.speculation is not None:
-            builder.batch.dormant = self.speculation.dormant
+                    if self.drafts is not None:
+                        self.drafts.speculation.expect(request)
+        if self.drafts is not None:
+            self.drafts.launched(launched, builder.batch)
         if self.num_constrained:
             self._constrain(launched, builder.batch)
-        self.verifying = launched.num_drafts > 0 or bool(launched.proposals)
         self.in_flight.append(launched)
         return builder.batch
 
@@ -786,15 +526,12 @@ class Scheduler:
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
-        self.verifying = False  # a step with drafts is the only one in flight
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
         if self.images is not None:
             self.images.encode_seconds += result.encode_seconds
-        if self.speculation is not None and (launched.verifications or launched.proposals):
-            self._observe_drafts(self.speculation, launched)
-            for place, (request, count) in enumerate(launched.proposals):
-                self.speculation.receive(request, count, partial(_item, result.drafts, place))
+        if self.drafts is not None:
+            self.drafts.update(launched, result, self.decode_groups)
         for request in outcome.failed:
             self.memory.discard_cached(request)
             if self.images is not None:
@@ -804,132 +541,7 @@ class Scheduler:
             self._end(request)
         if self.memory.deferred:
             self._give_back()
-        if self.speculation is not None and self.in_flight:
+        if self.drafts is not None and self.in_flight:
             constrained = self.num_constrained > 0
-            self.speculation.peek(self.decoding.requests, constrained=constrained)
+            self.drafts.speculation.peek(self.decoding.requests, constrained=constrained)
         return outcome.deltas
-
-    def _observe_drafts(self, speculation: Speculation, launched: LaunchedStep) -> None:
-        """Advance requests by their accepted draft tokens, and count drafted and accepted ones."""
-        for verification in launched.verifications:
-            request = verification.request
-            if request.phase is RequestPhase.DECODING:
-                if verification.gained:
-                    self.decode_groups[request.micro_batch].advance(request, verification.gained)
-                if self.memory.snapshots is not None:
-                    self._settled.append((request.row, 1 + verification.gained))
-            self.counters.count_drafts(len(verification.drafts), verification.accepted)
-        speculation.observe(launched.verifications)
-
-    # ---- internal changes of phase -------------------------------------------------------------
-
-    def _return_to_queue(self, request: Request) -> None:
-        """Put the request back into the queue; the prefix cache may still have its blocks."""
-        self._leave(request)
-        self._release(request)
-        request.num_computed = 0
-        request.fetched = request.read_from_disk = False
-        if self.images is not None:
-            self.images.restart(request)
-        self.queue.add_request(request)
-
-    def _leave(self, request: Request) -> None:
-        """Remove the request from the list of its phase. The caller sets the new phase."""
-        if request.phase is RequestPhase.DECODING:
-            self.decode_groups[request.micro_batch].leave(request)
-        elif request.phase is RequestPhase.COMPUTING:
-            self.computing.remove(request)
-        elif request.phase is RequestPhase.WAITING:
-            self.queue.remove_request(request)
-            self.queue.retry = True
-        elif request.phase is RequestPhase.WAITING_FOR_ADAPTER:
-            self.queue.drop_waiting_for_adapter(request)
-        elif request.phase is RequestPhase.WAITING_FOR_BLOCKS:
-            assert self.tier is not None
-            self.queue.drop_waiting_for_blocks(request)
-            self.tier.end_request(request)
-
-    def _end(self, request: Request) -> None:
-        """End the request; its row and blocks are released when no step in flight uses them."""
-        self._leave(request)
-        request.phase = RequestPhase.ENDED
-        if self._traced:
-            figures = (request.num_computed, request.num_cached, request.queued_us)
-            text = "ended: %d tokens computed, %d of them cached, %d us queued"
-            logger.debug(text, *figures, extra={"request_id": request.request_id})
-        del self.requests[request.id]
-        self.num_constrained -= request.constraint is not None
-        self.counters.finished += 1
-        for launched in self.in_flight:
-            launched.some_ended = True
-        if request.row >= 0:
-            self._release(request)
-        if request.adapter is not None:
-            self._adapters.release(request.adapter, started=request.num_cached >= 0)
-        if self.speculation is not None:
-            self.speculation.end(request)
-        if self.images is not None and request.images:
-            self.images.end_request(request)
-
-    def _release(self, request: Request) -> None:
-        """Release the request's row and blocks when no step in flight uses them."""
-        self.memory.release(request)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for release in self.memory.give_back(self.done_step):
-            if release.adapter_slot >= 0:
-                self._adapters.unpin(release.adapter_slot)
-            self.queue.retry = True
-
-    # ---- counts and checks ---------------------------------------------------------------------
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests without a row."""
-        return len(self.requests) - len(self.running)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """The number of known tokens, over all requests, that are not computed yet.
-
-        Tokens of steps in flight count as not computed.
-        """
-        in_flight = sum(launched.prompt_tokens for launched in self.in_flight)
-        computing = sum(r.remaining for r in self.computing if r.remaining > 1)
-        return self.queue.num_tokens + computing + in_flight
-
-    def check_integrity(self) -> None:
-        """Assert the invariants of requests, rows and blocks. Legal between steps."""
-        self.memory.check_integrity()
-        phases = dict.fromkeys(RequestPhase, 0)
-        for request in self.requests.values():
-            phases[request.phase] += 1
-            assert (request.row >= 0) != (request.phase in _QUEUED)
-            assert (request.group_index >= 0) == (request.phase is RequestPhase.DECODING)
-        assert phases[RequestPhase.ENDED] == 0
-        assert phases[RequestPhase.COMPUTING] == len(self.computing)
-        assert phases[RequestPhase.DECODING] == sum(map(len, self.decode_groups))
-        assert sum(phases[phase] for phase in _QUEUED) == len(self.queue)
-        assert len(self.running) + len(self.queue) == len(self.requests)
-        self.queue.check_integrity()
-        if self.tier is not None:
-            self.tier.check_integrity(self.queue.waiting_for_blocks)
-        if self.images is not None:
-            self.images.check_integrity(self.requests.values())
-        pins = Counter(r.adapter_slot for r in self.running.values())
-        pins.update(r.adapter_slot for r in self.memory.deferred)
-        users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
-        self._adapters.check_integrity(pins, users)
-        constrained = [r for r in self.requests.values() if r.constraint is not None]
-        assert self.num_constrained == len(constrained)
-        for group in self.decode_groups:
-            for index, request in enumerate(group.requests):
-                assert (request.micro_batch, request.group_index) == (group.micro_batch, index)
-                assert group.rows[index] == request.row
-        if not self.requests and not self.in_flight:
-            assert not self.memory.deferred, "idle, yet a request holds blocks"
-
-
-def _item(read: Callable[[], Sequence[Sequence[int]]], place: int) -> Sequence[int]:
-    return read()[place]

@@ -130,7 +130,6 @@ def test_a_cache_that_has_shrunk_sleeps_too(
     runner: Any = core._runner
     runner.shrink(60)
     core.scheduler.shrink(60)
-    core.config = core.scheduler.config
     assert not LostPages.all[-2].held, "the old one is given back"
     fall_asleep(core)
     assert not any(pages.held for pages in LostPages.all)
@@ -443,8 +442,8 @@ def test_drafts_outlive_a_sleep(tmp_path: Path) -> None:
     text."""
     core, _ = factory.build(config(tmp_path, speculation={"method": "lookup"}, max_num_seqs=32))
     awake, lengths = say(core), ListedLengths([7])
-    assert core.scheduler.speculation is not None
-    core.scheduler.speculation._lengths = lengths
+    assert core.scheduler.drafts is not None
+    core.scheduler.drafts.speculation._lengths = lengths
     fall_asleep(core)
     assert say(core) == awake
     assert lengths.accepted > 0

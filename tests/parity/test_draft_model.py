@@ -51,14 +51,14 @@ def drafting(
 ) -> tuple[EngineCore, ListedLengths]:
     value = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 7}
     core = engine(folder, speculation=value, num_threads=1, **fields)
-    assert core.scheduler.speculation is not None
+    assert core.scheduler.drafts is not None
     controller = ListedLengths(lengths)
-    core.scheduler.speculation._lengths = controller
+    core.scheduler.drafts.speculation._lengths = controller
     return core, controller
 
 
 def plain(core: EngineCore) -> list[Output]:
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     core.reset_prefix_cache()
     return run(core, PROMPTS, SAMPLING)
 

@@ -186,9 +186,9 @@ def weights(size: int, count: int, *, own_embedding: bool) -> dict[str, torch.Te
 def drafting(checkpoint: Made, *lengths: int, **fields: Any) -> tuple[EngineCore, ListedLengths]:
     speculation = {"method": "eagle3", "model": str(checkpoint.folder), "num_speculative_tokens": 7}
     core = engine(checkpoint.target, speculation=speculation, num_threads=1, **fields)
-    assert core.scheduler.speculation is not None
+    assert core.scheduler.drafts is not None
     controller = ListedLengths(lengths)
-    core.scheduler.speculation._lengths = controller
+    core.scheduler.drafts.speculation._lengths = controller
     return core, controller
 
 
@@ -229,7 +229,7 @@ def test_text_and_memory(tmp_path: Path) -> None:
     core, controller = drafting(checkpoint, 3, 7, 0, 1, num_blocks=60)
     drafted = run(core, PROMPTS, params)
     assert controller.drafted > 20
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     core.reset_prefix_cache()
     plain = run(core, PROMPTS, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]

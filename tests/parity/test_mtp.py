@@ -198,9 +198,9 @@ class Made:
 
 def drafting(folder: Path, *lengths: int, **fields: Any) -> tuple[EngineCore, ListedLengths]:
     core = engine(folder, speculation={"method": "mtp", "tokens": 7}, num_threads=1, **fields)
-    assert core.scheduler.speculation is not None
+    assert core.scheduler.drafts is not None
     controller = ListedLengths(lengths)
-    core.scheduler.speculation._lengths = controller
+    core.scheduler.drafts.speculation._lengths = controller
     return core, controller
 
 
@@ -243,7 +243,7 @@ def test_layer_like_the_model_is_always_right(
     texts = [PROMPTS[at % len(PROMPTS)] for at in range(len(sampling))]
     drafted = run(core, texts, sampling)
     assert controller.accepted == controller.drafted > 100
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     core.reset_prefix_cache()
     for some, other in zip(run(core, texts, sampling), drafted, strict=True):
         assert (some.token_ids, some.finish) == (other.token_ids, other.finish)
@@ -255,7 +255,8 @@ def test_text_with_wrong_drafts_is_the_text_without(tmp_path: Path) -> None:
     Made(glm, tmp_path)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=1)
     core, _ = drafting(tmp_path, 3)
-    core.scheduler.speculation, on = None, core.scheduler.speculation
+    on = core.scheduler.drafts
+    core.scheduler.speculate(None)
     plain = run(core, PROMPTS * 3, params)
     for fields in ({}, {"num_blocks": 14, "max_model_len": 128}, {"max_num_batched_tokens": 33}):
         core, controller = drafting(tmp_path, 3, 0, 7, 1, **fields)

@@ -103,7 +103,7 @@ SAMPLING = [
 
 
 def plain_texts(core: EngineCore, adapter: str = "") -> list[Output]:
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     return texts(core, adapter)
 
 
@@ -115,7 +115,7 @@ def texts(core: EngineCore, adapter: str = "", **how: Any) -> list[Output]:
 def speculate(core: EngineCore, kind: str, answers: list[Output], *lengths: int) -> ListedLengths:
     by_prompt = {tuple(p): o.token_ids for p, o in zip(PROMPTS, answers, strict=True)}
     controller = ListedLengths(lengths)
-    core.scheduler.speculation = Speculation(ToldDrafter(kind, by_prompt), controller)
+    core.scheduler.speculate(Speculation(ToldDrafter(kind, by_prompt), controller))
     return controller
 
 
@@ -191,11 +191,11 @@ def test_right_drafts_save_steps(folder: Path) -> None:
     """Bug: positions of drafts are off by one, which changes no text and accepts nothing."""
     core = engine(folder, num_threads=1)
     prompt, params = PROMPTS[5], SamplingParams(temperature=0.7, max_tokens=41, ignore_eos=True)
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     (plain,) = run(core, [prompt], params)
     before = core.stats().step
     drafter = ToldDrafter("right", {tuple(prompt): plain.token_ids})
-    core.scheduler.speculation = Speculation(drafter, ListedLengths([3]))
+    core.scheduler.speculate(Speculation(drafter, ListedLengths([3])))
     (drafted,) = run(core, [prompt], params)
     assert drafted.token_ids == plain.token_ids
     assert core.stats().step - before == 1 + 10, "41 tokens, four a step after the first"
@@ -238,7 +238,7 @@ def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
     # routers of experts make much of the last bits, which the number of rows may change
     fields: dict[str, Any] = {"num_threads": 1, "deterministic": folder.name in HYBRIDS}
     core = engine(folder, **fields)
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     plain = run(core, prompts, params)
     answers = {tuple(p): o.token_ids for p, o in zip(prompts, plain, strict=True)}
     for ahead in (False, True):
@@ -248,7 +248,7 @@ def test_requests_of_all_kinds(folder: Path, drafter: str, count: int) -> None:
         source = lookup if drafter == "lookup" else ToldDrafter("mixed", answers)
         if isinstance(source, ToldDrafter):
             source.trusted = False  # equal prompts may have other answers
-        core.scheduler.speculation = Speculation(source, lengths)
+        core.scheduler.speculate(Speculation(source, lengths))
         drafted = run(core, prompts, params)
         for at, (some, other) in enumerate(zip(drafted, plain, strict=True)):
             assert (some.token_ids, some.finish) == (other.token_ids, other.finish), params[at]

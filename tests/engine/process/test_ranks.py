@@ -84,9 +84,9 @@ def test_texts_are_those_of_one_rank(
             )
             for m in requests
         ]
-        core.scheduler.speculation = drafters.told("mixed", [3, 7])
+        core.scheduler.speculate(drafters.told("mixed", [3, 7]))
         assert told(serve(core, drafted)) == told(first) and core.stats().draft_tokens > 0
-        core.scheduler.speculation = None
+        core.scheduler.speculate(None)
         greedy = [message for message in requests if not message.params.temperature]
         assert told(serve(core, greedy)).items() <= told(first).items()
         outputs.append(first)

@@ -117,7 +117,7 @@ class Driver:
     @property
     def _searching(self) -> bool:
         """After a failed step its requests go first, in groups."""
-        return self.core._bisection is not None
+        return self.core._recovery.bisection is not None
 
     # ---- what is checked -----------------------------------------------------------------------
 

@@ -231,7 +231,6 @@ def test_shrunken_pool() -> None:
     copies_of(driver).wait()
     driver.runner.shrink(20)
     driver.scheduler.shrink(20)
-    driver.core.config = driver.scheduler.config
     driver.finish()
 
 

@@ -509,7 +509,7 @@ def calls_of_steps(plan: ImagePlan | None) -> Counter[str]:
 def test_texts_call_nothing_for_images() -> None:
     """Bug: each step of a text on a model that sees does work for images that nobody has sent."""
     alone, seeing = calls_of_steps(None), calls_of_steps(PLAN)
-    assert alone["core.step"] == 16 and alone["scheduler._end"] > 3
+    assert alone["core.step"] == 16 and alone["phases._end"] > 3
     assert seeing == alone
 
 

@@ -358,7 +358,8 @@ def three_steps_are_in_flight(patch: pytest.MonkeyPatch) -> None:
         batch = self.scheduler.schedule()
         if batch is not None:
             self._pending.append(self._runner.launch(batch))
-        deltas, self._outbox = self._outbox, []
+        deltas = self._outbox.copy()
+        self._outbox.clear()
         if self._pending and (batch is None or len(self._pending) > 2):
             deltas += self.scheduler.update(self._pending.popleft().wait())
         return deltas

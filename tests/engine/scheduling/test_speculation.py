@@ -25,7 +25,7 @@ def test_right_drafts_are_all_accepted(most: int, ahead: bool) -> None:
     for _ in range(3):
         driver.add_request(8, max_tokens=41)
     driver.finish()
-    lengths = driver.scheduler.speculation._lengths  # type: ignore[union-attr]
+    lengths = driver.scheduler.drafts.speculation._lengths  # type: ignore[union-attr]
     assert isinstance(lengths, ListedLengths)
     assert lengths.accepted == lengths.drafted > 0
     # the prompts; then most + 1 tokens a step; ahead, one token is in flight when drafts begin
@@ -78,7 +78,7 @@ def test_right_drafts_of_the_device_are_all_accepted(most: int, ahead: bool) -> 
     for _ in range(3):
         driver.add_request(8, max_tokens=41)
     driver.finish()
-    lengths = driver.scheduler.speculation._lengths  # type: ignore[union-attr]
+    lengths = driver.scheduler.drafts.speculation._lengths  # type: ignore[union-attr]
     assert isinstance(lengths, ListedLengths)
     assert lengths.accepted == lengths.drafted > 0
     assert driver.runner.num_steps <= 1 + -(-40 // (most + 1))
@@ -330,5 +330,4 @@ def test_new_weights_amid_drafts(recompute: bool) -> None:
         run(core)
         assert lookup.answers.find(keys[number]) is not None
         core.scheduler.change_weights("new", recompute=False)
-        core.config = core.scheduler.config
     assert keys[0] != keys[1]

@@ -659,7 +659,7 @@ def drafted_requests() -> list[EngineRequest]:
 def without_drafts(folder: Path, ahead: bool) -> tuple[dict[int, Output], int]:
     """Return the outputs of `drafted_requests` without drafts, and the number of steps."""
     core = make_core(folder, async_scheduling=ahead)
-    core.scheduler.speculation = None
+    core.scheduler.speculate(None)
     return run(core, *drafted_requests()), core.stats().step
 
 
@@ -677,7 +677,7 @@ def test_text_with_drafts_is_the_text_without(
     answers = {tuple(r.token_ids): plain[r.id].tokens for r in drafted_requests()}
     lengths = ListedLengths([7, 3, 1, 0] if kind != "forced" else [0])
     core = make_core(model[0], async_scheduling=ahead, max_num_seqs=64)
-    core.scheduler.speculation = Speculation(ToldDrafter(kind, answers), lengths)
+    core.scheduler.speculate(Speculation(ToldDrafter(kind, answers), lengths))
     drafted = run(core, *drafted_requests())
     for r in drafted_requests():
         some, other = drafted[r.id], plain[r.id]
@@ -723,7 +723,7 @@ def test_a_draft_after_which_no_token_is_left(model: tuple[Path, Tokenizer]) -> 
     """Bug: a mask that allows nothing fails a request whose text does not go there, or is taken as
     one that allows all."""
     plain_core = make_core(model[0])
-    plain_core.scheduler.speculation = None
+    plain_core.scheduler.speculate(None)
     case = {"max_tokens": 30, "allowed_token_ids": [9, 10], "bad_words_ids": [[9, 9], [9, 10]]}
 
     def ask() -> EngineRequest:
@@ -735,7 +735,7 @@ def test_a_draft_after_which_no_token_is_left(model: tuple[Path, Tokenizer]) -> 
     for prediction in ([9] * 30, [10, 9] * 15, plain.tokens):
         drafter = ToldDrafter("right", {tuple(ask().token_ids): prediction})
         drafter.trusted = False
-        core.scheduler.speculation = Speculation(drafter, ListedLengths([7]))
+        core.scheduler.speculate(Speculation(drafter, ListedLengths([7])))
         output = run(core, ask())[1]
         assert (output.tokens, output.finish) == (plain.tokens, "error")
 
