@@ -1,12 +1,12 @@
-"""Region: device memory (CUDA) whose address stays while its pages are given back and taken again.
+"""AddressRange and Region: device memory (CUDA) whose address stays while pages come and go.
 
-Tensors over a region, and whatever has noted their addresses (recorded graphs, descriptors of
+Tensors over a range, and whatever has noted their addresses (recorded graphs, descriptors of
 copies), are right again once it has pages. The driver's virtual memory calls are called through
 ctypes: nothing is built.
 """
 
 import ctypes
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -56,9 +56,11 @@ def _call(name: str, *arguments: Any) -> None:
     if code == _OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: the device is out of memory")
     if code:
-        text = ctypes.c_char_p()
+        label, text = ctypes.c_char_p(), ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(label))
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{name}: {(text.value or b'').decode()} (error {code})")
+        result = (label.value or b"an unknown CUresult").decode()
+        raise RuntimeError(f"{name}: {result}: {(text.value or b'').decode()} (error {code})")
 
 
 def reaches(device: int, peer: int) -> bool:
@@ -74,6 +76,105 @@ def reaches(device: int, peer: int) -> bool:
     return True
 
 
+class AddressRange:
+    """A range of CUDA device addresses, of which parts have pages.
+
+    It begins without pages. Pages are mapped in chunks, each of which is unmapped as a whole.
+
+    size: number of bytes, rounded up to whole granules.
+    granule: number of bytes of which each chunk is a multiple.
+    Raises RuntimeError, which names the driver's call and its CUresult.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        assert device.index is not None
+        self._device = device
+        location = _Location(_ON_DEVICE, device.index)
+        self._properties = _Properties(type=_PINNED, location=location)
+        self._access = _Access(location, _READ_WRITE)
+        self.granule = _granule(self._properties)
+        self.size = -(-max(size, 1) // self.granule) * self.granule
+        self._address = ctypes.c_uint64()
+        _call(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address),
+            ctypes.c_size_t(self.size),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
+
+    @cached_property
+    def bytes(self) -> Tensor:
+        """All of it, uint8 [size]. Its first page must be mapped when the tensor is made."""
+        return torch.as_tensor(self, device=self._device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self._address.value, False),
+            "version": 3,
+        }
+
+    def map(self, offset: int, chunk: int, count: int = 1) -> None:
+        """Map pages to `count` chunks of `chunk` bytes from an offset on; their content is
+        undefined.
+
+        Raises torch.OutOfMemoryError; then none of them has pages.
+        """
+        mapped = 0
+        try:
+            for mapped in range(count):
+                self._map_one(offset + mapped * chunk, chunk)
+            mapped = count
+            _call(
+                "cuMemSetAccess",
+                ctypes.c_uint64(self._address.value + offset),
+                ctypes.c_size_t(count * chunk),
+                ctypes.byref(self._access),
+                ctypes.c_size_t(1),
+            )
+        except BaseException:
+            self.unmap(offset, chunk, mapped)
+            raise
+
+    def _map_one(self, offset: int, chunk: int) -> None:
+        handle, size = ctypes.c_uint64(), ctypes.c_size_t(chunk)
+        create = (ctypes.byref(handle), size, ctypes.byref(self._properties))
+        _call("cuMemCreate", *create, ctypes.c_uint64(0))
+        at, zero = ctypes.c_uint64(self._address.value + offset), ctypes.c_size_t(0)
+        try:
+            _call("cuMemMap", at, size, zero, handle, ctypes.c_uint64(0))
+        finally:
+            _call("cuMemRelease", handle)  # mapped pages outlive the handle
+
+    def unmap(self, offset: int, chunk: int, count: int = 1) -> None:
+        """Give the pages of chunks back. Nothing on the device may be using them."""
+        for index in range(count):
+            at = ctypes.c_uint64(self._address.value + offset + index * chunk)
+            _call("cuMemUnmap", at, ctypes.c_size_t(chunk))
+
+    def close(self) -> None:
+        """Give the addresses back, which have no pages. No tensor may be left over them."""
+        self.__dict__.pop("bytes", None)
+        _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+
+
+def _granule(properties: _Properties) -> int:
+    step = ctypes.c_size_t()
+    _call(
+        "cuMemGetAllocationGranularity",
+        ctypes.byref(step),
+        ctypes.byref(properties),
+        _RECOMMENDED,
+    )
+    if not step.value:
+        raise RuntimeError("cuMemGetAllocationGranularity: the driver named no granularity")
+    return step.value
+
+
 class Region:
     """A region of CUDA device memory, of `size` bytes or a little more, whose pages can be given
     back.
@@ -85,78 +186,36 @@ class Region:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        location = _Location(_ON_DEVICE, device.index)
-        self._properties = _Properties(type=_PINNED, location=location)
-        self._access = _Access(location, _READ_WRITE)
-        step = ctypes.c_size_t()
-        _call(
-            "cuMemGetAllocationGranularity",
-            ctypes.byref(step),
-            ctypes.byref(self._properties),
-            _RECOMMENDED,
-        )
-        self.size = -(-max(size, 1) // step.value) * step.value
-        self._size = ctypes.c_size_t(self.size)
-        self._address = ctypes.c_uint64()
-        _call(
-            "cuMemAddressReserve",
-            ctypes.byref(self._address),
-            self._size,
-            ctypes.c_size_t(0),
-            ctypes.c_uint64(0),
-            ctypes.c_uint64(0),
-        )
+        self._range = AddressRange(size, device)
+        self.size = self._range.size
         self.held = False
         try:
             self.take_pages()
         except BaseException:
-            _call("cuMemAddressFree", self._address, self._size)
+            self._range.close()
             raise
-        self.bytes: Tensor = torch.as_tensor(self, device=device)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self._address.value, False),
-            "version": 3,
-        }
+        self.bytes: Tensor = self._range.bytes
 
     def take_pages(self) -> None:
         """Map pages to the region; their content is undefined.
 
         Raises torch.OutOfMemoryError; then the region has no pages.
         """
-        handle = ctypes.c_uint64()
-        create = (ctypes.byref(handle), self._size, ctypes.byref(self._properties))
         try:
-            _call("cuMemCreate", *create, ctypes.c_uint64(0))
+            self._range.map(0, self.size)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # torch's cache may hold enough free memory
-            _call("cuMemCreate", *create, ctypes.c_uint64(0))
-        zero = ctypes.c_size_t(0)
-        try:
-            _call("cuMemMap", self._address, self._size, zero, handle, ctypes.c_uint64(0))
-        finally:
-            _call("cuMemRelease", handle)  # mapped pages outlive the handle
-        _call(
-            "cuMemSetAccess",
-            self._address,
-            self._size,
-            ctypes.byref(self._access),
-            ctypes.c_size_t(1),
-        )
+            self._range.map(0, self.size)
         self.held = True
 
     def give_pages(self) -> None:
         """Give the pages back. Nothing on the device may be using them."""
         if self.held:
-            _call("cuMemUnmap", self._address, self._size)
+            self._range.unmap(0, self.size)
             self.held = False
 
     def close(self) -> None:
         """Give the address back too. No tensor over it may be left but its own."""
         self.give_pages()
-        _call("cuMemAddressFree", self._address, self._size)
         del self.bytes
+        self._range.close()
