@@ -58,6 +58,7 @@ class HostSlots:
     ) -> None:
         self.parts = parts
         self.count = count
+        self.least = parts[0]().shape[1] if parts else 0  # items that always have memory
         self.num_bytes = sum(part().shape[0] * part().shape[2] for part in parts)
         size = count * self.num_bytes  # 0 bytes on a stage whose layers keep no keys
         self.memory = pinned_bytes(max(size, 1), device)[:size]
@@ -68,7 +69,9 @@ class HostSlots:
     @classmethod
     def of_blocks(cls, caches: Sequence[KVCache], count: int, device: torch.device) -> "HostSlots":
         """Return slots for blocks of caches, which all have the same block ids."""
-        return cls([_blocks_of(cache) for cache in caches], count, device)
+        slots = cls([_blocks_of(cache) for cache in caches], count, device)
+        slots.least = min(cache.least for cache in caches)
+        return slots
 
     @classmethod
     def of_states(cls, states: StateCache, count: int, device: torch.device) -> "HostSlots":
@@ -327,7 +330,7 @@ class CudaCopies:
 
     def _probe(self) -> None:
         """Measure the rate of loads, with the first blocks of caches that nothing uses yet."""
-        count = min(_PROBED, self.blocks.parts[0]().shape[1], self.blocks.count)
+        count = min(_PROBED, self.blocks.least, self.blocks.count)
         pairs = [(number, number) for number in range(count)]
         self.store(pairs)  # so that what comes back is what was there
         for ticket in range(2):
@@ -368,13 +371,13 @@ def _enqueue(slots: HostSlots, pairs: Pairs, stream: int, to_host: bool) -> None
     at = slots.memory.data_ptr()
     for part in slots.parts:
         items = part()
-        (rows, count, width), first = items.shape, items.data_ptr()
+        (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
         for item, slot in pairs if rows else ():
             place, other = first + item * width, at + slot * slots.num_bytes
             if to_host:
-                copy_rows(other, width, place, count * width, width, rows, stream)
+                copy_rows(other, width, place, pitch, width, rows, stream)
             else:
-                copy_rows(place, count * width, other, width, width, rows, stream)
+                copy_rows(place, pitch, other, width, width, rows, stream)
         at += rows * width
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.config.kv_groups import KVGroups
 from engine.errors import ConfigError
+from engine.runner.caches.block_pages import BlockPages
 from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.state_cache import StateCache
 from kernels.kv.format import KVFormat
@@ -32,10 +33,11 @@ class KVCache:
     layers: dict[int, KV]  # layer number -> its tensors, in order of layers
     # All memory: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
-    num_blocks: int
+    num_blocks: int  # of a cache that grows, as many as it has addresses for
     block_size: int
     form: KVFormat
     memory: CacheMemory
+    least: int = 0  # number of blocks that always have memory
     states: StateCache | None = None  # states of recurrent layers
 
     @classmethod
@@ -50,12 +52,14 @@ class KVCache:
         rows: int = 0,
         snapshots: int = 0,
         memory: CacheMemory | None = None,
+        pages: BlockPages | None = None,
     ) -> "KVCache":
         """Allocate the cache, all zeros.
 
         dtype: the element type of an unquantised form. A quantised form needs layers of one shape.
         rows, snapshots: numbers of state slots of recurrent layers.
         memory: the allocator.
+        pages: the pages of a cache that grows, num_blocks of which are mapped now.
         Raises ConfigError.
         """
         memory = memory or CacheMemory()
@@ -70,9 +74,15 @@ class KVCache:
         form = form if form.name else KVFormat(bits=8 * dtype.itemsize)
         dtype = torch.uint8 if form.name else dtype
         width = block_size * groups.place_bytes(form) // dtype.itemsize
-        shape = (groups.slots, groups.tensors, num_blocks, width)
-        storage = memory.zeros(shape, dtype, device)
-        kv = cls(groups, {}, storage, num_blocks, block_size, form, memory)
+        least = num_blocks
+        if pages is None:
+            shape = (groups.slots, groups.tensors, num_blocks, width)
+            storage = memory.zeros(shape, dtype, device)
+        else:
+            shape = (groups.slots, groups.tensors, pages.most, width)
+            storage = pages.storage(shape, dtype, device, num_blocks)
+            num_blocks = pages.most
+        kv = cls(groups, {}, storage, num_blocks, block_size, form, memory, least)
         if groups.recurrent:
             kv.states = StateCache(groups.recurrent, rows, snapshots, device, memory)
         kv.layers |= kv._views()
@@ -132,7 +142,7 @@ class KVCache:
         self.storage = old = old.new_empty(0)
         self.memory.release(address)
         self.storage = self.memory.zeros(shape, dtype, device)
-        self.num_blocks = num_blocks
+        self.num_blocks = self.least = num_blocks
         self.layers |= self._views()
 
 
