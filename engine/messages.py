@@ -357,6 +357,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     moved_bytes: int = 0
     move_seconds: float = 0.0  # from a pull's beginning to its last block
     sent_kv_bytes: int = 0
+    # Of KV memory that grows: bytes that have pages now; how often it became more and less since
+    # the start; the time that the step loop spent for that, and the longest of these times.
+    kv_mapped_bytes: int = 0
+    kv_growths: int = 0
+    kv_shrinks: int = 0
+    kv_pause_seconds: float = 0.0
+    kv_longest_pause: float = 0.0
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

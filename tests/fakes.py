@@ -23,8 +23,11 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.memory.block_manager import LowestFirst
 from engine.scheduling.memory.host_tier import HostPlan, HostTier, Pairs
 from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.kv_growth import KVGrowth
+from engine.scheduling.memory.kv_shares import Holding
 from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ON_DEVICE
 
@@ -775,6 +778,84 @@ def make_store(
     return store
 
 
+class FakePages:
+    """Pages of a FakeRunner's blocks, in steps of 3 beyond the first; without pages a block keeps
+    nothing."""
+
+    def __init__(self, runner: FakeRunner, most: int) -> None:
+        self.most = most
+        self.mapped = self.least = runner.config.num_blocks
+        self.copying = False
+        self._runner = runner
+        runner.kv = np.full((most, runner.config.block_size), -1)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return 10 * self.mapped
+
+    def rounded(self, num_blocks: int) -> int:
+        beyond = max(0, num_blocks - self.least)
+        return min(self.most, self.least + -(-beyond // 3) * 3)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        return 10 * self.rounded(num_blocks)
+
+    def grow(self, num_blocks: int) -> None:
+        self.mapped = self.rounded(num_blocks)
+
+    def retract(self, num_blocks: int) -> Callable[[], None] | None:
+        if self.copying:
+            return None
+
+        def unmap() -> None:
+            self.mapped = self.rounded(num_blocks)
+            self._runner.kv[self.mapped :] = -1
+
+        return unmap
+
+    def give_all(self) -> None:
+        self.mapped = 0
+        self._runner.kv[:] = -1
+
+
+class FakeShare:
+    """A share of memory beside another engine's.
+
+    free: bytes that nothing has taken.
+    wanted: bytes that the other engine asks for.
+    """
+
+    def __init__(self, pages: FakePages) -> None:
+        self.free = 10 * pages.most
+        self.wanted = 0
+        self.own = Holding()
+
+    sleeping = False
+
+    def claim(self, size: int, *, last: bool = False) -> int:
+        granted = min(size, self.room())
+        self.own.claimed += granted
+        return granted
+
+    def settle(self, mapped: int, *, least: int | None = None) -> None:
+        self.own.claimed = self.own.mapped = mapped
+
+    def wait_for(self, size: int, seconds: float) -> bool:
+        return bool(self.claim(size))
+
+    def report(self, *, used: int, short: int) -> None:
+        self.own.used, self.own.short = used, short
+
+    def asked(self) -> int:
+        return min(self.wanted, self.own.spare)
+
+    def room(self) -> int:
+        return max(0, self.free - self.own.claimed)
+
+    def others(self) -> list[Holding]:
+        return [Holding(short=self.wanted)]
+
+
 def make_core(
     *,
     fail: Sequence[int] = (),
@@ -785,11 +866,13 @@ def make_core(
     delay: int = 0,
     failing: Container[int] = (),
     disk: bool = False,
+    growth: int = 0,
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them.
     host, delay, failing: a host tier, and how its copies go (`FakeCopies`).
-    disk: a disk tier below it (`FakeFiles`)."""
+    disk: a disk tier below it (`FakeFiles`).
+    growth: blocks that there may be more, in memory that grows (`FakePages`)."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
@@ -798,7 +881,14 @@ def make_core(
         copies = FakeCopies(runner, delay, failing)
         files = FakeFiles(copies, delay, failing) if disk else None
         tier = HostTier(host, copies, len(config.kinds), files)
-    return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
+    if not growth:
+        return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
+    pages = FakePages(runner, config.num_blocks + growth)
+    grows = KVGrowth(pages, FakeShare(pages), config.num_blocks, threaded=False)  # type: ignore[arg-type]
+    core = EngineCore(
+        config, runner, store, LowestFirst, speculation=speculation, tier=tier, growth=grows
+    )
+    return core, runner
 
 
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:
@@ -856,6 +946,6 @@ def run(
         limit -= 1
         assert limit > 0, "the engine never becomes idle"
     core.check_integrity()
-    assert all(pool.num_free == core.config.num_blocks for pool in core.scheduler.memory.pools)
+    assert all(pool.num_free == pool.num_blocks for pool in core.scheduler.memory.pools)
     assert all(output.finish for output in outputs.values()), "a request never ended"
     return outputs

@@ -31,6 +31,7 @@ from engine.batch import Batch, StepResult
 from engine.errors import InvalidRequest
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
+    CACHES,
     WEIGHTS,
     AdapterAnswer,
     AddAdapter,
@@ -45,6 +46,7 @@ from engine.messages import (
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.moves.block_moves import KV_MOVES_OFF, BlockMoves
 from engine.scheduling.orders.sleeping import KEEP, EngineSleep, Sleeper
 from engine.scheduling.orders.transfers import WeightReceiver, WeightTransfers
@@ -99,6 +101,7 @@ class EngineCore:
         receiver: WeightReceiver | None = None,
         tier: HostTier | None = None,
         moves: BlockMoves | None = None,
+        growth: KVGrowth | None = None,
     ) -> None:
         """Set up the core.
 
@@ -109,6 +112,7 @@ class EngineCore:
         speculation: the drafts of steps; None = each decode gets one token a step.
         tier: the KV blocks in host memory, of a device with one pool; None = there are none.
         moves: the KV blocks that go to other replicas and come from them; likewise.
+        growth: makes the blocks of the only pool more and fewer; None = they stay as many.
         """
         config = config.bounded()
         self._adapters = adapters or AdapterStore.disabled()
@@ -116,6 +120,7 @@ class EngineCore:
         self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
         self.scheduler = Scheduler(config, self._adapters, free_blocks, speculation, tier, moves)
         self._moves = moves
+        self._growth = growth
         self._unserved: list[Answer] = []  # to orders that an engine without moves refuses
         self.draining = False
         self._sleep = EngineSleep(memory)
@@ -137,7 +142,7 @@ class EngineCore:
         self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer(config.micro_batches)
         self._blame = StepBlame()
-        self._recovery = StepRecovery(self.scheduler, self._pending)
+        self._recovery = StepRecovery(self.scheduler, self._pending, growth)
 
     @property
     def config(self) -> CoreConfig:
@@ -178,6 +183,7 @@ class EngineCore:
             or self._grammars.has_news()
             or self.scheduler.loading
             or (self._moves is not None and self._moves.has_news())
+            or (self._growth is not None and self._growth.has_news())
             or self._may_fall_asleep()
         )
 
@@ -203,6 +209,8 @@ class EngineCore:
             scheduler.take_arrived()
         if self._moves is not None:
             self._preparation.take_moves(self._moves)
+        if self._growth is not None:
+            scheduler.grow(self._growth)
         if self._preparing:
             self._preparation.take_prepared()
         batch = None if held else scheduler.schedule()
@@ -367,6 +375,8 @@ class EngineCore:
             self.scheduler.take_arrived()
         if self._moves is not None:
             self._moves.settle()
+        if self._growth is not None and CACHES in self._sleep.wanted:
+            self._growth.withdraw_all(self.scheduler.memory.pools[0])
         self._sleep.begin()
 
     def wake(self, parts: Sequence[str] = (), ticket: int = 0) -> None:
@@ -404,6 +414,8 @@ class EngineCore:
             self.scheduler.tier.disk.files.close()
         if self._moves is not None:
             self._moves.close()
+        if self._growth is not None:
+            self._growth.close()
 
     def serve_kv(self, host: str, ticket: int) -> None:
         """Begin to serve KV blocks to other replicas; see `answers`.
@@ -466,6 +478,8 @@ class EngineCore:
         self._transfers.on_done(wake)
         if self._moves is not None:
             self._moves.wake = wake
+        if self._growth is not None:
+            self._growth.wake = wake
 
     def take_gone(self) -> bytes:
         """Return the field `gone` of the next frame."""
@@ -474,14 +488,15 @@ class EngineCore:
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         pools, first = scheduler.memory.pools, scheduler.memory.pools[0]
+        growable = 0 if self._growth is None else self._growth.growable(first)
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(self._preparing) + len(self._pause.later),
             waiting_tokens=scheduler.num_waiting_tokens
             + sum(len(request.token_ids) for request in self._preparing.values()),
-            free_blocks=first.positions(sum(pool.num_free for pool in pools)),
-            total_blocks=first.positions(sum(pool.num_blocks for pool in pools)),
+            free_blocks=first.positions(growable + sum(pool.num_free for pool in pools)),
+            total_blocks=first.positions(growable + sum(pool.num_blocks for pool in pools)),
             reserved_blocks=first.positions(scheduler.memory.reserved_blocks),
             block_size=first.block_size,
             preemptions=counters.preemptions,
@@ -512,6 +527,7 @@ class EngineCore:
             **({} if scheduler.images is None else scheduler.images.stats()),
             **({} if scheduler.tier is None else scheduler.tier.stats()),
             **({} if self._moves is None else self._moves.stats()),
+            **({} if self._growth is None else self._growth.stats()),
         )
 
     def check_integrity(self) -> None:

@@ -18,6 +18,7 @@ from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
+from engine.scheduling.memory.kv_growth import Demand, KVGrowth
 from engine.scheduling.memory.request_memory import RequestMemory
 from engine.scheduling.moves.block_moves import BlockMoves
 from engine.scheduling.queue import WaitingQueue
@@ -195,6 +196,16 @@ class RequestPhases:
             self.moves.abandon()
         self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
+
+    def grow(self, growth: KVGrowth) -> None:
+        """Let the only pool get more blocks, or fewer, as requests need them."""
+        memory, queue = self.memory, self.queue
+        # Whether the first request waits for blocks, and not for a row or for the next step.
+        blocked = memory.has_row and not queue.retry
+        waiting = queue.waiting if blocked else ()
+        (pool,) = memory.pools
+        if growth.poll(pool, Demand(len(self.running), self.computing, waiting)):
+            queue.retry = True
 
     def change_weights(self, model_key: str, *, recompute: bool) -> None:
         """Note that the weights have changed. Legal when no step is in flight.

@@ -10,6 +10,7 @@ from collections import deque
 from engine.batch import OutOfMemory
 from engine.messages import Delta
 from engine.scheduling.bisect_failure import FailureBisection
+from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.request import RequestPhase
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import LaunchedStep
@@ -27,13 +28,19 @@ class StepRecovery:
     bisection: the search for the requests that make steps fail; None = there is none.
     """
 
-    def __init__(self, scheduler: Scheduler, pending: deque[PendingResult]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pending: deque[PendingResult],
+        growth: KVGrowth | None = None,
+    ) -> None:
         """Set up recovery.
 
         pending: the launched steps of the loop, in order.
+        growth: makes the KV blocks more and fewer; None = they stay as many.
         """
         self.bisection: FailureBisection | None = None
-        self._scheduler, self._pending = scheduler, pending
+        self._scheduler, self._pending, self._growth = scheduler, pending, growth
         self._shortages = MemoryShortages()
         # Whether a poison request was found, and no step has succeeded since.
         self._poison_unconfirmed = False
@@ -65,8 +72,11 @@ class StepRecovery:
         self._shortages.count_shortage()
         scheduler = self._scheduler
         scheduler.counters.out_of_memory += 1
+        growth, pool = self._growth, scheduler.memory.pools[0]
         fewer = scheduler.config.num_blocks * 7 // 8
-        can_shrink = fewer >= scheduler.memory.pools[0].blocks_for(scheduler.config.max_model_len)
+        can_shrink = fewer >= pool.blocks_for(scheduler.config.max_model_len)
+        if growth is not None:
+            can_shrink = pool.num_blocks > growth.least
         num_tokens = newest.decodes + newest.prompt_tokens + newest.ahead_tokens
         # an image that must not be cut, or a whole text, may exceed the limit
         smaller = min(num_tokens, scheduler.token_limit) // 2
@@ -83,7 +93,10 @@ class StepRecovery:
             num_tokens,
             scheduler.token_limit,
         )
-        if self._shortages.persists and can_shrink:
+        if self._shortages.persists and can_shrink and growth is not None:
+            growth.shrink_for_steps(pool)
+            logger.warning("out of memory: at most %d KV blocks", pool.num_blocks)
+        elif self._shortages.persists and can_shrink:
             in_a_row = self._shortages.in_a_row
             logger.warning("out of memory %d times: %d KV blocks", in_a_row, fewer)
             runner.shrink(fewer)

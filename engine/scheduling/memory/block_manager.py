@@ -13,10 +13,11 @@ layers keep different tokens (`engine.config.kv_groups`), a request has one bloc
 where a group has no block: it was freed, as no later token reads it, or was never needed.
 """
 
+import heapq
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
 from engine.scheduling.memory.prefix_hash import extend_hashes
@@ -50,6 +51,32 @@ class FreeList(list[int]):
         blocks = self[: -count - 1 : -1]
         del self[len(self) - count :]
         return blocks
+
+
+class LowestFirst(list[int]):
+    """A heap of free blocks, the lowest taken first, so that the last blocks become free."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(range(num_blocks))
+
+    def append(self, block: int, /) -> None:
+        heapq.heappush(self, block)
+
+    def extend(self, blocks: Iterable[int], /) -> None:
+        super().extend(blocks)
+        heapq.heapify(self)
+
+    def take_blocks(self, count: int) -> list[int]:
+        return [heapq.heappop(self) for _ in range(count)]
+
+    def grow(self, blocks: range) -> None:
+        """Add blocks that are all higher than any other."""
+        super().extend(blocks)
+
+    def cut(self, num_blocks: int) -> None:
+        """Remove the blocks from num_blocks on."""
+        self[:] = [block for block in self if block < num_blocks]
+        heapq.heapify(self)
 
 
 class BlockManager:
@@ -93,6 +120,11 @@ class BlockManager:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_empty(self) -> int:
+        """The number of blocks that `allocate` can return without evicting a prefix."""
+        return len(self._free)
+
+    @property
     def room(self) -> int:
         """The most blocks that one new request can have now."""
         return self.num_free if self.regions is None else self.regions.largest
@@ -114,6 +146,41 @@ class BlockManager:
         block, _ = self._evictable.popitem(last=False)
         self._forget(block)
         self._free.append(block)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks, up to this many in all. Only of a manager of `LowestFirst`."""
+        assert isinstance(self._free, LowestFirst)
+        new = num_blocks - self.num_blocks
+        assert new >= 0
+        self._refs += [0] * new
+        self._hashes += [None] * new
+        self._group_of += [0] * new
+        self._free.grow(range(self.num_blocks, num_blocks))
+        self.num_blocks = num_blocks
+
+    def withdraw(self, num_blocks: int) -> int:
+        """Remove the last blocks that no request uses, down to num_blocks, and return how many
+        blocks there are now.
+
+        Cached prefixes from num_blocks on are evicted, also below a block in use: it is the next
+        to go.
+        """
+        assert isinstance(self._free, LowestFirst)
+        first = self.num_blocks  # the first of the last blocks that are not used
+        while first > num_blocks and not self._refs[first - 1]:
+            first -= 1
+        for block in range(num_blocks, self.num_blocks):
+            if block in self._evictable:
+                del self._evictable[block]
+                self._forget(block)
+                self._free.append(block)
+        if first < self.num_blocks:
+            self._free.cut(first)
+            columns: tuple[list[Any], ...] = (self._refs, self._hashes, self._group_of)
+            for entries in columns:
+                del entries[first:]
+            self.num_blocks = first
+        return self.num_blocks
 
     def blocks_for(self, tokens: int) -> int:
         """Return the peak number of blocks of a request with the given number of tokens."""

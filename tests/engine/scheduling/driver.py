@@ -105,8 +105,7 @@ class Driver:
             self.step()
             steps += 1
             assert steps < 20_000, "the engine never becomes idle"
-        pools, num_blocks = self.scheduler.memory.pools, self.core.config.num_blocks
-        assert all(pool.num_free == num_blocks for pool in pools)
+        assert all(pool.num_free == pool.num_blocks for pool in self.scheduler.memory.pools)
         assert self.outputs.keys() == self.expected.keys(), "a request vanished"
         for request_id, output in self.outputs.items():
             finish = "abort" if request_id in self.aborted else self.expected[request_id][1]

@@ -45,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         everything=st.booleans(),
         disk=st.booleans(),
         delay=st.sampled_from([0, 1, 5]),
+        growth=st.sampled_from([0, 0, 4, 50]),
     )
     def start(
         self,
@@ -59,6 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
         disk: bool,
         **changes: Any,
     ) -> None:
+        if changes["admission"] != "optimistic":
+            changes["growth"] = 0
         if slots and changes["prefix_caching"]:
             changes["host"] = HostPlan(slots, 1, everything=everything)
             changes["failing"] = (3, 4)
@@ -108,6 +111,15 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, request_id: int) -> None:
         self.driver.abort(request_id)
 
+    @rule(free=st.integers(0, 120), wanted=st.sampled_from([0, 10, 100, 10000]))
+    def share_memory(self, free: int, wanted: int) -> None:
+        """Another engine takes or gives memory, and asks for some, where memory grows."""
+        growth = self.driver.core._growth
+        if growth is not None:
+            share: Any = growth.share
+            share.free, share.wanted = 10 * (growth.least + free), wanted
+            growth.tick()
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.driver.core.reset_prefix_cache()
@@ -120,6 +132,11 @@ class EngineMachine(RuleBasedStateMachine):
     def integrity(self) -> None:
         if hasattr(self, "driver"):
             self.driver.core.check_integrity()
+            growth = self.driver.core._growth
+            if growth is not None:
+                (pool,) = self.driver.scheduler.memory.pools
+                assert growth.least <= pool.num_blocks <= growth.pages.rounded(pool.num_blocks)
+                assert 10 * pool.num_blocks <= growth.pages.mapped_bytes
             if self.driver.core.config.admission != "optimistic":
                 assert self.driver.scheduler.counters.preemptions == 0
 

@@ -1,0 +1,207 @@
+"""KVShare: an engine's share of the KV memory that several engines of a device have together.
+
+A folder in shared memory has a file for each engine: what it keeps at least, what it has claimed
+and mapped, what its requests use, and what they lack. Its owner alone writes it, and holds a lock
+on it that the system frees when the process ends, however it ends. So the share of a dead engine
+is free at once, and its file is deleted by the next engine that looks.
+
+Claims are made under one more lock, so that two engines never take the same bytes.
+"""
+
+import contextlib
+import fcntl
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+_RECORD = struct.Struct("<6q")
+_SUFFIX = ".share"
+_AGAIN = 0.05  # seconds between two attempts to claim
+
+
+@dataclass(slots=True)
+class Holding:
+    """One engine's share, in bytes.
+
+    least: the engine never gives this away; 0 while it sleeps.
+    claimed: what the engine has, or is about to map.
+    mapped: what the engine has.
+    used: what its requests use.
+    short: what its requests lack.
+    kept: what the engine needs beside blocks and has not taken yet, such as the memory of steps.
+    """
+
+    least: int = 0
+    claimed: int = 0
+    mapped: int = 0
+    used: int = 0
+    short: int = 0
+    kept: int = 0
+
+    @property
+    def taken(self) -> int:
+        """The bytes that no other engine can claim."""
+        return max(self.least, self.claimed)
+
+    @property
+    def spare(self) -> int:
+        """The bytes that the engine can do without."""
+        return 0 if self.short else max(0, self.claimed - max(self.least, self.used))
+
+
+def shares_folder(device: str) -> Path:
+    """Return the folder of a device's shares.
+
+    device: a name of the device that is the same in all processes.
+    """
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() else Path(tempfile.gettempdir())
+    return root / f"manta-kv-{os.getuid()}" / device
+
+
+class KVShare:
+    """The share of this engine, and what it can see of the others'.
+
+    total: the bytes that all engines of the folder have together.
+    free: returns the bytes of the device that nothing has taken.
+    kept: returns `Holding.kept` of this engine.
+    own: this engine's holding; `report` writes it.
+    sleeping: whether the engine needs nothing beside blocks now, as its weights sleep.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total: int,
+        free: Callable[[], int],
+        kept: Callable[[], int] = lambda: 0,
+    ) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.total = total
+        self.own = Holding()
+        self._folder = folder
+        self._free = free
+        self._kept = kept
+        self.sleeping = False
+        with self._mutex():
+            file, name = tempfile.mkstemp(suffix=_SUFFIX, dir=folder)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file, self._path = file, Path(name)
+            self._write()
+
+    @contextlib.contextmanager
+    def _mutex(self) -> Iterator[None]:
+        with open(self._folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _write(self) -> None:
+        os.pwrite(self._file, _RECORD.pack(*astuple(self.own)), 0)
+
+    def report(self, *, used: int, short: int) -> None:
+        """Tell the other engines what this one uses and lacks."""
+        own, kept = self.own, 0 if self.sleeping else self._kept()
+        if (used, short, kept) != (own.used, own.short, own.kept):
+            own.used, own.short, own.kept = used, short, kept
+            self._write()
+
+    def others(self) -> list[Holding]:
+        """Return what the other engines hold, and delete the files of dead ones."""
+        with self._mutex():
+            return self._others()
+
+    def _others(self) -> list[Holding]:
+        # Under the lock, because a new file is locked a moment after it appears.
+        holdings = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path == self._path:
+                continue
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                raw = file.read(_RECORD.size)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if len(raw) == _RECORD.size:
+                        holdings.append(Holding(*_RECORD.unpack(raw)))
+                else:
+                    path.unlink(missing_ok=True)
+        return holdings
+
+    def room(self) -> int:
+        """Return the bytes that this engine could claim now."""
+        return max(0, self._room(self.others()))
+
+    def _room(self, others: list[Holding]) -> int:
+        """Return the bytes that this engine could claim; negative if others have to give some."""
+        promised = sum(max(0, each.claimed - each.mapped) for each in (*others, self.own))
+        promised += sum(each.kept for each in (*others, self.own))
+        # What another engine keeps at least but has not claimed yet is promised to it.
+        promised += sum(each.taken - each.claimed for each in others)
+        bounded = self.total - sum(each.taken for each in others) - self.own.claimed
+        return min(bounded, self._free() - promised)
+
+    def claim(self, size: int, *, last: bool = False) -> int:
+        """Claim memory, as much of `size` bytes as is free, and return how much.
+
+        last: whether to leave what other engines lack.
+        """
+        with self._mutex():
+            others = self._others()
+            room = self._room(others)
+            if last:
+                room -= sum(other.short for other in others)
+            granted = max(0, min(size, room))
+            self.own.claimed += granted
+            self._write()
+        return granted
+
+    def _claim_whole(self, size: int) -> bool:
+        with self._mutex():
+            fits = self._room(self._others()) >= size
+            self.own.claimed += size * fits
+            self._write()
+        return fits
+
+    def wait_for(self, size: int, seconds: float) -> bool:
+        """Claim the bytes that the engine keeps at least, for which others make room, as for what
+        it needs beside blocks; return whether they did."""
+        until = time.monotonic() + seconds
+        self.report(used=size, short=max(1, size))
+        while not self._claim_whole(size):
+            if time.monotonic() > until:
+                self.report(used=0, short=0)
+                return False
+            time.sleep(_AGAIN)
+        self.report(used=size, short=0)
+        return True
+
+    def settle(self, mapped: int, *, least: int | None = None) -> None:
+        """Note that the engine has so many bytes, and claims no more.
+
+        least: the bytes that it keeps from now on; None = as before.
+        """
+        self.own.claimed = self.own.mapped = mapped
+        if least is not None:
+            self.own.least = least
+        self._write()
+
+    def asked(self) -> int:
+        """Return the bytes that this engine should give, for engines that lack memory.
+
+        Free memory goes first, and each engine gives in proportion to what it can do without.
+        """
+        others = self.others()
+        short = sum(each.short for each in others)
+        if not short or not self.own.spare:
+            return 0
+        short -= self._room(others)
+        spare = self.own.spare + sum(each.spare for each in others)
+        return max(0, min(self.own.spare, -(-short * self.own.spare // spare)))
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
