@@ -34,6 +34,7 @@ from engine.parallel.rendezvous import Activations, Open, Place, alone, first, o
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, acting, resolve
+from engine.runner.caches.block_pages import BlockPages
 from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.disk_files import DiskFiles, SlotMemory, read_key
 from engine.runner.caches.host_copies import HostSlots, host_copies
@@ -73,9 +74,11 @@ from engine.sampling.sampler import Masked, Sampler
 from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
+from engine.scheduling.memory.block_manager import FreeBlocks, FreeList, LowestFirst
 from engine.scheduling.memory.host_tier import HostCopies, HostPlan, HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.kv_growth import GrowingMemory, KVGrowth
+from engine.scheduling.memory.kv_shares import KVShare, shares_folder
 from engine.scheduling.memory.regions import Regions
 from engine.scheduling.memory.snapshots import SnapshotPlan
 from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
@@ -107,6 +110,8 @@ _LEAST_LOADED = 256  # tokens; a GPU computes fewer about as fast as it loads th
 _STAGED_CUDA, _STAGED_CPU = 128 << 20, 32 << 20
 _LEAST_STAGED = 4  # blocks
 _END_BYTES = 1 << 16  # bytes at both ends of a weight file that tell it from others
+_OTHERS = "CUDA context and other processes"  # a purpose of the memory plan
+_SHARE_SECONDS = 10.0  # longest wait for other engines' KV memory at the start
 _ANY = 1 << 62  # number of blocks that never lowers the minimum over ranks
 
 
@@ -143,6 +148,7 @@ class _Part:
     pooling: Pooling | None
     memory: SleepMemory | None  # only of an engine that may sleep
     refill: Refill
+    growth: KVGrowth | None  # only of KV memory that grows
 
 
 def build(
@@ -204,6 +210,7 @@ def build(
         _receiver(part, ranks),
         _host_tier(part, core_config, ranked),
         _moves(part, core_config),
+        part.growth,
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -259,6 +266,7 @@ def _host_tier(part: _Part, config: CoreConfig, ranked: RankedRunner | None) -> 
 _OF_NO_BLOCK = {
     "host_kv_bytes", "host_kv_store", "disk_kv_bytes", "disk_kv_folder", "disk_kv_clear",
     "disk_kv_key_file", "snapshot_bytes", "kv_cache_bytes", "num_blocks", "memory_fraction",
+    "kv_memory", "kv_shared_bytes",
     "max_num_seqs", "allocation", "admission", "batching", "target_tpot_ms", "log_level", "seed",
     "generation_config", "logprobs_mode", "max_loras", "lora_host_bytes", "lora_disk_bytes",
     "lora_disk_folder", "sleep_in_host_memory", "image_cache_tokens",
@@ -300,7 +308,7 @@ def _moves(part: _Part, config: CoreConfig) -> BlockMoves | None:
         return None
     device = resolved.device
     caches = [runner.kv] if runner.drafting is None else [runner.kv, runner.drafting.kv]
-    block_bytes = sum(cache.storage.nbytes // config.num_blocks for cache in caches)
+    block_bytes = sum(cache.storage.nbytes // cache.num_blocks for cache in caches)
     size = _STAGED_CUDA if device.type == "cuda" else _STAGED_CPU
     slots = max(_LEAST_STAGED, min(config.num_blocks, size // block_bytes))
     try:
@@ -360,9 +368,11 @@ def _free_bytes(device: torch.device) -> int:
 
 def _memory(part: _Part, ranks: Ranks | None) -> Sleeper | None:
     """Return the memory that a sleep frees; None if the engine cannot sleep."""
-    if part.memory is None or ranks is None:
-        return part.memory
-    return RankedMemory(part.memory, ranks)
+    if part.memory is None:
+        return None
+    if part.growth is not None:
+        return GrowingMemory(part.memory, part.growth)
+    return part.memory if ranks is None else RankedMemory(part.memory, ranks)
 
 
 def _no_routes(resolved: Resolved) -> str:
@@ -505,7 +515,7 @@ def _build_part(
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
-    runner, plan = _build_runner(
+    runner, plan, growth = _build_runner(
         resolved,
         place,
         model,
@@ -534,7 +544,7 @@ def _build_part(
         memory,
     )
     return _Part(
-        resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory, refill
+        resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory, refill, growth
     )
 
 
@@ -581,6 +591,8 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
 
 def _free_blocks(config: EngineConfig, device: torch.device) -> Callable[[int], FreeBlocks]:
     """Return the constructor of the free blocks that `allocation` names."""
+    if config.kv_memory == "growing":
+        return LowestFirst
     if config.allocation == "contiguous":
         return Regions
     return FreeList if config.allocation == "list" else lambda count: TokenPool(count, device)
@@ -686,7 +698,7 @@ def _build_runner(
     pooling: Pooling | None,
     memory: SleepMemory | None,
     drafter: ModelDrafter | None,
-) -> tuple[ModelRunner, MemoryPlan | None]:
+) -> tuple[ModelRunner, MemoryPlan | None, KVGrowth | None]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
     groups = model.kv
@@ -712,10 +724,11 @@ def _build_runner(
         model: Model = model,
         snapshots: int = 0,
         memory: CacheMemory | None = None,
+        pages: BlockPages | None = None,
     ) -> ModelRunner:
         sizes = num_blocks, config.block_size, resolved.dtype, device, resolved.kv
         kv = KVCache.allocate(
-            groups, *sizes, rows=max_num_seqs + 1, snapshots=snapshots, memory=memory
+            groups, *sizes, rows=max_num_seqs + 1, snapshots=snapshots, memory=memory, pages=pages
         )
         steps = resolved.stages + resolved.async_scheduling
         layout = rows, kv.block_size, resolved.max_num_batched_tokens, device, steps
@@ -735,7 +748,7 @@ def _build_runner(
         if drafter is not None:
             group = groups.whole_group
             assert group is not None
-            drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory)
+            drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory, pages=pages)
             most = resolved.max_num_batched_tokens
             own_layout = rows, kv.block_size, most + max_num_seqs, device, steps
             drafting = Drafting(
@@ -761,7 +774,7 @@ def _build_runner(
         activations -= (max_num_seqs + 1) * groups.state_bytes
         free, total = torch.cuda.mem_get_info(device)
         ours = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
-        context = ("CUDA context and other processes", total - free - ours)
+        context = (_OTHERS, total - free - ours)
         plan = plan_memory(
             resolved,
             model,
@@ -789,13 +802,64 @@ def _build_runner(
         block_bytes += drafter.kv.bytes_per_block(config.block_size, resolved.kv)
     size = num_blocks * block_bytes / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
+    pages, share = None, None
+    if config.kv_memory == "growing":
+        assert plan is not None
+        pages = BlockPages(device, plan.most_blocks)
+        share = _share(config, plan, device, memory)
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        runner = runner_with(num_blocks, snapshots=snapshots, memory=memory)
+        runner = runner_with(num_blocks, snapshots=snapshots, memory=memory, pages=pages)
+        growth = None
+        if pages is not None and share is not None and plan is not None:
+            plan.num_blocks = pages.rounded(num_blocks)
+            pages.grow(plan.num_blocks)  # as the first cache's last pages hold more than was asked
+            runner.set_pages(pages)
+            growth = KVGrowth(pages, share, plan.num_blocks)
     if config.host_kv_bytes:
         blocks = place.world.least(_ANY if plan is None else plan.host_blocks)
         states = place.world.least(plan.host_states if plan is not None and bounds else _ANY)
         _take_host_memory(runner, blocks, states, device)
-    return runner, plan
+    return runner, plan, growth
+
+
+def _share(
+    config: EngineConfig, plan: MemoryPlan, device: torch.device, memory: SleepMemory | None
+) -> KVShare:
+    """Return this engine's share of the device's KV memory, with what it begins with.
+
+    Raises ConfigError if the other engines of the device leave less.
+    """
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_properties(device).uuid)
+        reserve = int(plan.total * (1 - config.memory_fraction))
+    else:
+        name, reserve = "cpu", 0
+
+    def free() -> int:
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0] - reserve
+        return available_host_memory()
+
+    beside = sum(size for purpose, size in plan.rows if purpose != _OTHERS)
+
+    def kept() -> int:
+        if device.type != "cuda":
+            return 0  # on the CPU what is free changes with all processes
+        taken = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
+        return max(0, beside - taken)
+
+    share = KVShare(shares_folder(name), plan.most_blocks * plan.block_bytes, free, kept)
+    size = plan.num_blocks * plan.block_bytes
+    if not share.wait_for(size, _SHARE_SECONDS):
+        room = share.room()
+        share.close()
+        raise ConfigError(
+            f"kv_memory: growing: the KV blocks begin with {size / GIB:.2f} GiB, and the engines "
+            f"of the device leave {room / GIB:.2f} GiB. Ways out: lower kv_cache_bytes of these "
+            "engines, or raise kv_shared_bytes or memory_fraction",
+            param="kv_memory",
+        )
+    return share
 
 
 def _host_kv(config: EngineConfig) -> int:

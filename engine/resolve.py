@@ -210,6 +210,7 @@ def decide(
         max_model_len = config.max_model_len
     _check_host_tier(config, model)
     _check_moves(config, model)
+    _check_growth(config, model)
     _check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
     max_num_seqs = config.max_num_seqs or most
@@ -290,6 +291,25 @@ def _check_moves(config: EngineConfig, model: ModelConfig) -> None:
         why = f"{model.architecture} has recurrent states, which do not move"
     if why:
         raise ConfigError(f"kv_moves: {why}; or leave it out", param="kv_moves")
+
+
+def _check_growth(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the KV memory of this engine cannot grow."""
+    if config.kv_memory != "growing":
+        return
+    why = ""
+    if config.num_ranks > 1:
+        why = "not with several ranks, which would have to grow together"
+    elif config.allocation != "list":
+        why = f"not with allocation: {config.allocation}; leave that out"
+    elif config.admission != "optimistic":
+        why = f"admission: {config.admission} counts on memory that may go; leave that out"
+    elif model.whole_texts:
+        why = f"{model.architecture} is an encoder and keeps no keys"
+    elif not kv_groups(model).groups:
+        why = f"{model.architecture} keeps no keys"
+    if why:
+        raise ConfigError(f"kv_memory: growing: {why}; or leave it out", param="kv_memory")
 
 
 def _check_images(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:

@@ -302,6 +302,11 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         f"{size(result.kv_bytes)}  {result.num_blocks:,} blocks of {result.memory.block_size} "
         f"tokens{result.memory.where} ({result.block_bytes / 1024:,.0f} KiB each)",
     )
+    if most := result.memory.most_blocks:
+        yield (
+            "",
+            f"{size(most * result.block_bytes)}  {most:,} blocks where other engines leave them",
+        )
     yield from (("", f"{'':>13}  {line}") for line in result.attention)
     yield "in all", size(result.used)
     yield "tokens in KV", f"{result.kv_tokens:,}"

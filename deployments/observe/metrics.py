@@ -546,6 +546,30 @@ REPLICA_METRICS = (
         lambda s: s.sent_kv_bytes,
     ),
     ReplicaMetric(
+        "kv_mapped_bytes",
+        "gauge",
+        "Bytes of memory that growing KV blocks have now.",
+        lambda s: s.kv_mapped_bytes,
+    ),
+    ReplicaMetric(
+        "kv_growths_total",
+        "counter",
+        "Times that KV memory grew.",
+        lambda s: s.kv_growths,
+    ),
+    ReplicaMetric(
+        "kv_shrinks_total",
+        "counter",
+        "Times that KV memory went to other engines of the device.",
+        lambda s: s.kv_shrinks,
+    ),
+    ReplicaMetric(
+        "kv_pause_seconds_total",
+        "counter",
+        "Seconds that steps waited for KV memory that grew or shrank.",
+        lambda s: s.kv_pause_seconds,
+    ),
+    ReplicaMetric(
         "engine_prompt_tokens_total",
         "counter",
         "Prompt tokens computed by the engine.",

@@ -75,6 +75,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
+    kv_memory: "growing" maps KV memory as requests need it, and gives it to other such engines of
+        the device. kv_cache_bytes is then what it begins with and keeps, 0 = one request of
+        max_model_len. docs/several-models.md.
+    kv_shared_bytes: bytes of KV that growing engines of a device have together; 0 = what one fixed
+        engine would take alone.
     prefix_caching: reuse KV blocks of equal prefixes. A hybrid model finds a prefix up to a
         snapshot of its states.
     host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on
@@ -168,6 +173,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     memory_fraction: float = 0.9
     kv_cache_bytes: int = 0
     num_blocks: int = 0
+    kv_memory: Literal["fixed", "growing"] = "fixed"
+    kv_shared_bytes: int = 0
     prefix_caching: bool = True
     host_kv_bytes: float = 0.0
     host_kv_store: Literal["reused", "all"] = "reused"
@@ -259,6 +266,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_num_seqs",
             "kv_cache_bytes",
             "num_blocks",
+            "kv_shared_bytes",
             "host_kv_bytes",
             "disk_kv_bytes",
             "snapshot_bytes",
@@ -287,6 +295,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"numa: bind is of engines on the CPU, and device is {self.device}; set device: "
                 "cpu, or numa under pools.cpu.engine alone",
                 param="numa",
+            )
+        if self.kv_shared_bytes and self.kv_memory != "growing":
+            raise ConfigError(
+                "kv_shared_bytes: only KV memory that grows is shared; set kv_memory: growing, or "
+                "leave it out",
+                param="kv_shared_bytes",
             )
         if self.allocation == "contiguous" and self.prefix_caching:
             raise ConfigError(

@@ -71,6 +71,11 @@ class Drafting:
         self._vocab = vocab
         self._cuda = rows.tokens.device.type == "cuda"
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """The block tables of its own inputs on a CUDA device."""
+        return [self._inputs.block_table] if isinstance(self._inputs, CudaInputs) else []
+
     def launch(self, batch: Batch, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor | None:
         """Launch the drafter after a step's sampling; return drafts [proposals, most] int64.
 

@@ -252,6 +252,9 @@ def plan_memory(
     free = plan.total - sum(size for _, size in plan.rows)
     reason, ways_out = "", kv_ways_out(cuda, bool(states))
     least = groups.blocks(longest, block_size)
+    if config.kv_memory == "growing":
+        plan_growth(plan, config, longest, least, free, others[1])
+        return plan
     if config.num_blocks:
         check_blocks(config.num_blocks, plan.block_bytes, free)
         plan.num_blocks = config.num_blocks
@@ -298,6 +301,38 @@ def plan_memory(
     return plan
 
 
+def plan_growth(
+    plan: "MemoryPlan", config: EngineConfig, longest: int, least: int, free: int, others: int
+) -> None:
+    """Plan KV memory that grows: the blocks that it begins with, and the most that it may have.
+
+    longest, least: see `count_blocks`.
+    free: bytes that the plan's parts leave.
+    others: bytes of other uses of a GPU, among them what other engines may give back.
+    Raises ConfigError.
+    """
+    most = config.kv_shared_bytes or min(CPU_KV_BYTES, free // 4)
+    if plan.cuda and not config.kv_shared_bytes:
+        most = int(plan.total * config.memory_fraction) - (plan.total - free) + others
+    begin = config.num_blocks * plan.block_bytes or config.kv_cache_bytes
+    begin = begin or least * plan.block_bytes
+    ways_out = "Ways out: lower max_model_len, raise kv_cache_bytes, or leave it out"
+    reason = "kv_cache_bytes, what it begins with"
+    plan.num_blocks = count_blocks(
+        begin, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
+    )
+    plan.most_blocks = most // plan.block_bytes
+    if plan.num_blocks > plan.most_blocks:
+        raise ConfigError(
+            f"kv_shared_bytes: {most / GIB:.2f} GiB are for the KV of all engines, and this one "
+            f"begins with {begin / GIB:.2f} GiB. Ways out: raise kv_shared_bytes or "
+            "memory_fraction, lower max_model_len or kv_cache_bytes",
+            param="kv_shared_bytes",
+        )
+    check_blocks(plan.num_blocks, plan.block_bytes, free)
+    plan.keep_snapshots(config, most // 8, free - begin)
+
+
 @dataclass(slots=True)
 class MemoryPlan:
     """A memory plan in bytes: `rows` by purpose, then the KV cache; the rest of total stays
@@ -307,6 +342,7 @@ class MemoryPlan:
     total: int
     rows: list[tuple[str, int]] = field(default_factory=list)
     num_blocks: int = 0
+    most_blocks: int = 0  # of memory that grows
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
@@ -381,6 +417,9 @@ class MemoryPlan:
         used = sum(size for _, size in rows)
         rows.append(("free", max(0, self.total - used)))
         rows.append((f"total on {self.device}", self.total))
+        if self.most_blocks:
+            most = self.most_blocks * self.block_bytes
+            rows.append((f"KV cache grows to ({self.most_blocks} blocks)", most))
         if self.host_kv and self.cuda:
             rows.append((f"host memory for KV ({self.host_blocks} blocks)", self.host_kv))
         width = max(len(name) for name, _ in rows)

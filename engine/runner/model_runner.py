@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, NewRow, OutOfMemory, PrefixCopy
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
+from engine.runner.caches.block_pages import BlockPages
 from engine.runner.caches.host_copies import Copies
 from engine.runner.drafting import Drafting
 from engine.runner.forward import ModelForward
@@ -82,6 +83,14 @@ class ModelRunner:
         """Run steps as CUDA graphs from now on, if they have one."""
         self.graphs = graphs
         self.launcher = self._on_stage(GraphStep(self.forward, graphs, self.sampling, self.eager))
+
+    def set_pages(self, pages: BlockPages) -> None:
+        """Let the pages of KV memory that grows know what may read blocks by their ids."""
+        if self.forward.cuda:
+            pages.tables = [self.rows.block_table, self.forward.inputs.block_table]
+            if self.drafting is not None:
+                pages.tables += self.drafting.tables
+        pages.copying = lambda: self.host is not None and self.host.storing
 
     def _on_stage(self, layers: LayersLauncher) -> StepLauncher:
         if self.link is None:
