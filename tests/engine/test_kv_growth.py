@@ -1,0 +1,218 @@
+"""kv_memory: growing, from the configuration to the text of engines that share a device."""
+
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bench import kv_growth as kv_growth_bench
+from engine import factory
+from engine.errors import ConfigError, EngineDead
+from engine.runner.caches import block_pages
+from engine.scheduling.core import EngineCore
+from engine.scheduling.memory import kv_growth
+from tests.engine.models.test_programs import DEEPSEEK, QWEN, SHAPES
+from tests.engine.test_memory import config_of
+from tests.fakes import collect, make_request, run
+
+PLAIN: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], **SHAPES}
+WINDOWS = {**PLAIN, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 24}
+LATENTS = {**PLAIN, **DEEPSEEK}
+RECURRENT = {**PLAIN, **QWEN}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GROWING: dict[str, Any] = {"kv_memory": "growing"}
+
+
+@pytest.fixture(autouse=True)
+def own_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that no other process sees, and steps of growth as small as pages allow."""
+    monkeypatch.setattr(factory, "shares_folder", lambda name: tmp_path / "shares" / name)
+    monkeypatch.setattr(block_pages, "STEP_CPU", 1)
+    monkeypatch.setattr(block_pages, "STEP_CUDA", 1)
+
+
+def core_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCore:
+    folder.mkdir(exist_ok=True)
+    fixed = {"dtype": "float32", "deterministic": True, "block_size": 4, "max_model_len": 128}
+    config = replace(config_of(folder, changes), kv_cache_bytes=0)
+    return factory.build(replace(config, **(fixed | options)))[0]
+
+
+def sizes_on(device: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Return a model, the bytes that two engines of it share, and their options.
+
+    About 400 blocks of 4 tokens, in steps of the fewest pages that a device can map.
+    """
+    if device == "cpu":
+        model, shared = PLAIN, 2 << 20
+    else:  # a page of 2 MiB in each of 6 planes is 16 blocks
+        model = {**PLAIN, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 256}
+        shared = 330 << 20
+    return model, shared, {"device": device, **GROWING, "kv_shared_bytes": shared}
+
+
+def growth_of(core: EngineCore) -> kv_growth.KVGrowth:
+    assert core._growth is not None
+    return core._growth
+
+
+def texts(core: EngineCore, count: int = 8, first: int = 1) -> list[list[int]]:
+    """Say something long in `count` requests at once."""
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    ids = range(first, first + count)
+    outputs = run(core, [make_request(id, 60, seed=1, **fields) for id in ids])
+    return [outputs[id].tokens for id in ids]
+
+
+def until(core: EngineCore, reached: Any) -> None:
+    """Run the step loop as the engine process does, until something is so."""
+    deadline = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < deadline, core.stats()
+        if core.has_work():
+            core.step()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (PLAIN, {}),
+        pytest.param(PLAIN, {"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param(WINDOWS, {}, marks=pytest.mark.slow),
+        (LATENTS, {}),
+        pytest.param(RECURRENT, {}, marks=pytest.mark.slow),
+        (PLAIN, {"host_kv_bytes": 1 << 20, "host_kv_store": "all"}),
+    ],
+    ids=["plain", "int8", "windows", "latents", "recurrent", "host"],
+)
+def test_an_engine_that_grows_says_the_same(
+    tmp_path: Path, model: dict[str, Any], options: dict[str, Any], device: str
+) -> None:
+    """Bug: a new block has no memory, or another's; views of the old number of blocks."""
+    options = {"device": device, **options}
+    fixed = core_of(tmp_path / "fixed", model, num_blocks=2000, **options)
+    growing = core_of(tmp_path / "growing", model, **GROWING, **options)
+    begin = growing.scheduler.memory.pools[0].num_blocks
+    assert texts(growing) == texts(fixed)
+    stats = growing.stats()
+    assert growing.scheduler.memory.pools[0].num_blocks > begin
+    assert stats.kv_growths > 0 and stats.kv_mapped_bytes > 0 and stats.preemptions == 0
+    assert 0 < stats.kv_longest_pause <= stats.kv_pause_seconds < 1
+    growing.check_integrity()
+    growing.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_busy_engine_takes_what_an_idle_one_gives(tmp_path: Path, device: str) -> None:
+    """Bug: an engine keeps what another one lacks, or both have the same bytes."""
+    model, shared, options = sizes_on(device)
+    first = core_of(tmp_path / "first", model, **options)
+    alone = texts(first)
+    grown = first.stats().kv_mapped_bytes
+    second = core_of(tmp_path / "second", model, **options)
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    for id in range(1, 10):
+        second.add_request(make_request(id, 60, seed=1, **fields))
+    outputs: Any = {}
+    deadline = time.monotonic() + 30
+    while second.has_work():
+        assert time.monotonic() < deadline
+        collect(second.step(), outputs)
+        if first.has_work():
+            first.step()
+        both = first.stats().kv_mapped_bytes + second.stats().kv_mapped_bytes
+        assert both <= shared + growth_of(first)._block_bytes * 2
+    assert all(len(output.tokens) == 60 for output in outputs.values())
+    assert first.stats().kv_mapped_bytes < grown and first.stats().kv_shrinks > 0
+    assert second.stats().kv_mapped_bytes > shared - grown
+    first.check_integrity()
+    assert texts(first) == alone, "blocks that came back are as before"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sleeping_engine_gives_everything(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: memory of a sleeping engine stays taken, or it wakes into what another one has."""
+    monkeypatch.setattr(kv_growth, "_WAKE_SECONDS", 0.3)
+    model, _, options = sizes_on(device)
+    first = core_of(tmp_path / "first", model, sleep_in_host_memory=True, **options)
+    before = texts(first)
+    first.sleep()
+    until(first, lambda: first.stats().asleep)
+    assert first.stats().kv_mapped_bytes == 0
+    second = core_of(tmp_path / "second", model, **options)
+    growth = growth_of(second)
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    for id in range(1, 21):
+        second.add_request(make_request(id, 60, seed=id, **fields))
+    needed = growth_of(first).pages.num_bytes(growth_of(first).least)
+    until(second, lambda: growth.share.room() < needed)
+    with pytest.raises(EngineDead, match="cannot wake"):
+        first.wake()
+    second.abort([*range(1, 21)])
+    until(second, lambda: not second.has_work())
+    monkeypatch.setattr(kv_growth, "_WAKE_SECONDS", 20.0)
+    second.close()  # as when the process ends
+    first.wake()
+    assert not first.stats().asleep and first.stats().kv_mapped_bytes > 0
+    assert texts(first) == before
+    first.check_integrity()
+    first.close()
+
+
+@pytest.mark.gpu
+def test_streams_go_on_while_ten_gib_are_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: recorded graphs read other addresses; the driver's calls hold launches up."""
+    monkeypatch.undo()
+    monkeypatch.setattr(factory, "shares_folder", factory.shares_folder)  # measure replaces it
+    sizes = {"gib": 10.0, "begin": 6.0, "streams": 32, "tokens": 800}
+    line = kv_growth_bench.measure(
+        Namespace(model="bench/models/llama-8b", device="cuda", **sizes), tmp_path
+    )
+    print(line)
+    assert line["equal_texts"] and line["same_address"]
+    assert line["grow"]["gib"] >= 9.7 and line["grow"]["growths"] == 1
+    assert line["shrink"]["gib"] > 0
+    assert line["grow"]["pause_ms"] <= 20
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        ({"allocation": "contiguous", "prefix_caching": False}, "kv_memory"),
+        ({"admission": "reserved"}, "kv_memory"),
+        ({"kv_shared_bytes": 1000}, "kv_shared_bytes"),
+        ({"kv_memory": "fixed", "kv_shared_bytes": 1 << 20}, "kv_shared_bytes"),
+        ({"kv_cache_bytes": 1000}, "kv_cache_bytes"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(
+    tmp_path: Path, options: dict[str, Any], key: str
+) -> None:
+    """Bug: an engine that starts, and cannot keep what it promises."""
+    with pytest.raises(ConfigError) as refusal:
+        core_of(tmp_path / "model", PLAIN, **GROWING | options)
+    assert refusal.value.param == key and key in str(refusal.value)
+
+
+def test_no_room_for_another_engine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an engine begins with memory that others have."""
+    monkeypatch.setattr(factory, "_SHARE_SECONDS", 0.2)
+    options = {**GROWING, "kv_shared_bytes": 1 << 20, "kv_cache_bytes": 700 << 10}
+    first = core_of(tmp_path / "first", PLAIN, **options)
+    with pytest.raises(ConfigError, match="begin with"):
+        core_of(tmp_path / "second", PLAIN, **options)
+    first.close()
+    core_of(tmp_path / "second", PLAIN, **options).close()
