@@ -34,9 +34,10 @@ from engine.parallel.rendezvous import Activations, Open, Place, alone, first, o
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, acting, resolve
+from engine.runner.caches.block_file import SlotMemory, read_key
 from engine.runner.caches.block_pages import BlockPages
 from engine.runner.caches.cache_memory import CacheMemory
-from engine.runner.caches.disk_files import DiskFiles, SlotMemory, read_key
+from engine.runner.caches.disk_files import DiskFiles
 from engine.runner.caches.host_copies import HostSlots, host_copies
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
@@ -291,6 +292,7 @@ def _disk_files(part: _Part, config: CoreConfig) -> DiskFiles:
         len(config.kinds),
         key=read_key(settings.disk_kv_key_file) if settings.disk_kv_key_file else b"",
         clear=settings.disk_kv_clear,
+        free_memory=available_host_memory(),
     )
 
 

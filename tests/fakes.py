@@ -659,7 +659,7 @@ class FakeFiles:
     def room(self) -> int:
         return self.most
 
-    def write(self, key: tuple[int, bytes], slot: int) -> None:
+    def write(self, key: tuple[int, bytes], slot: int, rank: int = 0) -> None:
         self._writes.append((key, slot, self._contents(key, slot)))
 
     def written(self) -> list[tuple[tuple[int, bytes], int]]:

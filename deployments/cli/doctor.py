@@ -209,13 +209,14 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
 
     free_memory: bytes that the host tier leaves.
     """
+    from engine.runner.caches.disk_files import in_memory
+
     folder = Path(engine.disk_kv_folder)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     text = f"{engine.disk_kv_bytes / GIB:.2f} GiB for KV blocks in {folder}"
     own = sum(path.stat().st_size for path in folder.glob("kv-*/??/*"))
     room = own + shutil.disk_usage(there).free
-    in_memory = os.fspath(there).startswith("/dev/shm")
-    if in_memory:  # its pages are counted as free until they are written
+    if in_memory(folder):  # its pages are counted as free until they are written
         room = min(room, own + free_memory)
         text += ", which is memory, counted once a machine"
     stat = there.stat()

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 from engine.errors import ConfigError
 from engine.resolve import resolve
 from engine.runner.caches import disk_files
-from engine.runner.caches.disk_files import PAGE, STATES, DiskFiles, Key, SlotMemory
+from engine.runner.caches.block_file import PAGE, STATES, Key, SlotMemory, path_of, read_key
+from engine.runner.caches.disk_files import DiskFiles
 from engine.scheduling.core import EngineCore
 from engine.scheduling.memory.host_tier import HostTier
 from tests.engine.test_host_kv import (
@@ -78,8 +80,8 @@ class Opened:
 def opened(tmp_path: Path) -> Iterator[Any]:
     every: list[Opened] = []
 
-    def make(**options: Any) -> Opened:
-        every.append(Opened(tmp_path / "kv", **options))
+    def make(folder: Path = tmp_path / "kv", **options: Any) -> Opened:
+        every.append(Opened(folder, **options))
         return every[-1]
 
     yield make
@@ -88,7 +90,7 @@ def opened(tmp_path: Path) -> Iterator[Any]:
 
 
 def file_of(one: Opened, key: Key) -> Path:
-    return disk_files._path(one.files._own, key)
+    return path_of(one.files._own, key)
 
 
 @pytest.mark.parametrize("size", [SIZE, ODD])
@@ -156,6 +158,20 @@ def test_the_oldest_files_make_room(opened: Any) -> None:
     assert one.files.stats()["disk_kv_evicted"] >= 3
 
 
+def test_the_tail_of_a_prefix_goes_first(opened: Any) -> None:
+    """Bug: of a conversation that was read the beginning is evicted, without which no later block
+    is of use."""
+    one = opened(num_bytes=6 * (SIZE + PAGE))
+    for number in range(6):
+        one.files.write((0, digest(number)), number, number)
+    written: list[Any] = []
+    one.until(lambda: written.extend(one.files.written()) or len(written) == 6)
+    one.files.read(1, [((0, digest(number)), number) for number in range(6)])
+    one.until(lambda: bool(one.files.finished()))
+    one.write((0, digest(9)), 0, 9)
+    assert one.files.has((0, digest(0))) and not one.files.has((0, digest(5)))
+
+
 def test_two_engines_share_a_folder(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a replica never sees what another has written, or fails on what another evicted."""
     monkeypatch.setattr(disk_files, "_LOOK_SECONDS", 0.02)
@@ -196,6 +212,40 @@ def test_clear_leaves_others_alone(opened: Any) -> None:
     one.files.close()
     two.files.close()
     assert not list(two.files.folder.rglob("*.0"))
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, of no engine yet."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="manta-test-") as folder:
+        yield Path(folder) / "kv"
+
+
+def test_a_folder_in_memory_is_given_back(opened: Any, memory: Path) -> None:
+    """Bugs: memory stays taken when the last engine has ended; what a killed engine, or another
+    model, has left is never freed; a replica that ends takes the blocks of others along."""
+    one, two = opened(memory), opened(memory)
+    one.write((0, digest(1)), 0, 7)
+    other = opened(memory, identity=["other"])
+    other.write((0, digest(1)), 0, 8)
+    two.until(lambda: two.files.has((0, digest(1))))
+    one.files.close()
+    assert two.read((0, digest(1)), 2) and (two.slots[2] == 7).all()
+    (two.files._own / "tmp-1-1").write_bytes(b"half of a block")
+    for killed in (two, other):
+        os.close(killed.files._lock_file)  # as the kernel does
+        killed.files._closing = True
+    three = opened(memory)
+    assert three.read((0, digest(1)), 3), "a successor finds what a killed engine has written"
+    assert not other.files._own.exists() and not list(memory.rglob("tmp-*"))
+    three.files.close()
+    assert not list(memory.rglob("*.0"))
+
+
+def test_memory_that_is_not_there(opened: Any, memory: Path) -> None:
+    """Bug: the machine has no memory left when the pool is full."""
+    with pytest.raises(ConfigError, match=r"disk_kv_bytes: .* has room for"):
+        opened(memory, num_bytes=1 << 20, free_memory=1 << 19)
 
 
 def test_a_look_brings_nothing_back_that_goes(opened: Any) -> None:
@@ -255,18 +305,19 @@ def test_refusals_name_the_key(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("ab" * 32 + "\n")
     with pytest.raises(ConfigError, match="chmod 600"):
-        disk_files.read_key(str(key))
+        read_key(str(key))
     key.chmod(0o600)
-    assert disk_files.read_key(str(key)) == b"\xab" * 32
+    assert read_key(str(key)) == b"\xab" * 32
     key.write_text("ab")
     with pytest.raises(ConfigError, match="no key of 32 bytes; make one with `openssl"):
-        disk_files.read_key(str(key))
+        read_key(str(key))
 
 
 WRITER = """
 import mmap, sys, time
 from pathlib import Path
-from engine.runner.caches.disk_files import DiskFiles, SlotMemory
+from engine.runner.caches.block_file import SlotMemory
+from engine.runner.caches.disk_files import DiskFiles
 slots = mmap.mmap(-1, 8 << 20)
 memory, states = SlotMemory(memoryview(slots), 1 << 20, 0), SlotMemory(memoryview(slots), 12, 0)
 files = DiskFiles(Path(sys.argv[1]), 1 << 28, ["model"], memory, states, 2)
@@ -280,12 +331,14 @@ for number in range(10**6):
 
 
 @pytest.mark.slow
-def test_kill_9_during_a_write(opened: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_kill_9_during_a_write(opened: Any, tmp_path: Path, memory: Path, where: str) -> None:
     """Bug: a replica that is killed leaves a torn file, which the next one reads."""
-    opened().files.close()
+    folder = tmp_path / "kv" if where == "disk" else memory
+    opened(folder).files.close()
     for round in range(3):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "kv")], stdout=subprocess.PIPE
+            [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE
         )
         assert writer.stdout is not None
         writer.stdout.readline()
@@ -293,7 +346,7 @@ def test_kill_9_during_a_write(opened: Any, tmp_path: Path) -> None:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-    one = opened(size=1 << 20, num_bytes=1 << 28, clear=False)
+    one = opened(folder, size=1 << 20, num_bytes=1 << 28, clear=False)
     names = list(one.files.hashes(0))
     assert names
     for name in names:

@@ -6,76 +6,61 @@
      tmp-PID-NUMBER         a write that has not ended
      3f/3fa1...e2.0         hash and group of a block; .s for a snapshot of states
 
-A file is a page of 4 KiB with the header, then the slot's bytes. It is written under another name,
-then renamed, so it is whole or absent. The header names fingerprint, group, hash and length. A
-checksum covers both; with a key, AES-256-GCM encrypts the bytes and authenticates the header. A
-file that is short, foreign or damaged is a miss: it is deleted and counted.
+A file is written under another name, then renamed, so it is whole or absent (block_file.py). A file
+that is short, foreign or damaged is a miss: it is deleted and counted.
+
+A folder below /dev/shm is memory that the replicas of a machine share. What a killed replica has
+written stays there for the others and for its successor. The last engine that ends deletes it, as
+an engine that starts alone deletes what other models have left.
 
 One thread of low priority writes, deletes, and looks what other engines have added. Others read
-into slots of host memory. Files are opened with O_DIRECT where memory and file system allow.
+into slots of host memory.
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from struct import Struct
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.runner.caches.block_file import (
+    MAGIC,
+    PAGE,
+    STATES,
+    BlockFormat,
+    Damaged,
+    Key,
+    SlotMemory,
+    key_of,
+    opened,
+    path_of,
+)
 
 logger = logging.getLogger("manta.engine")
 
-PAGE = 4096
-STATES = -1  # the group of snapshots
-_MAGIC = b"MANTAKV1"
-# magic, fingerprint, group, hash, bytes, nonce, tag
-_HEADER = Struct("<8s16si16sQ12s16s")
-_SUM = Struct("<I")
+_IN_MEMORY = Path("/dev/shm")
 _READERS = 4
 _QUEUE_BYTES = 1 << 30  # bytes of writes that wait
 _PAUSE_SECONDS = 30.0  # without writes, after one has failed
 _LOOK_SECONDS = 1.0  # between two looks at what other engines have written
+_LOOK_SECONDS_IN_MEMORY = 0.1
 _STALE_SECONDS = 600.0  # age at which an unfinished write belongs to nobody
 _MEASURED_SECONDS = 30.0  # age of the rate of reads after which it is measured again
 _KEPT_SHARE = 0.9  # of the bytes, after an eviction
 _WORTH_TIMING = 1 << 22  # bytes; the time of fewer is that of the call
 _PROBE_BYTES = 1 << 25
-
-Key = tuple[int, bytes]  # group, hash
-
-
-@dataclass(frozen=True, slots=True)
-class SlotMemory:
-    """Host memory in slots of num_bytes. address: of its first byte."""
-
-    view: memoryview
-    num_bytes: int
-    address: int
-
-    @property
-    def aligned(self) -> bool:
-        """Whether each slot can be read and written with O_DIRECT."""
-        return not (self.address % PAGE or self.num_bytes % PAGE)
-
-    @property
-    def count(self) -> int:
-        return len(self.view) // self.num_bytes
-
-    def slot(self, number: int) -> memoryview:
-        return self.view[number * self.num_bytes : (number + 1) * self.num_bytes]
 
 
 @dataclass(slots=True)
@@ -84,11 +69,8 @@ class _Read:
     left: int
     size: int
     began: float
+    used_ns: int  # the time of use of its first file
     failed: set[Key] = field(default_factory=set)
-
-
-class Damaged(Exception):
-    """A file that is short, foreign or damaged."""
 
 
 class DiskFiles:
@@ -105,6 +87,7 @@ class DiskFiles:
         *,
         key: bytes = b"",
         clear: bool = False,
+        free_memory: int = sys.maxsize,
     ) -> None:
         """Open a folder, measure its rate, and find what earlier engines have left there.
 
@@ -112,16 +95,19 @@ class DiskFiles:
         identity: what has to be equal for the bytes to be of use.
         key: encrypts the files, 32 bytes; b"" = they are plain.
         clear: delete what is there, at the start and at `close`, unless other engines use it.
+            A folder in memory is cleared at `close` in any case.
+        free_memory: bytes of host memory that a folder in memory may take.
         Raises ConfigError.
         """
         self.folder, self.num_bytes = folder, num_bytes
         self._identity = (*identity, blake2b(key, digest_size=8).hexdigest() if key else "")
-        self._cipher = _cipher(key) if key else None
+        self._in_memory, self._free_memory = in_memory(folder), free_memory
+        self._format = BlockFormat(key, direct=not self._in_memory)
         self._memories = {STATES: states} | dict.fromkeys(range(num_groups), blocks)
         self._clear = clear
         self._index: dict[int, dict[bytes, None]] = {group: {} for group in self._memories}
         self._lock = threading.Lock()  # of the counts that several threads change
-        self._reads: SimpleQueue[tuple[_Read, Key, int] | None] = SimpleQueue()
+        self._reads: SimpleQueue[tuple[_Read, Key, int, int] | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._finished: deque[tuple[int, frozenset[Key]]] = deque()
         self._written: deque[tuple[Key, int]] = deque()
@@ -166,24 +152,27 @@ class DiskFiles:
         largest = max(m.num_bytes for m in self._memories.values() if m is not None)
         return max(0, _QUEUE_BYTES - self._queued) // largest
 
-    def write(self, key: Key, slot: int) -> None:
-        """Queue the write of a slot, which must not change until `written` names it."""
+    def write(self, key: Key, slot: int, rank: int = 0) -> None:
+        """Queue the write of a slot, which must not change until `written` names it.
+
+        rank: the place in its prefix; of equally old files the last one is evicted first.
+        """
         own, fingerprint = self._own, self.fingerprint
-        size = self._memory(key).num_bytes
+        size, used_ns = self._memory(key).num_bytes, time.time_ns() - rank
         with self._lock:
             self._queued += size
-        self._jobs.put(lambda: self._write_job(own, fingerprint, key, slot, size))
+        self._jobs.put(lambda: self._write_job(own, fingerprint, key, slot, used_ns))
 
     def written(self) -> list[tuple[Key, int]]:
         """Return the slots that are no longer read for a write, each once."""
         return [self._written.popleft() for _ in range(len(self._written))]
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
-        """Begin to read files into slots; `finished` tells the end."""
+        """Begin to read files into slots, in the order of a prefix; `finished` tells the end."""
         size = sum(self._memory(key).num_bytes for key, _ in entries)
-        read = _Read(ticket, len(entries), size, time.monotonic())
-        for key, slot in entries:
-            self._reads.put((read, key, slot))
+        read = _Read(ticket, len(entries), size, time.monotonic(), time.time_ns())
+        for rank, (key, slot) in enumerate(entries):
+            self._reads.put((read, key, slot, read.used_ns - rank))
 
     def finished(self) -> list[tuple[int, frozenset[Key]]]:
         """Return (ticket, keys that could not be read) of reads that have ended, each once."""
@@ -241,7 +230,7 @@ class DiskFiles:
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if self._clear:
+        if self._clear or self._in_memory:
             self._clear_if_alone()
         os.close(self._lock_file)
 
@@ -249,7 +238,7 @@ class DiskFiles:
 
     def _name(self) -> tuple[bytes, Path]:
         state = blake2b(digest_size=16)
-        for part in (_MAGIC.decode(), *self._identity, *map(str, self._sizes())):
+        for part in (MAGIC.decode(), *self._identity, *map(str, self._sizes())):
             state.update(len(part.encode()).to_bytes(8, "little") + part.encode())
         return state.digest(), self.folder / f"kv-{state.hexdigest()}"
 
@@ -257,14 +246,21 @@ class DiskFiles:
         return [0 if memory is None else memory.num_bytes for memory in self._memories.values()]
 
     def _begin(self) -> None:
-        alone = self._clear_if_alone() if self._clear else False
+        alone = False
+        if self._clear:
+            alone = self._clear_if_alone()
+        elif self._in_memory:
+            alone = self._clear_if_alone(keep=self._own)
         _make(self._own)
         for path in self.folder.glob("kv-*/tmp-*"):
             with contextlib.suppress(OSError):
                 if alone or time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     path.unlink()
         self._look()
-        free = shutil.disk_usage(self.folder).free + self._used
+        free = shutil.disk_usage(self.folder).free
+        if self._in_memory:  # whose pages count as free until they are written
+            free = min(free, self._free_memory)
+        free += self._used
         if free < self.num_bytes:
             raise ConfigError(
                 f"disk_kv_bytes: {self.num_bytes} bytes were asked for, and {self.folder} has room "
@@ -273,15 +269,19 @@ class DiskFiles:
             )
         self._probe()
 
-    def _clear_if_alone(self) -> bool:
-        """Delete all files if no other engine uses the folder; return whether none does."""
+    def _clear_if_alone(self, keep: Path | None = None) -> bool:
+        """Delete all files if no other engine uses the folder; return whether none does.
+
+        keep: the folder of a model whose files stay.
+        """
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             fcntl.flock(self._lock_file, fcntl.LOCK_SH)
             return False
         for path in self.folder.glob("kv-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if path != keep:
+                shutil.rmtree(path, ignore_errors=True)
         fcntl.flock(self._lock_file, fcntl.LOCK_SH)
         return True
 
@@ -294,8 +294,8 @@ class DiskFiles:
         key = (0, bytes(16))
         try:
             for number, path in enumerate(paths):
-                self._put(path, self.fingerprint, key, number)
-                with _opened(path, os.O_RDONLY) as file:  # so that the disk itself is read
+                self._format.write(path, self.fingerprint, key, memory, number)
+                with opened(path, os.O_RDONLY) as file:  # so that the disk itself is read
                     os.fdatasync(file)
                     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
@@ -332,66 +332,17 @@ class DiskFiles:
             self._numbers += 1
             return self._own / f"tmp-{os.getpid()}-{id(self):x}-{self._numbers}"
 
-    def _put(self, path: Path, fingerprint: bytes, key: Key, slot: int) -> None:
-        """Write a slot to a new file."""
-        memory = self._memory(key)
-        data: Any = memory.slot(slot)
-        header = (_MAGIC, fingerprint, key[0], key[1], memory.num_bytes)
-        page = mmap.mmap(-1, PAGE)
-        if self._cipher is None:
-            _HEADER.pack_into(page, 0, *header, b"", b"")
-            checksum = zlib.crc32(data, zlib.crc32(page[: _HEADER.size]))
-            _SUM.pack_into(page, _HEADER.size, checksum)
-        else:
-            nonce = os.urandom(12)
-            bound = _HEADER.pack(*header, nonce, b"")
-            sealed = self._cipher.encrypt(nonce, data, bound)
-            _HEADER.pack_into(page, 0, *header, nonce, sealed[-16:])
-            data = memoryview(sealed)[:-16]
-        direct = memory.aligned and self._cipher is None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        try:
-            with _opened(path, flags, direct=direct) as file:
-                if os.writev(file, [page, data]) != PAGE + memory.num_bytes:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-
     def _get(self, path: Path, key: Key, slot: int, page: mmap.mmap) -> None:
         """Read a file into a slot. Raises OSError, and Damaged."""
-        memory = self._memory(key)
-        place = memory.slot(slot)
-        direct = memory.aligned and self._cipher is None
-        with _opened(path, os.O_RDONLY | os.O_NOFOLLOW, direct=direct) as file:
-            if os.fstat(file).st_size != PAGE + memory.num_bytes:
-                raise Damaged(f"{path} has another size")
-            if os.preadv(file, [page, place], 0) != PAGE + memory.num_bytes:
-                raise Damaged(f"{path} is short")
-            if not direct:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        header = (_MAGIC, self.fingerprint, *key, memory.num_bytes)
-        *fields, nonce, tag = _HEADER.unpack_from(page, 0)
-        if tuple(fields) != header:
-            raise Damaged(f"{path} is of another model, layout or block")
-        if self._cipher is None:
-            checksum = zlib.crc32(place, zlib.crc32(page[: _HEADER.size]))
-            if (checksum,) != _SUM.unpack_from(page, _HEADER.size):
-                raise Damaged(f"{path} has another checksum")
-            return
-        try:
-            bound = _HEADER.pack(*header, nonce, b"")
-            place[:] = self._cipher.decrypt(nonce, bytes(place) + tag, bound)
-        except Exception as error:  # cryptography's InvalidTag
-            raise Damaged(f"{path} is not what was encrypted") from error
+        self._format.read(path, self.fingerprint, key, self._memory(key), slot, page)
 
     # ---- reading -------------------------------------------------------------------------------
 
     def _run_reads(self) -> None:
         page = mmap.mmap(-1, PAGE)
         while (job := self._reads.get()) is not None:
-            read, key, slot = job
-            succeeded = self._read_one(key, slot, page)
+            read, key, slot, used_ns = job
+            succeeded = self._read_one(key, slot, used_ns, page)
             with self._lock:
                 read.left -= 1
                 if not succeeded:
@@ -399,12 +350,12 @@ class DiskFiles:
                 if not read.left:
                     self._end_read(read)
 
-    def _read_one(self, key: Key, slot: int, page: mmap.mmap) -> bool:
-        path = _path(self._own, key)
+    def _read_one(self, key: Key, slot: int, used_ns: int, page: mmap.mmap) -> bool:
+        path = path_of(self._own, key)
         try:
             self._get(path, key, slot, page)
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(path, ns=(used_ns, used_ns))
             return True
         except FileNotFoundError:  # another engine has evicted it
             pass
@@ -432,7 +383,8 @@ class DiskFiles:
     def _run_jobs(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        look_at = time.monotonic() + _LOOK_SECONDS
+        between = _LOOK_SECONDS_IN_MEMORY if self._in_memory else _LOOK_SECONDS
+        look_at = time.monotonic() + between
         while True:
             try:
                 job = self._jobs.get(timeout=max(0.0, look_at - time.monotonic()))
@@ -447,10 +399,10 @@ class DiskFiles:
                 logger.warning("KV blocks on disk: the folder was not kept", exc_info=True)
             if job == self._look_again or time.monotonic() >= look_at:
                 # a look at a million files takes a twentieth of the time at most
-                look_at = time.monotonic() + max(_LOOK_SECONDS, 20 * (time.monotonic() - began))
+                look_at = time.monotonic() + max(between, 20 * (time.monotonic() - began))
 
-    def _write_job(self, own: Path, fingerprint: bytes, key: Key, slot: int, size: int) -> None:
-        began = time.monotonic()
+    def _write_job(self, own: Path, fingerprint: bytes, key: Key, slot: int, used_ns: int) -> None:
+        began, size = time.monotonic(), self._memory(key).num_bytes
         try:
             if began < self._paused_until:
                 self.dropped += 1
@@ -460,10 +412,11 @@ class DiskFiles:
             if self._used + size + PAGE > self.num_bytes:
                 self.dropped += 1
                 return
-            path, temporary = _path(own, key), own / self._temporary().name
+            path, temporary = path_of(own, key), own / self._temporary().name
             new = not path.exists()
             if new:
-                self._put(temporary, fingerprint, key, slot)
+                self._format.write(temporary, fingerprint, key, self._memory(key), slot)
+                os.utime(temporary, ns=(used_ns, used_ns))
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 temporary.rename(path)
                 self._used += size + PAGE
@@ -488,7 +441,7 @@ class DiskFiles:
 
     def _delete(self, own: Path, keys: Sequence[Key]) -> None:
         for key in keys:
-            _path(own, key).unlink(missing_ok=True)
+            path_of(own, key).unlink(missing_ok=True)
             if own == self._own:
                 self._index[key[0]].pop(key[1], None)
         with self._lock:
@@ -520,10 +473,10 @@ class DiskFiles:
         for digest in hashes:
             with (
                 contextlib.suppress(OSError),
-                _opened(
-                    _path(self._own, (0, digest)),
+                opened(
+                    path_of(self._own, (0, digest)),
                     os.O_RDONLY | os.O_NOFOLLOW,
-                    direct=memory.aligned,
+                    direct=self._format.is_direct(memory),
                 ) as file,
             ):
                 size += os.preadv(file, buffers, 0)
@@ -553,7 +506,7 @@ class DiskFiles:
         size, keys = 0, set()
         with os.scandir(path) as entries:
             for entry in entries:
-                key = _key(entry.name)
+                key = key_of(entry.name)
                 memory = None if key is None else self._memories.get(key[0])
                 if own and key is not None and memory is not None:
                     size += memory.num_bytes + PAGE
@@ -592,45 +545,18 @@ class DiskFiles:
             path.unlink(missing_ok=True)
             self._used -= size
             self.evictions += 1
-            key = _key(path.name)
+            key = key_of(path.name)
             if key is not None and path.parent.parent == self._own:
                 self._index.get(key[0], {}).pop(key[1], None)
 
 
-def _path(own: Path, key: Key) -> Path:
-    name = key[1].hex()
-    return own / name[:2] / f"{name}.{'s' if key[0] == STATES else key[0]}"
-
-
-def _key(name: str) -> Key | None:
-    """Return the group and hash that a file's name tells; None for other names."""
-    digest, _, group = name.partition(".")
-    try:
-        return STATES if group == "s" else int(group), bytes.fromhex(digest)
-    except ValueError:
-        return None
+def in_memory(folder: Path) -> bool:
+    """Whether files of a folder are host memory, which all processes of the machine share."""
+    return folder.is_relative_to(_IN_MEMORY)
 
 
 def _make(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int, *, direct: bool = False) -> Any:
-    """Open a file for the block; with O_DIRECT if the file system has that."""
-    try:
-        file = os.open(path, flags | os.O_DIRECT if direct else flags, 0o600)
-    except OSError as error:
-        if not direct or error.errno != errno.EINVAL:
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            if flags & os.O_CREAT:  # the refusal may come after the file
-                path.unlink()
-        file = os.open(path, flags, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _open_folder(folder: Path) -> int:
@@ -655,43 +581,3 @@ def _refusal(folder: Path, error: OSError) -> ConfigError:
         "this user can write, on a disk with room, or leave disk_kv_bytes out",
         param="disk_kv_folder",
     )
-
-
-def read_key(path: str) -> bytes:
-    """Return the key of a file, 32 bytes or their 64 hexadecimal digits. Raises ConfigError."""
-    way_out = "make one with `openssl rand -hex 32`, mode 0600"
-    try:
-        data = Path(path).read_bytes()
-        open_to_others = Path(path).stat().st_mode & 0o077
-    except OSError as error:
-        raise ConfigError(
-            f"disk_kv_key_file: {path}: {error.strerror or error}; {way_out}",
-            param="disk_kv_key_file",
-        ) from error
-    if open_to_others:
-        raise ConfigError(
-            f"disk_kv_key_file: others than this user can read {path}; run `chmod 600 {path}`",
-            param="disk_kv_key_file",
-        )
-    if len(data) != 32:
-        try:
-            data = bytes.fromhex(data.decode().strip())
-        except ValueError:
-            data = b""
-    if len(data) != 32:
-        raise ConfigError(
-            f"disk_kv_key_file: {path} has no key of 32 bytes; {way_out}", param="disk_kv_key_file"
-        )
-    return data
-
-
-def _cipher(key: bytes) -> Any:
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError as error:
-        raise ConfigError(
-            "disk_kv_key_file: the package cryptography is missing; run `pip install cryptography`,"
-            " or set disk_kv_clear instead",
-            param="disk_kv_key_file",
-        ) from error
-    return AESGCM(key)

@@ -52,8 +52,11 @@ class BlockFiles(Protocol):
         """Return how many writes can be queued now."""
         ...
 
-    def write(self, key: Key, slot: int) -> None:
-        """Queue the write of a slot, which does not change until `written` names it."""
+    def write(self, key: Key, slot: int, rank: int = 0) -> None:
+        """Queue the write of a slot, which does not change until `written` names it.
+
+        rank: the place in its prefix; of equally old files the last one is evicted first.
+        """
         ...
 
     def written(self) -> list[tuple[Key, int]]:
@@ -61,7 +64,7 @@ class BlockFiles(Protocol):
         ...
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
-        """Begin to read files into slots."""
+        """Begin to read files into slots, in the order of a prefix."""
         ...
 
     def finished(self) -> list[tuple[int, frozenset[Key]]]:
@@ -162,10 +165,11 @@ class DiskTier:
             pinned = self._host.num_slots // 4 - len(self.writing)
             room = max(0, min(self.files.room(), pinned))
             self.dropped += max(0, len(entries) - room)
-            for key, slot in entries[len(entries) - room :]:
+            # Head first, as nothing can start from a tail if this process is killed.
+            for rank, (key, slot) in enumerate(reversed(entries[len(entries) - room :])):
                 if self._host.slot_of(key) == slot and key not in self.writing:
                     self.writing[key] = slot
-                    self.files.write(key, slot)
+                    self.files.write(key, slot, rank)
         self.take_written()
         for ticket, failed in self.files.finished():
             self._finish(ticket, self._reads.pop(ticket), failed)
