@@ -539,6 +539,8 @@ class Scheduler(RequestPhases):
             self._end(request)
         for request in outcome.ended:
             self._end(request)
+        for entry in launched.firsts:
+            self.memory.store_computed(launched.requests[entry], self.done_step)
         if self.memory.deferred:
             self._give_back()
         if self.drafts is not None and self.in_flight:

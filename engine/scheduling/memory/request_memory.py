@@ -166,6 +166,21 @@ class RequestMemory:
         count = -(-tokens // pool.block_size) - len(request.blocks)
         return [block for _, _, block in pool.extend((request,), count)]
 
+    def store_computed(self, request: Request, done_step: int) -> None:
+        """Write a running request's computed blocks to the disk tier, so that other engines find
+        them if this one dies. Blocks of its later tokens are stored when the request leaves.
+
+        done_step: the last step that is done; it has sampled the request's last token.
+        """
+        tier = self.tier
+        if tier is None or tier.disk is None or request.id not in self.running:
+            return
+        pool = self.pool(request)
+        count = min((len(request.token_ids) - 1) // pool.block_size, request.num_registered)
+        worth = request.hashes[: min(count, request.num_reused)]
+        if worth and request.cacheable:
+            tier.store(pool, pool.held(request), worth, self.snapshots, done_step)
+
     def release(self, request: Request) -> None:
         """Take the request's row and blocks; `give_back` frees them when its last step is done."""
         pool = self.pool(request)

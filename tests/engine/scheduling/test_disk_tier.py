@@ -55,6 +55,18 @@ def test_evicted_prefix_comes_from_disk(async_scheduling: bool, delay: int) -> N
     assert driver.core.stats().disk_kv_failed_reads == 0
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_running_requests_are_written(async_scheduling: bool) -> None:
+    """Bug: what a replica that is killed has computed of a long stream is nowhere else."""
+    driver = make_driver(async_scheduling=async_scheduling)
+    number = driver.add_request(PROMPT, max_tokens=15, ignore_eos=True)
+    for _ in range(6):
+        driver.step()
+    assert not driver.outputs[number].finish
+    assert len(files_of(driver).files[0]) == 4, "a quarter of the slots is written at once"
+    driver.finish()
+
+
 @pytest.mark.parametrize("field, others", [("cache_salt", "tenant"), ("adapter", "lora")])
 def test_others_share_nothing(field: str, others: str) -> None:
     """Bug: a tenant, or an adapter, gets the keys of another by way of the disk."""
