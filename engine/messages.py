@@ -373,7 +373,8 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     ticket: of the newest order that the engine had carried out before this frame.
     taken: ids of requests that `stats` counts for the first time, refused ones included. Until its
         id is here, the router that sent a request adds it to the figures itself.
-    gone: joined hashes of prefixes that have left the prefix cache and the host tier.
+    gone: joined hashes of prefixes that have left the prefix cache and the tiers below it.
+    lowered: likewise of those that have left the prefix cache, and are in a tier below it.
     """
 
     stats: EngineStats
@@ -382,6 +383,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     ticket: int = 0
     taken: list[int] = []
     gone: bytes = b""
+    lowered: bytes = b""
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):

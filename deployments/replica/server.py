@@ -320,9 +320,11 @@ class ReplicaServer:
         # heartbeat.
         idle = not stats.running and not stats.waiting
         routers = self._routers
-        for router in routers.values() if frame.gone else ():
+        for router in routers.values() if frame.gone or frame.lowered else ():
             if len(router.gone) < _MAX_PREFIX_BYTES * 8:
                 router.gone += frame.gone
+            if len(router.lowered) < _MAX_PREFIX_BYTES * 8:
+                router.lowered += frame.lowered
         pause = _IDLE_NEWS * max(1.0, len(routers) / _FEW_ROUTERS)
         for id in frame.taken:
             sender = routers.get(id >> _ROUTER_BITS)

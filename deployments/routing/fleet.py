@@ -32,7 +32,8 @@ Fields = NDArray[np.float64]  # [fields, columns]
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING, _MOVE = range(10)
 # What admission asks of each replica: see `Fleet.places` and the fields after it.
 _PLACES, _FREE_ROWS, _ROUTERS, _RATE, _ROWS, _FIRST, _ROLE = range(10, 17)
-_FIELDS = 17
+_LOAD = 17
+_FIELDS = 18
 # The codes of `ReplicaState.role`; DECODES goes on with prompts of others.
 ENGINE, PREFILL, DECODES = range(3)
 _ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
@@ -91,6 +92,7 @@ class Fleet:
         self.room, self.beyond = table[_ROOM], table[_BEYOND]
         self.due = table[_DUE]  # time at which a missing frame counts as silence
         self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
+        self.load = table[_LOAD]  # seconds for each token that is loaded from host memory or disk
         self.move = table[_MOVE]  # seconds for each token that is pulled from another replica
         self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
         # ReplicaState.room; -inf where no request may be sent.
@@ -226,6 +228,11 @@ class Fleet:
         if replica.column >= 0:
             self.index.remove(prefix_hashes, replica.column)
 
+    def lower_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
+        """Record that prefixes have left a replica's device for a tier below it, as hashes."""
+        if replica.column >= 0:
+            self.index.lower(prefix_hashes, replica.column)
+
     def adapter_loaded(self, seconds: float) -> None:
         """Note that a request waited some seconds until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
@@ -334,6 +341,7 @@ class Fleet:
             table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step
         table[_ENDING, column] = ending
+        table[_LOAD, column] = min(token, replica.load_seconds(token))
         table[_MOVE, column] = replica.move_seconds() if replica.kv_token_bytes else np.inf
         table[_VICTIM, column] = 0.0
         held = self._held.get(column, ())

@@ -66,6 +66,8 @@ class PrefixIndex:
         self.capacity = 0
         self._limit = limit
         self._holders: OrderedDict[bytes, int] = OrderedDict()  # hash -> bit set, oldest first
+        # Hash -> those of its holders that have it in host memory or on disk.
+        self._lower: dict[bytes, int] = {}
         self._size = 0
         self._gone = 0  # bit set of holders whose pairs are to be dropped by the next sweep
 
@@ -93,6 +95,28 @@ class PrefixIndex:
             matches.append((held, at))
         return matches[: -limit - 1 : -1]
 
+    def lowered(self, prefix_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return (index, holders) of the hashes that replicas have in host memory or on disk."""
+        lower, held = self._lower, ~self._gone
+        if not lower:
+            return []
+        known = ((index, held & lower.get(name, 0)) for index, name in enumerate(prefix_hashes))
+        return [(index, holders) for index, holders in known if holders]
+
+    def lower(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
+        """Record that a replica has a prefix no longer on its device, and in a tier below it."""
+        bit = 1 << holder
+        for prefix_hash in prefix_hashes:
+            if self._holders.get(prefix_hash, 0) & bit:
+                self._lower[prefix_hash] = self._lower.get(prefix_hash, 0) | bit
+
+    def _raise(self, prefix_hash: bytes, holders: int) -> None:
+        """Record that replicas have a prefix on their devices, or not at all."""
+        if low := self._lower.get(prefix_hash, 0) & holders:
+            self._lower[prefix_hash] ^= low
+            if not self._lower[prefix_hash]:
+                del self._lower[prefix_hash]
+
     def add_prefix(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """Record that a replica will cache a prefix, because a request with it was sent there."""
         holders = self._holders
@@ -106,10 +130,13 @@ class PrefixIndex:
                 holders[prefix_hash] = known | bit
                 self._size += 1
             holders.move_to_end(prefix_hash)
+            if self._lower:
+                self._raise(prefix_hash, bit)
         most = min(self.capacity or self._limit, self._limit)
         while self._size > most:
-            _, gone = holders.popitem(last=False)
+            dropped, gone = holders.popitem(last=False)
             self._size -= gone.bit_count()
+            self._lower.pop(dropped, None)
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """Record that a replica has not cached a prefix after all."""
@@ -117,6 +144,7 @@ class PrefixIndex:
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)
             if known & bit:
+                self._raise(prefix_hash, bit)
                 self._size -= 1
                 if known == bit:
                     del self._holders[prefix_hash]
@@ -136,6 +164,7 @@ class PrefixIndex:
         present, holders = ~self._gone, self._holders
         stale = [(name, known) for name, known in holders.items() if known & self._gone]
         for name, known in stale:
+            self._raise(name, self._gone)
             if known & present:
                 holders[name] = known & present
             else:

@@ -33,6 +33,7 @@ _AHEAD_UNKNOWN = 1 / 2  # the same share until the replica's prompt rate is meas
 _MISSED_TOKENS = 20_000
 # Bytes and seconds of moves of KV blocks that are assumed besides the measured ones: 1 GB/s.
 _MOVED = (64e6, 0.064)
+_LOADED = 4096  # tokens of loads that are assumed before any were measured
 
 
 class FadingRate:
@@ -254,6 +255,17 @@ class ReplicaState:
         rate = (stats.moved_bytes + _MOVED[0]) / (stats.move_seconds + _MOVED[1])
         failed = (stats.failed_moves + 1) / (stats.moves + 2) if stats.failed_moves else 0.0
         return self.kv_token_bytes / rate / max(0.01, 1 - failed)
+
+    def load_seconds(self, token: float) -> float:
+        """Return the seconds that a token's KV blocks take from host memory or disk to the device,
+        as requests have waited for them.
+
+        token: the seconds to compute a token, of which a tenth is assumed until tokens were loaded.
+        """
+        stats = self.stats
+        tokens = stats.host_kv_loaded_tokens
+        seconds = stats.host_kv_wait_seconds + stats.disk_kv_wait_seconds
+        return (seconds + _LOADED * token / 10) / (tokens + _LOADED)
 
     # -- how many more choices to send
 

@@ -10,7 +10,8 @@ It needs no clock and no Ray. Costs are in seconds. The cost of a replica is the
   + its silence, if it is busy and a frame is overdue
 
 A replica that can pull the prefix from another one (engine.kv_moves) counts these tokens at the
-seconds that they take to move, where that is less.
+seconds that they take to move, where that is less. Tokens that a replica has in host memory or on
+disk count the seconds of their loads.
 
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
@@ -80,6 +81,7 @@ def route(
     if late.max() > 0:
         cost += np.maximum(late, 0.0)
     cached: NDArray[np.float64] | None = None
+    low: NDArray[np.float64] | None = None
     if request.prefix_hashes:
         matches = fleet.index.match(request.prefix_hashes)
         if matches:
@@ -87,10 +89,13 @@ def route(
             for holders, prefix_hashes in matches:
                 cached[_columns(holders, len(cost))] = prefix_hashes * STRIDE
             cost -= cached * terms[TOKEN]
+            low = _lowered(fleet, request.prefix_hashes, cached)
+            if low is not None:
+                cost += low * fleet.load
     pulled: NDArray[np.float64] | None = None
     source = -1
     if cached is not None and np.isfinite(fleet.move).any():
-        source, pulled = _moves(fleet, cached)
+        source, pulled = _moves(fleet, cached, low)
         cost -= pulled
     has: NDArray[np.bool_] | None = None
     if request.adapter:
@@ -118,13 +123,14 @@ def route(
     steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    column, reason = _choose(request, fleet, random, cost, equal, cached, has)
+    column, reason = _choose(request, fleet, random, cost, equal, cached, low, has)
     saved = 0 if cached is None else int(cached[column])
     chosen = fleet.columns[column]
     assert chosen is not None
     holder = None
     if cached is not None and pulled is not None and pulled[column] > 0:
-        holder, saved, reason = fleet.columns[source], int(cached[source]), "move"
+        holder, reason = fleet.columns[source], "move"
+        saved = int(cached[source] - (0 if low is None else low[source]))
     return RoutingDecision(
         chosen.name,
         reason,
@@ -135,13 +141,32 @@ def route(
     )
 
 
-def _moves(fleet: Fleet, cached: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
+def _lowered(
+    fleet: Fleet, prefix_hashes: Sequence[bytes], cached: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """Return how many of its cached tokens each column has to load from host memory or disk; None =
+    none has to."""
+    lowered = fleet.index.lowered(prefix_hashes)
+    if not lowered:
+        return None
+    low = np.zeros(len(cached))
+    for index, holders in lowered:
+        low[_columns(holders, len(low))] += STRIDE * (
+            cached[_columns(holders, len(low))] > index * STRIDE
+        )
+    return low
+
+
+def _moves(
+    fleet: Fleet, cached: NDArray[np.float64], low: NDArray[np.float64] | None
+) -> tuple[int, NDArray[np.float64]]:
     """Return the column from which others may pull the prefix, and the seconds that each column
     saves by that; 0 where computing is faster.
 
     cached: prompt tokens that each column has.
+    low: those of them that are not on its device, from where alone they move.
     """
-    held = np.where(np.isfinite(fleet.move), cached, 0.0)
+    held = np.where(np.isfinite(fleet.move), cached if low is None else cached - low, 0.0)
     most = held.max()
     sources = (held == most).nonzero()[0]
     source = int(sources[fleet.terms[FIXED, sources].argmin()])
@@ -159,6 +184,7 @@ def _choose(
     cost: NDArray[np.float64],
     equal: NDArray[np.intp],
     cached: NDArray[np.float64] | None,
+    low: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
     """Return one of the columns in `equal`, and the reason."""
@@ -173,6 +199,8 @@ def _choose(
             most = cached.max()
             warm = equal[cached[equal] == most]
             if len(warm):
+                if low is not None:  # a hit on the device comes before one in host memory
+                    warm = warm[low[warm] == low[warm].min()]
                 return _of_two(random, cost, warm), "prefix"
             return _owner(fleet, equal, request.prefix_hashes[int(most) // STRIDE - 1]), "spill"
         return _owner(fleet, equal, request.prefix_hashes[0]), "owner"

@@ -364,7 +364,7 @@ class ReplicaEnd(ChannelConnection):
         # For this router's next frame: prefix hashes that other routers have sent, those that the
         # engine has evicted, and the ids of its own requests that the stats now count.
         self.prefix_hashes = bytearray()
-        self.gone = bytearray()
+        self.gone, self.lowered = bytearray(), bytearray()
         self.taken: list[int] = []
         self._on_made = on_made
         self._on_open = on_open
@@ -381,10 +381,10 @@ class ReplicaEnd(ChannelConnection):
         told."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
-        gone = bytes(self.gone)
-        self.prefix_hashes.clear()
-        self.gone.clear()
-        self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken, gone=gone))
+        gone, lowered = bytes(self.gone), bytes(self.lowered)
+        for sent in (self.prefix_hashes, self.gone, self.lowered):
+            sent.clear()
+        self.send(StepFrame(stats, deltas, prefix_hashes, 0, taken, gone, lowered))
 
     def since_sent(self, now: float) -> float:
         """Return the seconds since the last frame to this router. now: the loop's time."""

@@ -461,9 +461,9 @@ class FakeCore:
         for message in self._pause.end():
             self.add_request(message)
 
-    def take_gone(self) -> bytes:
+    def take_evicted(self) -> tuple[bytes, bytes]:
         """Return nothing, as the fake core has no prefix cache."""
-        return b""
+        return b"", b""
 
     def serve_kv(self, host: str, ticket: int) -> None:
         """Do nothing, as the fake core has no KV blocks."""

@@ -481,9 +481,9 @@ class EngineCore:
         if self._growth is not None:
             self._growth.wake = wake
 
-    def take_gone(self) -> bytes:
-        """Return the field `gone` of the next frame."""
-        return self.scheduler.memory.take_gone()
+    def take_evicted(self) -> tuple[bytes, bytes]:
+        """Return the fields `gone` and `lowered` of the next frame."""
+        return self.scheduler.memory.take_evicted()
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters

@@ -146,6 +146,8 @@ class ReplicaClient:
         if isinstance(message, StepFrame):
             now = time.monotonic()
             self.state.observe(message.stats, message.taken, now)
+            if message.lowered:
+                self._fleet.lower_prefix(self.state, unpack_hashes(message.lowered))
             if message.gone:
                 self._fleet.remove_prefix(self.state, unpack_hashes(message.gone))
             if message.prefix_hashes:

@@ -29,7 +29,7 @@ read.
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
@@ -193,6 +193,7 @@ class HostTier:
         self.filling: set[int] = set()
         self.filling_states: set[int] = set()
         self.disk = None if files is None else DiskTier(self, files)
+        self.on_drop: Callable[[bytes], None] = lambda digest: None  # a block has left host memory
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -207,6 +208,16 @@ class HostTier:
     def __contains__(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash on the host."""
         return all(digest in slots for slots in self.slots)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether every group has the block of this hash on the host or on disk."""
+        disk = self.disk
+        if disk is None:
+            return digest in self
+        return all(
+            digest in slots or disk.files.has((group, digest))
+            for group, slots in enumerate(self.slots)
+        )
 
     @property
     def num_loads(self) -> int:
@@ -377,6 +388,7 @@ class HostTier:
         del self.slots[name[0]][name[1]], self._order[slot]
         if slot not in self._busy(0):
             self._free.append(slot)
+        self.on_drop(name[1])
 
     # ---- loads ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import Start
 
 _MOST_GONE = 1 << 15  # bytes of hashes of evicted prefixes for a frame; further ones are dropped
+_MOST_NAMES = 1 << 18  # names of prefixes, which files below the host tier may outlive
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class RequestMemory:
         self.running: dict[int, Request] = {}
         self.deferred: list[DeferredRelease] = []
         self.reserved_blocks = 0
-        self._gone = bytearray()
+        self._gone, self._lowered = bytearray(), bytearray()
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
@@ -82,6 +83,8 @@ class RequestMemory:
             )
         for pool in self.pools:
             pool.on_forget = self._forgotten
+        if self.tier is not None:
+            self.tier.on_drop = self._dropped
 
     def _forgotten(self, digest: bytes) -> None:
         """Note that a block has left the prefix cache."""
@@ -89,10 +92,24 @@ class RequestMemory:
             self.snapshots.forget(digest)
         if self.tier is not None:
             self.tier.evicted(digest)
-        name = self._routed.pop(digest, b"")
-        on_host = self.tier is not None and digest in self.tier
-        if name and not on_host and len(self._gone) < _MOST_GONE:
-            self._gone += name
+        name = self._routed.get(digest, b"")
+        if not name:
+            return
+        if self.tier is None or not self.tier.has(digest):
+            del self._routed[digest]
+            if len(self._gone) < _MOST_GONE:
+                self._gone += name
+        elif len(self._lowered) < _MOST_GONE:
+            self._lowered += name
+
+    def _dropped(self, digest: bytes) -> None:
+        """Note that a block has left host memory."""
+        if digest not in self._routed or any(pool.is_resident(digest) for pool in self.pools):
+            return
+        if self.tier is None or not self.tier.has(digest):
+            name = self._routed.pop(digest)
+            if len(self._gone) < _MOST_GONE:
+                self._gone += name
 
     def _name_prefixes(self, request: Request) -> None:
         """Note by which names routers know the cached prefixes of a request."""
@@ -104,12 +121,16 @@ class RequestMemory:
             name = names[index * PREFIX_BYTES : (index + 1) * PREFIX_BYTES]
             if name:
                 self._routed[digest] = name
+        while len(self._routed) > _MOST_NAMES:
+            del self._routed[next(iter(self._routed))]
 
-    def take_gone(self) -> bytes:
-        """Return the joined names of prefixes that have left the caches since the last call."""
-        gone = bytes(self._gone)
+    def take_evicted(self) -> tuple[bytes, bytes]:
+        """Return the joined names of prefixes that have left the caches since the last call, and of
+        those that are in a tier below the device."""
+        evicted = bytes(self._gone), bytes(self._lowered)
         self._gone.clear()
-        return gone
+        self._lowered.clear()
+        return evicted
 
     def pool(self, request: Request) -> BlockManager:
         """Return the pool of the request's blocks, while the request has a row."""

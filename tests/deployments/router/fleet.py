@@ -228,8 +228,8 @@ class LocalEngine:
 
     def _send(self, deltas: list[Delta]) -> None:
         taken, self._taken = self._taken, []
-        gone = self.core.take_gone()
-        frame = StepFrame(self.core.stats(), deltas, ticket=self._ticket, taken=taken, gone=gone)
+        gone, lowered = self.core.take_evicted()
+        frame = StepFrame(self.core.stats(), deltas, b"", self._ticket, taken, gone, lowered)
         self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
 
 

@@ -58,6 +58,38 @@ def test_source_is_named_where_it_pays() -> None:
     assert decision is not None and decision.source == ""
 
 
+def test_tiers_are_weighed() -> None:
+    """Bugs: a prefix in host memory counts as much as one on the device, or nothing; a slow host
+    tier counts as a fast one; a block is to move that is in host memory alone."""
+    fleet = moving(a=stats(), b=stats())
+    for name in ("a", "b"):
+        decision = route(LONG, fleet, Random(0), 0.0, among=[name])
+        assert decision is not None
+        sent(fleet, decision, LONG)
+        see(fleet, name, stats(), taken=range(10_000))
+    assert min(choose(fleet, LONG).values()) > 20, "both have it on the device"
+    fleet.lower_prefix(fleet.replicas["a"], LONG.prefix_hashes[10:])
+    assert choose(fleet, LONG) == {"b": 100}
+    fleet.remove_prefix(fleet.replicas["b"], LONG.prefix_hashes)
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None
+    assert (decision.replica, decision.cached, decision.source) == ("a", 2560, ""), "a host hit"
+    busy = stats(waiting_tokens=100_000)
+    see(fleet, "a", busy)
+    decision = route(LONG, fleet, Random(0), 0.0)
+    assert decision is not None
+    assert (decision.replica, decision.source, decision.cached) == ("b", "a", 640), "and computes"
+    before = decision.seconds
+    slow = stats(host_kv_loaded_tokens=100_000, host_kv_wait_seconds=10.0)
+    see(fleet, "a", stats())
+    fast = route(LONG, fleet, Random(0), 0.0, among=["a"])
+    see(fleet, "a", slow)
+    late = route(LONG, fleet, Random(0), 0.0, among=["a"])
+    assert fast is not None and late is not None and fast.seconds < late.seconds < before + 1
+    sent(fleet, late, LONG)
+    assert not fleet.index.lowered(LONG.prefix_hashes), "it is loaded"
+
+
 def test_draining_replica_is_a_source() -> None:
     """Bug: what a replica that leaves has in its cache is computed again."""
     fleet = moving(a=stats(), b=stats(), c=stats())

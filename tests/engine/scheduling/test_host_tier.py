@@ -296,7 +296,7 @@ def test_random_lives(changes: dict[str, Any]) -> None:
     assert loaded > 20, "these runs are meant to load"
 
 
-@pytest.mark.parametrize("host", [None, ALL], ids=["alone", "host tier"])
+@pytest.mark.parametrize("host", [None, HostPlan(200, 1, everything=True)], ids=["alone", "host"])
 def test_evicted_prefixes_are_told(host: HostPlan | None) -> None:
     """Bugs: routers are not told that a prefix is gone; or they are though the host has it, or
     though it is still on the device."""
@@ -304,11 +304,22 @@ def test_evicted_prefixes_are_told(host: HostPlan | None) -> None:
     names = b"prefix-1" + b"prefix-2"
     prompt = [2 + i * i % 47 for i in range(150)]
     say(driver, prompt, prefix_hashes=names)
-    assert driver.core.take_gone() == b""
+    assert driver.core.take_evicted() == (b"", b"")
     say(driver, [9] * 130)  # evicts the tail alone
-    assert driver.core.take_gone() == (b"" if host else b"prefix-2")
+    assert driver.core.take_evicted() == ((b"", b"prefix-2") if host else (b"prefix-2", b""))
     say(driver, [8] * 180)
-    gone = driver.core.take_gone()
-    assert gone == (b"" if host else b"prefix-1")
+    assert driver.core.take_evicted() == ((b"", b"prefix-1") if host else (b"prefix-1", b""))
     driver.core.reset_prefix_cache()
-    assert driver.core.take_gone() == b""
+    gone, _ = driver.core.take_evicted()
+    assert len(gone) == (16 if host else 0), "and no longer on the host"
+
+
+def test_prefixes_that_leave_the_host_are_told() -> None:
+    """Bug: routers go on sending conversations to a replica whose host memory has dropped them."""
+    driver = make_driver(HostPlan(40, 1, everything=True), num_blocks=60, max_model_len=200)
+    say(driver, [2 + i * i % 47 for i in range(150)], prefix_hashes=b"prefix-1" + b"prefix-2")
+    gone = b""
+    for number in range(6):
+        say(driver, [10 + number] * 150)
+        gone += driver.core.take_evicted()[0]
+    assert sorted((gone[:8], gone[8:])) == [b"prefix-1", b"prefix-2"]
