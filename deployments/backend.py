@@ -63,6 +63,7 @@ class GenerationRequest:
     adapter: AdapterRecord | None = None
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
+    session: bytes = b""  # digest of the session that the client names; b"": none
     key: str = ""  # the tenant, by which waiting requests are shared fairly
     owner: str = ""  # digest of the API key; only its holder may ask for the request's outcome
     # Name under which replicas keep the output tokens for a while; "": they do not.

@@ -130,6 +130,7 @@ class Assignment:
             if caches
             else [],
             "" if adapter is None else adapter.name,  # the adapter's name at replicas
+            request.session,
         )
         now = time.monotonic()
         sent_before = inflight.replicas or request.emitted

@@ -34,6 +34,7 @@ _WHY = {
     "prefix": "it has the beginning of the prompt in its cache",
     "adapter": "it has the adapter",
     "owner": "it shall be the one that has this prefix or adapter",
+    "session": "its session is there",
     "spill": "the one that has the prefix or adapter is too busy",
     "only": "no other replica could take it",
 }

@@ -11,6 +11,8 @@ class RoutingRequest:
     prefix_hashes: hashes of the prompt's prefixes (prefix_index.hash_prefix).
     sequences: number of choices.
     adapter: name of the adapter; "": none.
+    session: digest of the session that the client names, whose requests go to one replica; b"":
+        none.
     """
 
     prompt_tokens: int
@@ -18,6 +20,7 @@ class RoutingRequest:
     sequences: int = 1
     prefix_hashes: Sequence[bytes] = ()
     adapter: str = ""
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class RoutingDecision:
     replica: name of the replica.
     reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (the replica is to have it);
         "spill" (the replica that has it is too busy); "move" (the same, and it pulls the prefix
-        from there); "only" (it is the only replica).
+        from there); "session" (its session is there); "only" (it is the only replica).
     seconds: expected time to the first token.
     cached: prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.prefix_index import STRIDE, PrefixIndex
 from deployments.routing.replica_state import ReplicaState
+from deployments.routing.sessions import Sessions
 from deployments.routing.step_cost import StepCost
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
@@ -60,6 +61,7 @@ class Fleet:
         self.columns: list[ReplicaState | None] = []
         self.replicas: dict[str, ReplicaState] = {}
         self.holders: dict[str, set[int]] = {}  # adapter -> columns of the replicas that have it
+        self.sessions = Sessions()
         self.popularity = Popularity()  # how often each adapter is requested
         self.adapter_seconds = _ADAPTER_SECONDS
         # Column -> its adapters, the next one to be evicted last.
@@ -209,6 +211,8 @@ class Fleet:
             uncached = 0
         if replica.column < 0:
             return
+        if request.session:
+            self.sessions.note(request.session, replica.name)
         if request.adapter:
             self.popularity.count(request.adapter, now)
             held = self._held.get(replica.column, ())

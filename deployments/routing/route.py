@@ -13,6 +13,9 @@ A replica that can pull the prefix from another one (engine.kv_moves) counts the
 seconds that they take to move, where that is less. Tokens that a replica has in host memory or on
 disk count the seconds of their loads.
 
+A session that the client names stays at its replica, or begins at one by consistent hashing, unless
+the replica is gone, has no room, or its queue is `_SESSION_SECONDS` longer than the shortest.
+
 Costs within `_TIE` of each other count as equal, as a queue is known to half a step at best. Among
 equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
 decides, so that routers agree without communication, and further replicas come into use as the load
@@ -45,6 +48,7 @@ _OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before
 _TIE = (0.05, 0.5)  # share of the cost; steps
 _ADAPTER_TIE = 2.0  # steps; a larger tie, as each copy of an adapter takes another one's slot
 _VICTIM = 2.0  # most that evicting another adapter counts, in adapter loads
+_SESSION_SECONDS = 1.0  # by which the queue of a session's replica may be longer than another's
 _COPY = 4.0  # weight of an adapter load against waiting: the slot is worth more than the delay
 
 
@@ -123,7 +127,9 @@ def route(
     steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    column, reason = _choose(request, fleet, random, cost, equal, cached, low, has)
+    column, reason = _pinned(request, fleet, cost, now), "session"
+    if column < 0:
+        column, reason = _choose(request, fleet, random, cost, equal, cached, low, has)
     saved = 0 if cached is None else int(cached[column])
     chosen = fleet.columns[column]
     assert chosen is not None
@@ -175,6 +181,22 @@ def _moves(
         saved = lacking * (fleet.terms[TOKEN] - fleet.move) - MOVE_SECONDS
     saved[~(saved > 0) | (lacking < MOVE_TOKENS)] = 0.0
     return source, saved
+
+
+def _pinned(request: RoutingRequest, fleet: Fleet, cost: NDArray[np.float64], now: float) -> int:
+    """Return the column of the request's session; -1 if it names none, or must not go there."""
+    if not request.session:
+        return -1
+    possible = np.isfinite(cost).nonzero()[0]
+    place = fleet.replicas.get(fleet.sessions.place(request.session))
+    if place is not None and place.available:
+        column = place.column
+    else:
+        column = _owner(fleet, possible, request.session)
+    queues = fleet.terms[FIXED] + np.maximum(now - fleet.due, 0.0)
+    if cost[column] == np.inf or queues[column] > queues[possible].min() + _SESSION_SECONDS:
+        return -1
+    return column
 
 
 def _choose(

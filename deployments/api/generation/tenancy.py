@@ -11,6 +11,7 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
 DEADLINE_HEADER = "x-deadline-seconds"
+SESSION_HEADER = "x-session-id"
 _MAX_KEY = 256  # bytes of a name that goes into the key
 
 
@@ -87,6 +88,15 @@ def queue_place(exchange: HttpExchange, queue: QueueFields, options: ApiOptions)
     # The key's part comes first and has one length: no salt reaches another key's blocks.
     salt = f"{own}/{queue.cache_salt}" if own else queue.cache_salt
     return QueuePlace(key, None if seconds is None else exchange.began + seconds, priority, salt)
+
+
+def session_of(exchange: HttpExchange) -> bytes:
+    """Return the digest of the session that a caller names; b"" for none."""
+    names = exchange.headers.get(SESSION_HEADER.encode(), [])
+    if not names or not names[0].strip():
+        return b""
+    own = hashlib.sha256(exchange.caller.id.encode()).digest()
+    return hashlib.sha256(own + names[0].strip()).digest()[:8]
 
 
 def _header_seconds(header: bytes, most: float | None) -> float:

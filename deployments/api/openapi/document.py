@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
-from deployments.api.generation.tenancy import DEADLINE_HEADER
+from deployments.api.generation.tenancy import DEADLINE_HEADER, SESSION_HEADER
 from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ApiOptions
 from deployments.api.route import Operation, Route
@@ -59,6 +59,7 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
         "Seconds until the answer must have ended",
         number(0, MAX_DEADLINE, above=True),
     ),
+    (SESSION_HEADER, "A name: requests of one name go to one replica", TEXT),
     (WANTED.decode(), "1: events have ids, from which a cut stream goes on", one_of("1")),
     (LAST.decode(), "Of a stream that was cut: the last event's id", TEXT),
     ("x-return-timing", "1: usage tells where the time went", one_of("1")),

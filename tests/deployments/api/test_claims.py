@@ -70,6 +70,20 @@ def test_the_deadline_is_the_sooner_of_header_and_field_else_the_default(
         assert 0 <= request.deadline - began - expected < 1.0
 
 
+def test_a_session_is_of_its_key():
+    """Bugs: a session's header is not read; a client learns where another one's session is."""
+    named, again, other, none = (
+        asked(ApiOptions(api_keys=KEYS), (b"authorization", b"Bearer " + key), *headers).session
+        for key, headers in (
+            (b"one", [(b"x-session-id", b"chat-1")]),
+            (b"one", [(b"x-session-id", b" chat-1 ")]),
+            (b"two", [(b"x-session-id", b"chat-1")]),
+            (b"one", []),
+        )
+    )
+    assert len(named) == 8 and named == again != other and none == b""
+
+
 def test_a_refusal_comes_before_the_work_and_says_when():
     """Tokenising for those who are refused: at ten times the load nothing else would be done."""
     backend = FakeBackend()

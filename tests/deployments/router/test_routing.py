@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from random import Random
 
@@ -20,6 +21,7 @@ from deployments.routing.prefix_index import (
     unpack_hashes,
 )
 from deployments.routing.route import route
+from deployments.routing.sessions import Sessions
 from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
@@ -131,6 +133,54 @@ def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     state.unbook(2)
     known_fleet.refresh()
     assert known_fleet.terms[0, state.column] == fixed
+
+
+def test_a_session_stays_where_it_is():
+    """A session that follows a prefix or the lot; one that changes places when replicas come; all
+    sessions at one replica."""
+    names = [n.to_bytes(8, "big") for n in range(60)]
+    asked = {name: replace(WORK, session=name) for name in names}
+    known_fleet, other = fleet(a=stats(), b=stats()), fleet(a=stats(), b=stats())
+    places = {name: send(known_fleet, work).replica for name, work in asked.items()}
+    for name in known_fleet.replicas:
+        see(known_fleet, name, stats(), 1.0, range(10_000))
+    assert 15 < Counter(places.values())["a"] < 45
+    assert places == {name: route(w, other, Random(9), 0.0).replica for name, w in asked.items()}
+    known_fleet.add_replica("c", "gpu", step_tokens=512).steps.cost = FAST
+    known_fleet.replicas["c"].opened(1, 0.0)
+    see(known_fleet, "c", stats(), 1.0)
+    for name, work in asked.items():
+        assert choose(known_fleet, work, 1.0) == {places[name]: 100}
+    known_fleet.remove(known_fleet.replicas["a"])
+    moved = {name: route(work, known_fleet, Random(0), 1.0) for name, work in asked.items()}
+    assert {moved[n].replica for n in names if places[n] == "a"} == {"b", "c"}
+    assert all(moved[n].replica == "b" for n in names if places[n] == "b")
+    assert {decision.reason for decision in moved.values()} == {"session"}
+
+
+def test_a_session_does_not_wait_for_a_replica_that_is_busy():
+    """A client that names a session waits behind a queue, at a replica without room, that leaves or
+    that has just failed it; or the map grows without bound."""
+    known_fleet = fleet(a=stats(), b=stats())
+    work = replace(WORK, session=b"12345678")
+    place = send(known_fleet, work).replica
+    (other,) = known_fleet.replicas.keys() - {place}
+    see(known_fleet, place, stats(waiting_tokens=5_000), 1.0, range(10_000))
+    assert choose(known_fleet, work, 1.0) == {place: 100}, "a short queue"
+    for figures in (stats(waiting_tokens=100_000), stats(draining=True)):
+        see(known_fleet, place, figures, 1.0)
+        assert choose(known_fleet, work, 1.0) == {other: 100}
+    see(known_fleet, place, stats(), 2.0)
+    assert choose(known_fleet, work, 2.0, avoid=place) == {other: 100}
+    see(known_fleet, place, stats(rows=4, running=4, waiting=40), 2.0)
+    assert choose(known_fleet, work, 2.0, with_room=True) == {other: 100}
+    see(known_fleet, place, stats(running=1), 3.0)
+    assert choose(known_fleet, work, 3.0) == {place: 100}
+    assert choose(known_fleet, work, 9.0) == {other: 100}, "it is silent"
+    sessions = Sessions(2)
+    for name in (b"a", b"b", b"a", b"c"):
+        sessions.note(name, "r0")
+    assert len(sessions) == 2 and sessions.place(b"a") == "r0" and sessions.place(b"b") == ""
 
 
 def test_what_does_not_fit_waits_elsewhere():
