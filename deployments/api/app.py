@@ -26,7 +26,7 @@ from deployments.api.options import ApiOptions
 from deployments.api.page.routes import FILES, LIVE
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
-from deployments.api.routes import OPEN, find, versioned
+from deployments.api.routes import OPEN, locate, refusal
 from deployments.api.services import adapters, models, sglang, skyrl, training
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
@@ -83,7 +83,8 @@ class Api:
         try:
             try:
                 exchange.check_envelope()
-                path = exchange.path = versioned(exchange.path)
+                path, route = locate(exchange.path)
+                exchange.path = path
                 if path.startswith(anthropic.PATH) or models.VERSION_HEADER in exchange.headers:
                     exchange.error_body = anthropic.error_body
                 elif path.startswith(ollama.PREFIX):
@@ -102,7 +103,8 @@ class Api:
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, options, admin=admin
                     )
-                route = find(exchange)
+                if route is None or exchange.method not in route.operations:
+                    raise refusal(path, route)
                 named = route.path
                 await route.handler(context, exchange)
                 status = 200

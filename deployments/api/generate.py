@@ -41,21 +41,20 @@ class DialectRequest(ABC):
 
     names_model_first = False
 
-    def __init__(self, context: ApiContext) -> None:
-        self._options = context.options
-
     @abstractmethod
-    def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
+    def read(
+        self, context: ApiContext, body: Mapping[str, Any]
+    ) -> ChatRequest | TextRequest | None:
         """Return what the body asks for; None: no text. Raises ApiError naming its fields.
 
         A large body is read in a thread.
         """
 
-    async def admit(self, exchange: HttpExchange) -> None:
+    async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
         """Check what has to be allowed before the request is queued. Raises ApiError."""
         return
 
-    async def settle(self, exchange: HttpExchange) -> None:
+    async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
         """Answer a request that asks for no text. Raises ApiError, MantaError."""
         raise NotImplementedError
 
@@ -64,27 +63,32 @@ class DialectRequest(ABC):
         self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> Answer: ...
 
-    async def detach(self, exchange: HttpExchange, generation: Generation) -> bool:
+    async def detach(
+        self, context: ApiContext, exchange: HttpExchange, generation: Generation
+    ) -> bool:
         """Whether the answer continues without the connection, which has been answered then."""
         return False
 
 
-async def generate(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> None:
-    """Answer a generation request. Raises ApiError, MantaError."""
+async def generate(
+    context: ApiContext, exchange: HttpExchange, new_request: Callable[[], DialectRequest]
+) -> None:
+    """Answer a generation request in the dialect of `new_request`. Raises ApiError, MantaError."""
+    dialect = new_request()
     context.count_request(exchange)
     # Admit the request only after reading its body: a slow body must not take another request's
     # place.
     body = await context.read(exchange)
     ids = event_ids(exchange, exchange.caller.id, context.options.event_secret)
     try:
-        request = await in_thread(partial(dialect.read, body), exchange.body_size)
+        request = await in_thread(partial(dialect.read, context, body), exchange.body_size)
     except ApiError:
         if dialect.names_model_first:
             await find_model(body.get("model"), context.backend, exchange.caller)
         raise
-    await dialect.admit(exchange)
+    await dialect.admit(context, exchange)
     if request is None:
-        await dialect.settle(exchange)
+        await dialect.settle(context, exchange)
         return
     exchange.ignored += request.ignored
     backend, options = context.backend, context.options
@@ -142,13 +146,9 @@ async def _images(
     return None
 
 
-def answers(dialect: Callable[[ApiContext], DialectRequest]) -> Handler:
+def answers(dialect: Callable[[], DialectRequest]) -> Handler:
     """Return the handler of a route that generates in this dialect."""
-
-    async def answer(context: ApiContext, exchange: HttpExchange) -> None:
-        await generate(context, exchange, dialect(context))
-
-    return answer
+    return partial(generate, new_request=dialect)
 
 
 async def _answer(
@@ -165,7 +165,7 @@ async def _answer(
             past = await recall(call, ids, context.backend)
     answer = dialect.answer(call, ids, past)
     generation = start(call, context.backend)
-    if await dialect.detach(exchange, generation):
+    if await dialect.detach(context, exchange, generation):
         return
     async with UntilDisconnect(exchange.receive, generation.abort):
         if call.request.stream:
@@ -178,7 +178,7 @@ async def _answer(
 async def count_prompt(context: ApiContext, exchange: HttpExchange, dialect: DialectRequest) -> int:
     """Return the number of tokens of the prompt that a chat would have. Raises ApiError."""
     body = await context.read(exchange)
-    request = await in_thread(partial(dialect.read, body), exchange.body_size)
+    request = await in_thread(partial(dialect.read, context, body), exchange.body_size)
     assert request is not None
     exchange.ignored += request.ignored
     backend, options = context.backend, context.options

@@ -130,44 +130,33 @@ def _with_name(path: str) -> Route | None:
     return next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
 
 
-def versioned(path: str) -> str:
-    """Return the path with /v1 before it, unless the path itself is a route.
+def locate(path: str) -> tuple[str, Route | None]:
+    """Return a path with /v1 before it unless it is a route without, and its route.
 
-    Clients are given base URLs without /v1, or with two of them. The function is called once,
-    before any check of the path.
+    Clients are given base URLs without /v1, or with two of them. The path is not normalised
+    otherwise, so that no spelling evades a check of it.
     """
     if path.startswith("/v1/v1/"):
         path = path[3:]
-    if path.startswith("/v1/") or path in EXACT or _with_name(path) is not None:
-        return path
-    versioned_path = f"/v1{path}"
-    known = versioned_path in EXACT or _with_name(versioned_path) is not None
-    return versioned_path if known else path
+    if (route := EXACT.get(path) or _with_name(path)) is None and not path.startswith("/v1/"):
+        longer = f"/v1{path}"
+        if (route := EXACT.get(longer) or _with_name(longer)) is not None:
+            path = longer
+    return path, None if path in _ELSEWHERE else route
 
 
-def find(exchange: HttpExchange) -> Route:
-    """Return the route of an exact path, which is not normalised, so that no spelling evades a
-    check.
-
-    Raises ApiError 404, 405.
-    """
-    path = exchange.path
-    route = EXACT.get(path) or _with_name(path)
-    if route is None or path in _ELSEWHERE:
-        raise ApiError(
-            404,
-            "not_found",
-            f"there is no {shown(path)}{_near(path)}; served: {', '.join(EXACT)}",
-        )
+def refusal(path: str, route: Route | None) -> ApiError:
+    """Return the error for a path without a route, or for a method that its route lacks."""
+    if route is None:
+        message = f"there is no {shown(path)}{_near(path)}; served: {', '.join(EXACT)}"
+        return ApiError(404, "not_found", message)
     methods = route.operations.keys()
-    if exchange.method not in methods:
-        raise ApiError(
-            405,
-            "method_not_allowed",
-            f"{route.path} takes {' or '.join(methods)}",
-            headers=(("allow", ", ".join(methods)),),
-        )
-    return route
+    return ApiError(
+        405,
+        "method_not_allowed",
+        f"{route.path} takes {' or '.join(methods)}",
+        headers=(("allow", ", ".join(methods)),),
+    )
 
 
 def _near(path: str) -> str:

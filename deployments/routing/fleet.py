@@ -99,7 +99,7 @@ class Fleet:
         self.victim = table[_VICTIM]  # popularity of the adapter that a further one would evict
         # ReplicaState.room; -inf where no request may be sent.
         self.places, self.free_rows = table[_PLACES], table[_FREE_ROWS]
-        # ReplicaState.rate, rows and first_seconds.
+        # ReplicaState.rate, its share of all rows, and first_seconds.
         self.rates, self.rows, self.first_seconds = table[_RATE], table[_ROWS], table[_FIRST]
         self.roles = table[_ROLE]
 
@@ -339,9 +339,9 @@ class Fleet:
         table[_ROUTERS, column], table[_ROLE, column] = stats.routers, _ROLES[replica.role]
         table[_PLACES, column] = table[_FREE_ROWS, column] = -np.inf
         if replica.available:
-            table[_PLACES, column], table[_FREE_ROWS, column] = replica.room()
-            table[_RATE, column] = replica.rate()
-            table[_ROWS, column] = replica.rows
+            room, free_rows, rows = replica.room()
+            table[_PLACES, column], table[_FREE_ROWS, column] = room, free_rows
+            table[_ROWS, column], table[_RATE, column] = rows, replica.rate()
             table[_FIRST, column] = replica.first_seconds
         table[_STEP, column] = step
         table[_ENDING, column] = ending

@@ -109,7 +109,7 @@ class ReplicaState:
         self._sharing = 0  # number of routers that a new replica will soon have
         self._opened = 0.0
         self._changed: set[ReplicaState] = set() if changed is None else changed
-        self._room: tuple[int, float] | None = None  # result of `room`; None: to be computed
+        self._room: tuple[int, float, float] | None = None  # result of `room`; None: to be computed
         self._part = FadingRate()  # this router's share of all choices there, while it is full
         self._prompts = FadingRate()  # prompt tokens/s, while a prompt waits
         # tokens/s of prompts (computed or cached) and outputs, while it is full
@@ -269,18 +269,9 @@ class ReplicaState:
 
     # -- how many more choices to send
 
-    @property
-    def routers(self) -> int:
-        """The number of routers that share the replica, or soon will."""
-        return max(1, self.stats.routers, self._sharing)
-
-    @property
-    def rows(self) -> float:
-        """The router's share of the choices that the replica can run concurrently; inf: unknown."""
-        return -(-self.stats.rows // self.routers) or math.inf
-
-    def room(self) -> tuple[int, float]:
-        """Return how many more choices this router should send, and its share of the free rows.
+    def room(self) -> tuple[int, float, float]:
+        """Return how many more choices this router should send, its share of the free rows, and
+        its share of all rows; inf: the replica's rows are unknown.
 
         Zero or less: send none. Routers do not know of each other's requests. Each takes its share
         of the free rows, and sees in the next frame how many are left. It also sends its share of
@@ -293,7 +284,7 @@ class ReplicaState:
         if self._room is not None:
             return self._room
         stats, booked = self.stats, len(self.bookings)
-        routers = max(1, stats.routers, self._sharing)
+        routers = max(1, stats.routers, self._sharing)  # those that share the replica, or soon will
         tokens = stats.waiting_tokens + self.booked_tokens
         rows_left = stats.rows - stats.running - stats.waiting
         # While choices wait for memory, a free row is of no use.
@@ -319,7 +310,7 @@ class ReplicaState:
         else:
             over, waiting = booked - free, stats.waiting + booked
             room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
-        self._room = room, free_rows
+        self._room = room, free_rows, -(-stats.rows // routers) or math.inf
         return self._room
 
     def _prompts_ahead(self) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from deployments.api.context import ApiContext
 from deployments.api.fields.common import LLAMA_SAMPLING
 from deployments.api.fields.others import INFILL
 from deployments.api.generate import DialectRequest, answers
@@ -35,9 +36,9 @@ _NAMES: Mapping[str, str] = {
 class InfillRequest(DialectRequest):
     """A request that becomes a completion with a gap."""
 
-    def read(self, body: Mapping[str, Any]) -> TextRequest:
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> TextRequest:
         ignored: list[str] = []
-        fields = INFILL.read(body, ignored, strict=self._options.strict)
+        fields = INFILL.read(body, ignored, strict=context.options.strict)
         files = [(file.filename or "tmp", file.text) for file in fields.input_extra or ()]
         prefix, suffix = fields.input_prefix or "", fields.input_suffix or ""
         if fields.seed == -1:  # any

@@ -46,14 +46,14 @@ _LIVE = ("waiting", "running")
 class LiteqwenRequest(DialectRequest):
     """A request to /chat or /stream_chat_post."""
 
-    def __init__(self, context: ApiContext, *, stream: bool) -> None:
-        self._context, self._stream = context, stream
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
         self._body: LiteqwenChat | None = None
         self._kwargs = GenKwargs()
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         ignored: list[str] = []
-        fields = CHAT.read(body, ignored, strict=self._context.options.strict)
+        fields = CHAT.read(body, ignored, strict=context.options.strict)
         kwargs = GenKwargs() if fields.gen_kwargs is None else fields.gen_kwargs
         self._body, self._kwargs = fields, kwargs
         builder = ChatBuilder(ignored)
@@ -89,13 +89,13 @@ class LiteqwenRequest(DialectRequest):
         adapter = self._kwargs.adapter_name
         return adapter if adapter and not self._kwargs.skip_lora else fields.model
 
-    async def admit(self, exchange: HttpExchange) -> None:
+    async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
         """Check that the request's id is not in use. Raises ApiError 409 duplicate_request_id."""
         assert self._body is not None
         if self._body.request_id is None:
             return
         request_name = exchange.request_id = _checked_id(self._body.request_id)
-        explain = self._context.options.explain
+        explain = context.options.explain
         if explain is None or LAST in exchange.headers:  # a stream that goes on is the same request
             return
         prompts = await explain(request_name, exchange.caller.id)

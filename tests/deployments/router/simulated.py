@@ -98,7 +98,7 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        fields = state.rate(), state.rows, state.room()[1], state.first_seconds
+        fields = state.rate(), state.room()[2], state.room()[1], state.first_seconds
         columns = [np.array([field], np.float64) for field in fields]
         return Capacity.over(*columns, sorted(self._endings()))
 

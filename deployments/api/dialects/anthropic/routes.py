@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic.request import messages_request
 from deployments.api.dialects.anthropic.writer import MessagesWriter, error_body
 from deployments.api.fields.anthropic import COUNTED, MESSAGES
-from deployments.api.generate import DialectRequest, count_prompt, generate
+from deployments.api.generate import DialectRequest, answers, count_prompt
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.exchange import HttpExchange
@@ -18,7 +16,7 @@ from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.backend import RecalledChoice
 
-__all__ = ["PATH", "MessagesDialect", "count", "create", "error_body"]
+__all__ = ["PATH", "MessagesDialect", "count", "error_body"]
 
 PATH = "/v1/messages"
 
@@ -26,11 +24,11 @@ PATH = "/v1/messages"
 class MessagesDialect(DialectRequest):
     """A request to /v1/messages. counts: whether only the tokens of its prompt are counted."""
 
-    def __init__(self, context: ApiContext, *, counts: bool = False) -> None:
-        self._options, self._counts = context.options, counts
+    def __init__(self, *, counts: bool = False) -> None:
+        self._counts = counts
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        return messages_request(body, self._options, counts=self._counts)
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
+        return messages_request(body, context.options, counts=self._counts)
 
     def answer(
         self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
@@ -39,21 +37,20 @@ class MessagesDialect(DialectRequest):
         return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), ids=ids, past=past)
 
 
-async def create(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer a chat in blocks. Raises ApiError, MantaError."""
-    await generate(context, exchange, MessagesDialect(context))
-
-
 async def count(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of tokens of a request's prompt, by which clients decide to
     compact."""
-    tokens = await count_prompt(context, exchange, MessagesDialect(context, counts=True))
-    await exchange.answer(200, msgspec.json.encode({"input_tokens": tokens}))
+    tokens = await count_prompt(context, exchange, MessagesDialect(counts=True))
+    await exchange.answer_json({"input_tokens": tokens})
 
 
 _ANSWER = ("id", "type", "role", "model", "content", "stop_reason", "usage")
 ROUTES = (
-    Route(PATH, create, post=Operation("A chat in blocks", QUEUES, MESSAGES, _ANSWER, STREAMS)),
+    Route(
+        PATH,
+        answers(MessagesDialect),
+        post=Operation("A chat in blocks", QUEUES, MESSAGES, _ANSWER, STREAMS),
+    ),
     Route(
         f"{PATH}/count_tokens",
         count,

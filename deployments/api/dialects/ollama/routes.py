@@ -12,7 +12,7 @@ from deployments.api.dialects.ollama.names import asked_name, served_name
 from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate
 from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
 from deployments.api.fields import ollama as fields
-from deployments.api.generate import DialectRequest, generate
+from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest, TextRequest
 from deployments.api.generation.tenancy import QueueFields, queue_place
@@ -39,25 +39,26 @@ class OllamaDialect(DialectRequest):
 
     is_chat = True
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self) -> None:
         self._body: Mapping[str, Any] = {}
         self._ignored: list[str] = []
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
-        context = self._context
+    def read(
+        self, context: ApiContext, body: Mapping[str, Any]
+    ) -> ChatRequest | TextRequest | None:
         name = body.get("model")
         if isinstance(name, str):
             body = {**body, "model": served_name(name, context.backend)}
         self._body = body
-        return self._read(self._body, context.options.strict)
+        return self._read(context, body)
 
-    def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
-        return ollama_chat(body, self._ignored, strict=strict)
+    def _read(
+        self, context: ApiContext, body: Mapping[str, Any]
+    ) -> ChatRequest | TextRequest | None:
+        return ollama_chat(body, self._ignored, strict=context.options.strict)
 
-    async def settle(self, exchange: HttpExchange) -> None:
+    async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:
         exchange.ignored += self._ignored
-        context = self._context
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
         # `user` is the only one of these values that the body's Struct has not checked.
@@ -80,8 +81,10 @@ class GenerateDialect(OllamaDialect):
 
     is_chat = False
 
-    def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
-        backend = self._context.backend
+    def _read(
+        self, context: ApiContext, body: Mapping[str, Any]
+    ) -> ChatRequest | TextRequest | None:
+        backend, strict = context.backend, context.options.strict
         card = known_model(body.get("model"), backend)
         template = card is None or backend.tokenizer(card.id).chat_template is not None
         return ollama_generate(body, self._ignored, strict=strict, template=template)
@@ -105,14 +108,6 @@ class _Answer(ItemAnswer):
         lines = b"".join(msgspec.json.encode(fields) + b"\n" for _, fields in new)
         new.clear()
         return lines
-
-
-async def chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, OllamaDialect(context))
-
-
-async def generate_text(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, GenerateDialect(context))
 
 
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
@@ -177,7 +172,7 @@ async def _wake(
 ROUTES = (
     Route(
         CHAT,
-        chat,
+        answers(OllamaDialect),
         post=Operation(
             "A chat, as Ollama has it",
             QUEUES,
@@ -189,7 +184,7 @@ ROUTES = (
     ),
     Route(
         GENERATE,
-        generate_text,
+        answers(GenerateDialect),
         post=Operation(
             "A text, as Ollama has it",
             QUEUES,

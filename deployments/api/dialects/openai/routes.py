@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.api.body_fields import take_int
+from deployments.api.context import ApiContext
 from deployments.api.dialects.openai.response import OpenAIResponse
 from deployments.api.fields.generation import CHAT, COMPLETION, Generation
 from deployments.api.generate import DialectRequest, answers
@@ -114,9 +115,9 @@ class OpenAIDialect(DialectRequest):
 class OpenAIChat(OpenAIDialect):
     """A chat."""
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         ignored: list[str] = []
-        fields = CHAT.read(body, ignored, strict=self._options.strict)
+        fields = CHAT.read(body, ignored, strict=context.options.strict)
         if fields.modalities is not None and fields.modalities != ["text"]:
             raise invalid("only text can be generated", "modalities", "modality_not_supported")
         if fields.top_logprobs and not fields.logprobs:
@@ -126,7 +127,7 @@ class OpenAIChat(OpenAIDialect):
             **_common(fields, body, None, logprobs),
             messages=check_messages(fields.messages, body["messages"], ignored),
             template=template_options(
-                self._options,
+                context.options,
                 fields.chat_template_kwargs,
                 opens=fields.add_generation_prompt,
                 continues=fields.continue_final_message,
@@ -146,9 +147,9 @@ class OpenAIChat(OpenAIDialect):
 class OpenAICompletion(OpenAIDialect):
     """The dialect of /v1/completions: reads a body and writes its answer."""
 
-    def read(self, body: Mapping[str, Any]) -> TextRequest:
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> TextRequest:
         ignored: list[str] = []
-        fields = COMPLETION.read(body, ignored, strict=self._options.strict)
+        fields = COMPLETION.read(body, ignored, strict=context.options.strict)
         logprobs = None
         if fields.logprobs is not False:
             logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
@@ -157,14 +158,14 @@ class OpenAICompletion(OpenAIDialect):
         prompts: tuple[str, ...] | tuple[list[int], ...] = ()
         gaps: tuple[Gap, ...] = ()
         if suffix:
-            gaps = _gaps(prompt, suffix, self._options.max_prompts)
+            gaps = _gaps(prompt, suffix, context.options.max_prompts)
             cut = common["cut"] is not None
             for name, asked in (("echo", fields.echo), ("truncate_prompt_tokens", cut)):
                 if asked:
                     message = f"{name} and suffix exclude each other"
                     raise invalid(message, "suffix", "conflicting_fields")
         else:
-            prompts = _prompts(prompt, self._options.max_prompts)
+            prompts = _prompts(prompt, context.options.max_prompts)
         return TextRequest(
             **common,
             prompts=prompts,

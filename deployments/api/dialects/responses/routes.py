@@ -30,15 +30,13 @@ PATH = "/v1/responses"
 class ResponsesDialect(DialectRequest):
     """A request to /v1/responses."""
 
-    def __init__(self, context: ApiContext, owner: str) -> None:
-        self._context = context
+    def __init__(self, owner: str) -> None:
         self._owner = owner
         self._request: ResponsesRequest | None = None
         self._writer: ResponsesWriter | None = None
         self._answer: ItemAnswer | None = None
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        context = self._context
+    def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         store = context.responses
         past: list[SentItem] = []
         before = body.get("previous_response_id")
@@ -69,12 +67,13 @@ class ResponsesDialect(DialectRequest):
         self._answer = ItemAnswer(call, self._writer, ids=ids, past=past)
         return self._answer
 
-    async def detach(self, exchange: HttpExchange, generation: Generation) -> bool:
+    async def detach(
+        self, context: ApiContext, exchange: HttpExchange, generation: Generation
+    ) -> bool:
         request = self._request
         if request is None or not request.background:
             return False
         assert self._writer is not None and self._answer is not None
-        context = self._context
         run = BackgroundRun(self._owner, self._answer, self._writer, generation, request.items)
 
         def on_end() -> None:
@@ -91,26 +90,26 @@ class ResponsesDialect(DialectRequest):
             await exchange.answer(200, msgspec.json.encode(run.response()))
         return True
 
-    def keep(self) -> None:
+    def keep(self, context: ApiContext) -> None:
         """Store the answer, if it is to be kept and has come to its end."""
         writer, request = self._writer, self._request
         if writer is None or request is None or not request.store or request.background:
             return
         response = writer.whole()
         if response["status"] in ("completed", "incomplete"):
-            self._context.responses.put(writer.id, self._owner, response, request.items)
+            context.responses.put(writer.id, self._owner, response, request.items)
 
 
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a chat in items. Raises ApiError, MantaError."""
-    dialect = ResponsesDialect(context, exchange.caller.id)
-    await generate(context, exchange, dialect)
-    dialect.keep()
+    dialect = ResponsesDialect(exchange.caller.id)
+    await generate(context, exchange, lambda: dialect)
+    dialect.keep(context)
 
 
 async def count(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of tokens of the prompt that a request would have."""
-    tokens = await count_prompt(context, exchange, ResponsesDialect(context, exchange.caller.id))
+    tokens = await count_prompt(context, exchange, ResponsesDialect(exchange.caller.id))
     answer = {"object": "response.input_tokens", "input_tokens": tokens}
     await exchange.answer(200, msgspec.json.encode(answer))
 
