@@ -62,14 +62,14 @@ class InfillRequest(DialectRequest):
     def answer(
         self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
-        return _Answer(call, _Writer(call.card.id))
+        return ItemAnswer(call, _Writer(call.card.id))
 
 
 class _Writer:
     """The writer of llama.cpp's answer: its pieces and its whole."""
 
     def __init__(self, model: str) -> None:
-        self.wire = Wire()
+        self.wire = Wire(lambda _, fields: b"data: %b\n\n" % msgspec.json.encode(fields))
         self._model = model
         self._began = time.monotonic()
         self._first = 0.0
@@ -110,16 +110,6 @@ class _Writer:
 
     def whole(self) -> JsonObject:
         return {"index": 0, "content": "".join(self._text), "stop": True, **self._end}
-
-
-class _Answer(ItemAnswer):
-    """A stream of events without names or ids."""
-
-    def _lines(self) -> bytes:
-        new = self.writer.wire.new
-        lines = b"".join(b"data: %b\n\n" % msgspec.json.encode(fields) for _, fields in new)
-        new.clear()
-        return lines
 
 
 ROUTES = (

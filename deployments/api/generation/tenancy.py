@@ -4,11 +4,14 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.fields.common import Queued
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
+from deployments.backend import GenerationRequest
+from engine.sampling_params import SamplingParams
 
 DEADLINE_HEADER = "x-deadline-seconds"
 SESSION_HEADER = "x-session-id"
@@ -46,6 +49,33 @@ class QueuePlace:
     deadline: float | None
     priority: int
     cache_salt: str
+
+
+def engine_request(
+    exchange: HttpExchange,
+    place: QueuePlace,
+    model: str,
+    token_ids: list[int],
+    params: SamplingParams,
+    adapter: AdapterRecord | None = None,
+) -> GenerationRequest:
+    """Return the backend's request for token ids at a place in the queue, with the seed 0.
+
+    Its prefix-cache blocks are those without a salt.
+    """
+    return GenerationRequest(
+        request_id=exchange.request_id,
+        model=model,
+        token_ids=token_ids,
+        params=params,
+        seed=0,
+        adapter=adapter,
+        priority=place.priority,
+        deadline=place.deadline,
+        key=place.key,
+        owner=exchange.caller.id,
+        trace=exchange.trace,
+    )
 
 
 def take_queue(fields: Queued, user: Any, cache_salt: str | None = None) -> QueueFields:

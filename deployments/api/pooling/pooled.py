@@ -31,6 +31,8 @@ from deployments.api.generation.images import check_no_images
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.tenancy import (
     QueueFields,
+    QueuePlace,
+    engine_request,
     queue_place,
     take_queue,
 )
@@ -80,9 +82,7 @@ class PooledCall(Generic[T]):
     limit: int
     truncate: bool
     special: bool
-    key: str
-    priority: int
-    deadline: float | None
+    place: QueuePlace
     adapter: AdapterRecord | None
     charge: Callable[[Sequence[list[int]]], None]
     options: ApiOptions
@@ -175,24 +175,12 @@ class PooledCall(Generic[T]):
         Raises ApiError, MantaError, ClientDisconnected.
         """
         self.charge(prompts)
-        run = _Run(self.backend, [self._request(ids) for ids in prompts])
+        params = _UNSCALED if self.raw and not self.pooling.labels else _POOLED
+        whose = self.exchange, self.place, self.card.id
+        requests = [engine_request(*whose, ids, params, self.adapter) for ids in prompts]
+        run = _Run(self.backend, requests)
         async with UntilDisconnect(self.exchange.receive, run.abort):
             return await run.collect()
-
-    def _request(self, ids: list[int]) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=self.exchange.request_id,
-            model=self.card.id,
-            token_ids=ids,
-            params=_UNSCALED if self.raw and not self.pooling.labels else _POOLED,
-            seed=0,
-            adapter=self.adapter,
-            priority=self.priority,
-            deadline=self.deadline,
-            key=self.key,
-            owner=self.exchange.caller.id,
-            trace=self.exchange.trace,
-        )
 
 
 def _as_named(name: str | None, backend: Backend) -> str | None:
@@ -250,9 +238,7 @@ async def _admitted(
         limit if cut is None else cut,
         wanted.truncate or cut is not None,
         wanted.special,
-        place.key,
-        place.priority,
-        place.deadline,
+        place,
         adapter,
         partial(context.charge, exchange),
         context.options,

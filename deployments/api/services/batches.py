@@ -18,6 +18,7 @@ from deployments.api.http.errors import (
 )
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange, closing
 from deployments.api.http.json_body import JsonObject
+from deployments.api.http.pages import page_of
 from deployments.api.route import BYTES, DELETED, LIST, NAMES, PAGES, READS, Operation, Route
 
 FILES = "/v1/files"
@@ -44,7 +45,7 @@ async def files(context: ApiContext, exchange: HttpExchange) -> None:
     folder, owner = _folder(context), exchange.caller.id
     if exchange.method == "POST":
         entry = await _upload(context, exchange, folder)
-        await _answer_one(exchange, entry)
+        await exchange.answer_json(entry.fields)
         return
     owned = await asyncio.to_thread(folder.files, owner)
     purpose = exchange.parameters().get("purpose")
@@ -68,7 +69,7 @@ async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
     elif rest:
         await _send_file(exchange, folder.data(id))
     else:
-        await _answer_one(exchange, entry)
+        await exchange.answer_json(entry.fields)
 
 
 async def batches(context: ApiContext, exchange: HttpExchange) -> None:
@@ -91,7 +92,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
         expiry = body.output_expires_after
         keep = None if expiry is None else float(expiry.seconds)
         entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
-        await _answer_one(exchange, entry)
+        await exchange.answer_json(entry.fields)
         return
     await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 20, 100)
 
@@ -108,7 +109,7 @@ async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
             raise invalid(f"this batch is {entry.fields['status']} already", "id")
         await asyncio.to_thread(folder.cancel, id)
         entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry
-    await _answer_one(exchange, entry)
+    await exchange.answer_json(entry.fields)
 
 
 def _missing(what: str, id: str) -> ApiError:
@@ -141,30 +142,10 @@ def _new_batch(body: Batch) -> JsonObject:
     }
 
 
-async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
-    await exchange.answer_json(entry.fields)
-
-
 async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
     """Answer with a page of the entries, by `limit` and `after` of the query."""
-    query = exchange.parameters()
-    limit, after = query.get("limit", str(usual)), query.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit) <= most:
-        raise invalid(f"limit must be 1 to {most}", "limit")
-    ids = [entry.fields["id"] for entry in entries]
-    if after is not None:
-        if after not in ids:
-            raise invalid(f"there is no {shown(after)}", "after")
-        entries = entries[ids.index(after) + 1 :]
-    page = [entry.fields for entry in entries[: int(limit)]]
-    listing = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(entries) > len(page),
-    }
-    await exchange.answer_json(listing)
+    items = [entry.fields for entry in entries]
+    await exchange.answer_json(page_of(items, exchange.parameters(), usual, most))
 
 
 async def _send_file(exchange: HttpExchange, path: Path) -> None:

@@ -36,6 +36,7 @@ from deployments.api.services.training import (
     roll_out,
     rollout_params,
     server_info,
+    state_of,
     trained,
 )
 from deployments.backend import GenerationRequest
@@ -120,12 +121,6 @@ async def from_disk(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json({"success": True, "message": "ok", "weight_version": version})
 
 
-async def weight_version(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer with the version of the weights."""
-    state = await trained(context).state(model_of(exchange))
-    await exchange.answer_json({"weight_version": state["weight_version"]})
-
-
 async def pause_generation(context: ApiContext, exchange: HttpExchange) -> None:
     """Pause all replicas."""
     body = await context.read_as(exchange, PAUSE_GENERATION, empty=True)
@@ -195,7 +190,6 @@ async def refuse_tensors(context: ApiContext, exchange: HttpExchange) -> None:
     )
 
 
-_VERSION = order_of("The version of the weights", ("weight_version",))
 _REFUSED = order_of("Tensors in SGLang's words, which are refused", None, None, (403, 400))
 _TENSORS = (
     "/init_weights_update_group",
@@ -226,7 +220,7 @@ ROUTES = (
     ),
     *(Route(path, refuse_tensors, post=_REFUSED) for path in _TENSORS),
     *(
-        Route(path, weight_version, get=_VERSION)
+        state_of(path, "weight_version", "The version of the weights")
         for path in ("/weight_version", "/get_weight_version")
     ),
     Route("/get_server_info", server_info, get=order_of("The engines' settings", None)),

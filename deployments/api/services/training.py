@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
@@ -26,7 +27,7 @@ from deployments.api.fields.training import (
     TokenSampling,
 )
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import QueueFields, queue_place
+from deployments.api.generation.tenancy import QueueFields, engine_request, queue_place
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.json_body import JsonObject
@@ -109,10 +110,10 @@ async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
         await training.resume(model)
 
 
-async def is_paused(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer whether requests wait for the end of a pause."""
+async def answer_state(context: ApiContext, exchange: HttpExchange, name: str) -> None:
+    """Answer with one field of what replicas report of their weights, pauses and sleep."""
     state = await trained(context).state(model_of(exchange))
-    await exchange.answer_json({"is_paused": state["is_paused"]})
+    await exchange.answer_json({name: state[name]})
 
 
 def _tags(exchange: HttpExchange) -> list[str]:
@@ -140,12 +141,6 @@ async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
     with refusing("tags"):
         await trained(context).wake(model_of(exchange), _tags(exchange))
     await exchange.answer_json({"status": "awake"})
-
-
-async def is_sleeping(context: ApiContext, exchange: HttpExchange) -> None:
-    """Answer whether a part of the engines' memory is free."""
-    state = await trained(context).state(model_of(exchange))
-    await exchange.answer_json({"is_sleeping": state["is_sleeping"]})
 
 
 @contextlib.contextmanager
@@ -323,19 +318,12 @@ async def roll_out(
             )
         context.charge(exchange, [ids])
         seed = params.seed_for(ids, card.seed)
-        request = GenerationRequest(
+        adapter = None if card.parent is None else await context.pin(card.id, place.deadline)
+        request = replace(
+            engine_request(exchange, place, card.id, ids, params, adapter),
             request_id=body.request_id or exchange.request_id,
-            model=card.id,
-            token_ids=ids,
-            params=params,
             seed=secrets.randbits(63) if seed is None else seed,
             cache_salt=place.cache_salt,
-            adapter=None if card.parent is None else await context.pin(card.id, place.deadline),
-            priority=place.priority,
-            deadline=place.deadline,
-            key=place.key,
-            owner=exchange.caller.id,
-            trace=exchange.trace,
         )
         generation = context.backend.generate(request)
         async with UntilDisconnect(exchange.receive, generation.abort):
@@ -425,6 +413,11 @@ def order_of(
     return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
 
 
+def state_of(path: str, name: str, summary: str) -> Route:
+    """Return the route that answers with one field of the weights' state."""
+    return Route(path, partial(answer_state, name=name), get=order_of(summary, (name,)))
+
+
 CHANGES = (*READS, *NAMES, 422, 503)
 FLUSH = order_of("All cached prefixes dropped", (*OK, "success"))
 RESUME = order_of("The end of a pause")
@@ -450,7 +443,7 @@ ROUTES = (
         ),
     ),
     Route("/resume", resume, post=RESUME),
-    Route("/is_paused", is_paused, get=order_of("Whether replicas are paused", ("is_paused",))),
+    state_of("/is_paused", "is_paused", "Whether replicas are paused"),
     Route(
         "/abort_requests",
         abort_requests,
@@ -467,7 +460,7 @@ ROUTES = (
         ),
     ),
     Route("/wake_up", wake_up, post=order_of("The memory of all replicas taken again", tags=TEXT)),
-    Route("/is_sleeping", is_sleeping, get=order_of("Whether replicas sleep", ("is_sleeping",))),
+    state_of("/is_sleeping", "is_sleeping", "Whether replicas sleep"),
     Route("/reset_prefix_cache", reset_prefix_cache, post=FLUSH),
     Route("/weight_info", weight_info, get=order_of("The version of the weights", _INFO)),
     Route(

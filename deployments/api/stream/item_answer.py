@@ -51,14 +51,21 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning: int
 
 
+def named_event(name: str, fields: JsonObject) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields))
+
+
 class Wire:
     """The events of one writer, in order.
 
+    frame: returns the bytes of an event, by its name and its fields
     new: the events that are not yet sent
     count: the number of all events so far
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frame: Callable[[str, JsonObject], bytes] = named_event) -> None:
+        self._frame = frame
         self.new: list[tuple[str, JsonObject]] = []
         self.count = 0
 
@@ -67,10 +74,8 @@ class Wire:
         self.count += 1
 
     def take(self) -> list[bytes]:
-        """Take the new events, each as the bytes of an event stream."""
-        events = [
-            b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields)) for name, fields in self.new
-        ]
+        """Take the new events, each as its bytes in the stream."""
+        events = [self._frame(name, fields) for name, fields in self.new]
         self.new.clear()
         return events
 

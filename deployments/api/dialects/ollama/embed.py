@@ -40,7 +40,7 @@ async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
         prompt = TextInput([call.body.prompt] if call.body.prompt else [], False)
         vectors, _ = await _vectors(call, prompt, "prompt")
         vector: list[float] = vectors[0].tolist() if vectors else []
-        await exchange.answer(200, msgspec.json.encode({"embedding": vector}))
+        await exchange.answer_json({"embedding": vector})
 
 
 async def _vectors(

@@ -4,8 +4,6 @@ import asyncio
 import hashlib
 from datetime import UTC, datetime
 
-import msgspec
-
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama.names import asked_name
 from deployments.api.fields.ollama import SHOW
@@ -23,9 +21,7 @@ _NEVER = "9999-12-31T23:59:59Z"  # the time at which an unused model would be un
 async def tags(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with all models that the key may use."""
     cards = await _cards(context, exchange)
-    await exchange.answer(
-        200, msgspec.json.encode({"models": [await _tag(card) for card in cards]})
-    )
+    await exchange.answer_json({"models": [await _tag(card) for card in cards]})
 
 
 async def running(context: ApiContext, exchange: HttpExchange) -> None:
@@ -36,7 +32,7 @@ async def running(context: ApiContext, exchange: HttpExchange) -> None:
         if changes is None or changes.status(card.parent or card.id) == "ready":
             more = {"expires_at": _NEVER, "context_length": card.max_model_len}
             models.append({**await _tag(card), **more})
-    await exchange.answer(200, msgspec.json.encode({"models": models}))
+    await exchange.answer_json({"models": models})
 
 
 async def show(context: ApiContext, exchange: HttpExchange) -> None:
@@ -57,7 +53,7 @@ async def show(context: ApiContext, exchange: HttpExchange) -> None:
         "capabilities": _capabilities(card, tokenizer),
         "modified_at": _modified(card),
     }
-    await exchange.answer(200, msgspec.json.encode(answer))
+    await exchange.answer_json(answer)
 
 
 async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]:

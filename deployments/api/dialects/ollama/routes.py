@@ -4,8 +4,6 @@ managing models, which are refused."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama import embed, models
 from deployments.api.dialects.ollama.names import asked_name, served_name
@@ -15,7 +13,7 @@ from deployments.api.fields import ollama as fields
 from deployments.api.generate import DialectRequest, answers
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest, TextRequest
-from deployments.api.generation.tenancy import QueueFields, queue_place
+from deployments.api.generation.tenancy import QueueFields, engine_request, queue_place
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
@@ -24,7 +22,7 @@ from deployments.api.services.server import version
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.merge import failed
-from deployments.backend import Generation, GenerationRequest, ModelCard, RecalledChoice
+from deployments.backend import Generation, ModelCard, RecalledChoice
 from engine.sampling_params import SamplingParams
 
 PREFIX = "/api/"
@@ -103,12 +101,6 @@ class _Answer(ItemAnswer):
     ) -> None:
         await super().stream(generation, exchange, 0)
 
-    def _lines(self) -> bytes:
-        new = self.writer.wire.new
-        lines = b"".join(msgspec.json.encode(fields) + b"\n" for _, fields in new)
-        new.clear()
-        return lines
-
 
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request to pull a model: a served one is there already.
@@ -151,18 +143,8 @@ async def _wake(
     pooled = not card.facts.generates
     params = SamplingParams(max_tokens=0 if pooled else 1, temperature=0.0, pooled=pooled)
     place = queue_place(exchange, queue, context.options)
-    request = GenerationRequest(
-        request_id=exchange.request_id,
-        model=card.id,
-        token_ids=[card.eos_token_ids[0] if card.eos_token_ids else 0],
-        params=params,
-        seed=0,
-        deadline=place.deadline,
-        key=place.key,
-        owner=exchange.caller.id,
-        trace=exchange.trace,
-    )
-    generation = context.backend.generate(request)
+    ids = [card.eos_token_ids[0] if card.eos_token_ids else 0]
+    generation = context.backend.generate(engine_request(exchange, place, card.id, ids, params))
     async with UntilDisconnect(exchange.receive, generation.abort):
         while items := await generation.next():
             if (last := items[-1][1]).finish == "error":

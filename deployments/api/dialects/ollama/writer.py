@@ -27,7 +27,7 @@ class OllamaWriter:
     """The writer of /api/chat. A call is written when it is complete, a cut call never."""
 
     def __init__(self, model: str, naming: Naming) -> None:
-        self.wire = Wire()
+        self.wire = Wire(lambda _, fields: msgspec.json.encode(fields) + b"\n")
         self._model, self._naming = model, naming
         self._began = time.monotonic_ns()
         self._first = 0  # when the first token came

@@ -14,9 +14,10 @@ from deployments.api.fields.schema import BOOLEAN, integer, one_of
 from deployments.api.generate import DialectRequest, count_prompt, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
-from deployments.api.http.errors import invalid, shown
+from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
+from deployments.api.http.pages import page_of
 from deployments.api.response_store import StoredResponse
 from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.background import BackgroundRun, stream_run
@@ -87,7 +88,7 @@ class ResponsesDialect(DialectRequest):
         if request.stream:
             await stream_run(exchange, run, -1, context.options.keepalive_s)
         else:
-            await exchange.answer(200, msgspec.json.encode(run.response()))
+            await exchange.answer_json(run.response())
         return True
 
     def keep(self, context: ApiContext) -> None:
@@ -111,7 +112,7 @@ async def count(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the number of tokens of the prompt that a request would have."""
     tokens = await count_prompt(context, exchange, ResponsesDialect(exchange.caller.id))
     answer = {"object": "response.input_tokens", "input_tokens": tokens}
-    await exchange.answer(200, msgspec.json.encode(answer))
+    await exchange.answer_json(answer)
 
 
 async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
@@ -126,7 +127,7 @@ async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
         stored = context.responses.get(id, owner)
         items = msgspec.json.decode(stored.items)
     if rest == "input_items":
-        await exchange.answer(200, msgspec.json.encode(_page(query, _told_items(id, items))))
+        await exchange.answer_json(_page(query, _told_items(id, items)))
     elif rest == "cancel":
         if run is not None:
             run.cancel()
@@ -143,7 +144,7 @@ async def response_by_id(context: ApiContext, exchange: HttpExchange) -> None:
         else:
             context.responses.remove(id, owner)
         answer = {"id": id, "object": "response.deleted", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(answer))
+        await exchange.answer_json(answer)
     elif query.get("stream") == "true" and exchange.method == "GET":
         after = take_after(query)
         if run is not None:
@@ -179,26 +180,10 @@ def _told_items(id: str, items: list[SentItem]) -> list[SentItem]:
 def _page(query: dict[str, str], items: list[SentItem]) -> JsonObject:
     """Return a page of items by `order`, `after` and `limit` of the query, by default the newest
     first. Raises ApiError 400."""
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
+    order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
-    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
-        raise invalid("limit must be 1 to 100", "limit")
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid(f"there is no item {shown(after)}", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
+    return page_of(items if order == "asc" else items[::-1], query, 20, 100, "item ")
 
 
 _ANSWER = ("id", "object", "created_at", "status", "model", "output", "usage")
