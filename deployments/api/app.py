@@ -27,13 +27,14 @@ from deployments.api.page.routes import FILES, LIVE
 from deployments.api.pooling import tei
 from deployments.api.response_store import ResponseStore
 from deployments.api.routes import OPEN, locate, refusal
-from deployments.api.services import adapters, models, sglang, skyrl, training
+from deployments.api.services import adapters, models
+from deployments.api.trainers import sglang, skyrl, vllm
 from deployments.backend import Backend
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
 
-_TRAINERS = training.ADMIN_PATHS | sglang.ADMIN_PATHS | skyrl.ADMIN_PATHS
+_TRAINERS = vllm.ADMIN_PATHS | sglang.ADMIN_PATHS | skyrl.ADMIN_PATHS
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 
 

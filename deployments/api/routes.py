@@ -21,15 +21,8 @@ from deployments.api.page import routes as web
 from deployments.api.pooling import routes as pooling
 from deployments.api.route import EVENTS, HTML, JSON, QUEUES, Operation, Route
 from deployments.api.served_model import find_model
-from deployments.api.services import (
-    adapters,
-    batches,
-    models,
-    server,
-    sglang,
-    skyrl,
-    training,
-)
+from deployments.api.services import adapters, batches, models, server
+from deployments.api.trainers import sglang, skyrl, vllm
 from deployments.backend import ModelCard
 
 _INVOKED = (
@@ -91,7 +84,7 @@ ROUTES: tuple[Route, ...] = (
     *pooling.ROUTES,
     *adapters.ROUTES,
     *tokenize_routes.ROUTES,
-    *training.ROUTES,
+    *vllm.ROUTES,
     *sglang.ROUTES,
     *skyrl.ROUTES,
     *server.PROBES,

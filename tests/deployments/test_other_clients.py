@@ -53,4 +53,4 @@ def test_libraries() -> None:
 
 def test_trainers() -> None:
     """A trainer does not find a route, or the weights that it sends are not served."""
-    run("trainers", "trl-1", ["test_trl.py", "test_skyrl.py"])
+    run("trainers", "trl-1", ["trainers/test_trl.py", "trainers/test_skyrl.py"])

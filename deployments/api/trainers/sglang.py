@@ -4,7 +4,14 @@ from base64 import b64encode
 from collections.abc import Sequence
 
 from deployments.api.context import ApiContext
-from deployments.api.fields.training import (
+from deployments.api.generation.tenancy import QueueFields
+from deployments.api.http.errors import invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
+from deployments.api.http.off_loop import in_thread
+from deployments.api.route import NAMES, QUEUES, Operation, Route
+from deployments.api.services.server import ready
+from deployments.api.trainers.fields import (
     ABORT_REQUEST,
     FROM_DISK,
     MEMORY_PARTS,
@@ -13,31 +20,24 @@ from deployments.api.fields.training import (
     MemoryParts,
     TheirSampling,
 )
-from deployments.api.generation.tenancy import QueueFields
-from deployments.api.http.errors import invalid
-from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.json_body import JsonObject
-from deployments.api.http.off_loop import in_thread
-from deployments.api.route import NAMES, QUEUES, Operation, Route
-from deployments.api.services.server import ready
-from deployments.api.services.training import (
+from deployments.api.trainers.orders import (
     CHANGES,
-    FLUSH,
     OK,
-    RESUME,
-    RolloutChoice,
     end_all,
     end_some,
     model_of,
     order_of,
     refusing,
-    reset_prefix_cache,
-    resume,
-    roll_out,
-    rollout_params,
-    server_info,
     state_of,
     trained,
+)
+from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_params
+from deployments.api.trainers.vllm import (
+    FLUSH,
+    RESUME,
+    reset_prefix_cache,
+    resume,
+    server_info,
 )
 from deployments.backend import GenerationRequest
 from engine.text.tokenizer import Tokenizer

@@ -3,20 +3,22 @@
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import LOAD_LORA
 from deployments.api.fields.schema import TEXT
-from deployments.api.fields.training import COLLECTIVE_RPC
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import NAMES, PLAIN, READS, Operation, Route
-from deployments.api.services import training
 from deployments.api.services.adapters import put_lora
-from deployments.api.services.training import (
+from deployments.api.trainers import vllm
+from deployments.api.trainers.fields import COLLECTIVE_RPC
+from deployments.api.trainers.orders import (
     CHANGES,
     OK,
-    ROLL_OUT,
     model_of,
     order_of,
     refusing,
     trained,
+)
+from deployments.api.trainers.vllm import (
+    ROLL_OUT,
 )
 
 _START, _FINISH = "skyrl_start_weight_update", "skyrl_finish_weight_update"
@@ -45,7 +47,7 @@ async def collective_rpc(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def generate(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a rollout with the experts of its tokens."""
-    await training.generate(context, exchange, routed=True)
+    await vllm.generate(context, exchange, routed=True)
 
 
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:

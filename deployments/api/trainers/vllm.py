@@ -1,19 +1,15 @@
-"""The routes for trainers: weights, pauses, and rollouts of token ids.
+"""The routes of vLLM's server for trainers: weights, pauses, sleep, and rollouts."""
 
-Names and answers are those of vLLM's server; SGLang's are in `sglang`.
-"""
-
-import asyncio
-import contextlib
-import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-
-from deployments.api.body_fields import take_token_ids
 from deployments.api.context import ApiContext
-from deployments.api.fields.schema import TEXT, Body, Schema, one_of
-from deployments.api.fields.training import (
+from deployments.api.fields.schema import TEXT, one_of
+from deployments.api.generation.tenancy import QueueFields
+from deployments.api.http.errors import invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import JsonObject
+from deployments.api.route import QUEUES, Operation, Route
+from deployments.api.stream.logprobs import FLOOR, own_logprobs
+from deployments.api.stream.merge import routed_experts, weight_versions
+from deployments.api.trainers.fields import (
     ABORT_REQUESTS,
     FINISH_UPDATE,
     INIT_TRANSFER,
@@ -21,40 +17,24 @@ from deployments.api.fields.training import (
     ROLLOUT,
     START_UPDATE,
     UPDATE_TENSORS,
-    Rollout,
-    TheirRollout,
-    TheirSampling,
-    TokenSampling,
 )
-from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import QueueFields, engine_request, queue_place
-from deployments.api.http.errors import ApiError, invalid
-from deployments.api.http.exchange import HttpExchange, UntilDisconnect
-from deployments.api.http.json_body import JsonObject
-from deployments.api.options import Training
-from deployments.api.route import NAMES, QUEUES, READS, Operation, Route
-from deployments.api.stream.logprobs import FLOOR, own_logprobs
-from deployments.api.stream.merge import failed, routed_experts, weight_versions
+from deployments.api.trainers.orders import (
+    CHANGES,
+    OK,
+    end_all,
+    end_some,
+    model_of,
+    order_of,
+    refusing,
+    state_of,
+    trained,
+)
+from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_params
 from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
-from engine.errors import UpdateFailed, context_too_long
-from engine.messages import RoutedExperts
-from engine.sampling_params import SamplingParams
 from engine.scheduling.orders.updates import MODES
 
 GENERATE = "/inference/v1/generate"
-
-
-def trained(context: ApiContext) -> Training:
-    training = context.options.training
-    if training is None:
-        raise invalid("this server has no weights to change", code="weights_not_replaceable")
-    return training
-
-
-def model_of(exchange: HttpExchange) -> str:
-    """Return the model that the query names; "" for none."""
-    return exchange.parameters().get("model", "")
 
 
 async def pause(context: ApiContext, exchange: HttpExchange) -> None:
@@ -92,30 +72,6 @@ async def abort_requests(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json({"status": "aborted"})
 
 
-async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
-    """End requests with what they have; return how many ids were known. Raises ApiError."""
-    stop = context.options.stop
-    if stop is None:
-        raise invalid("this server cannot end single requests", "request_ids")
-    ended = await asyncio.gather(*(stop(request_id, None, True) for request_id in {*request_ids}))
-    return sum(count > 0 for count in ended)
-
-
-async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
-    """End all running requests with what they have. Raises ApiError, MantaError."""
-    training, model = trained(context), model_of(exchange)
-    paused = (await training.state(model))["is_paused"]
-    await training.pause(model, "abort")
-    if not paused:
-        await training.resume(model)
-
-
-async def answer_state(context: ApiContext, exchange: HttpExchange, name: str) -> None:
-    """Answer with one field of what replicas report of their weights, pauses and sleep."""
-    state = await trained(context).state(model_of(exchange))
-    await exchange.answer_json({name: state[name]})
-
-
 def _tags(exchange: HttpExchange) -> list[str]:
     """Return the query's tags, each in a field of its own or several with commas."""
     tags = exchange.every_parameter("tags")
@@ -141,22 +97,6 @@ async def wake_up(context: ApiContext, exchange: HttpExchange) -> None:
     with refusing("tags"):
         await trained(context).wake(model_of(exchange), _tags(exchange))
     await exchange.answer_json({"status": "awake"})
-
-
-@contextlib.contextmanager
-def refusing(param: str | None) -> Iterator[None]:
-    """Answer 400 or 409 where replicas refuse an order.
-
-    param: the field of the order that a refusal is about; None: none.
-    """
-    try:
-        yield
-    except UpdateFailed as error:
-        status = 409 if error.code == "update_in_progress" else 400
-        own = error.param == "weight_version"
-        raise ApiError(
-            status, error.code, error.message, param=error.param if own else param
-        ) from None
 
 
 async def weight_info(context: ApiContext, exchange: HttpExchange) -> None:
@@ -248,34 +188,6 @@ async def finish_update(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer_json({"message": message, "weight_version": version})
 
 
-@dataclass(slots=True)
-class RolloutChoice:
-    """The output of one choice so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt
-    routed: RoutedExperts | None = None
-    finish: str | None = None
-    stop_token: int | None = None  # the end token that ended it
-    cached: int = -1  # tokens of the prompt that came from the prefix cache; -1: unknown
-
-
-_SAME = {name: name for name in TokenSampling.__struct_fields__}
-
-
-def rollout_params(
-    sampling: TokenSampling | TheirSampling, logprobs: int | None = None, *, routed: bool = False
-) -> SamplingParams:
-    """Return the params of a rollout.
-
-    logprobs: those of `sampling` override them.
-    routed: whether the experts of tokens are returned.
-    """
-    values = take_sampling(sampling, _SAME, logprobs=logprobs).values
-    return SamplingParams(**values, return_routed_experts=routed)
-
-
 async def generate(context: ApiContext, exchange: HttpExchange, *, routed: bool = False) -> None:
     """Answer a rollout: token ids in, token ids and log-probabilities out.
 
@@ -289,65 +201,6 @@ async def generate(context: ApiContext, exchange: HttpExchange, *, routed: bool 
     params = rollout_params(body.sampling_params, routed=routed)
     request, generation, choices = await roll_out(context, exchange, body, params, queue)
     await exchange.answer_json(_answer(request, generation, choices))
-
-
-async def roll_out(
-    context: ApiContext,
-    exchange: HttpExchange,
-    body: Rollout | TheirRollout,
-    params: SamplingParams,
-    queue: QueueFields,
-) -> tuple[GenerationRequest, Generation, list[RolloutChoice]]:
-    """Run a rollout to its end. Raises ApiError, MantaError."""
-    if body.stream:
-        raise invalid("stream: answers of this route come whole", "stream", "not_supported")
-    place = queue_place(exchange, queue, context.options)
-    context.counter.in_flight += 1
-    try:
-        names = context.backend.models()
-        name = body.model or next(iter(names), "")
-        card = await context.admit(place.key, name, exchange.caller)
-        ids = take_token_ids(body.token_ids, "token_ids", card.vocab_size)
-        if params.stop:
-            raise invalid(
-                "sampling_params.stop needs text; use stop_token_ids", "sampling_params.stop"
-            )
-        if len(ids) + (params.max_tokens or 1) > card.max_model_len:
-            raise context_too_long(
-                card.max_model_len, len(ids), params.max_tokens, param="token_ids"
-            )
-        context.charge(exchange, [ids])
-        seed = params.seed_for(ids, card.seed)
-        adapter = None if card.parent is None else await context.pin(card.id, place.deadline)
-        request = replace(
-            engine_request(exchange, place, card.id, ids, params, adapter),
-            request_id=body.request_id or exchange.request_id,
-            seed=secrets.randbits(63) if seed is None else seed,
-            cache_salt=place.cache_salt,
-        )
-        generation = context.backend.generate(request)
-        async with UntilDisconnect(exchange.receive, generation.abort):
-            choices = await _collect(request, generation)
-    finally:
-        context.counter.in_flight -= 1
-    return request, generation, choices
-
-
-async def _collect(request: GenerationRequest, generation: Generation) -> list[RolloutChoice]:
-    choices = [RolloutChoice() for _ in range(request.params.n)]
-    while items := await generation.next():
-        for index, delta in items:
-            choice = choices[index]
-            if delta.finish == "error":
-                generation.abort()
-                raise failed(delta)
-            choice.token_ids += delta.token_ids
-            choice.logprobs += delta.logprobs or ()
-            choice.finish, choice.stop_token = delta.finish or None, delta.stop_token
-            choice.cached = max(choice.cached, delta.cached)
-            choice.scores += delta.prompt_logprobs or ()
-            choice.routed = delta.routed or choice.routed
-    return choices
 
 
 def _answer(
@@ -398,27 +251,7 @@ def _by_id(scored: TokenLogprobs) -> JsonObject:
     return {str(scored.token_id): {"logprob": scored.logprob, "rank": scored.rank}, **ranked}
 
 
-OK = ("status",)
 _MESSAGE = ("message",)
-
-
-def order_of(
-    summary: str,
-    answer: tuple[str, ...] | None = OK,
-    body: Body | None = None,
-    statuses: tuple[int, ...] = (403, 400, 404, 503),
-    **query: Schema,
-) -> Operation:
-    """Return an operation on all replicas of the model that the query names."""
-    return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
-
-
-def state_of(path: str, name: str, summary: str) -> Route:
-    """Return the route that answers with one field of the weights' state."""
-    return Route(path, partial(answer_state, name=name), get=order_of(summary, (name,)))
-
-
-CHANGES = (*READS, *NAMES, 422, 503)
 FLUSH = order_of("All cached prefixes dropped", (*OK, "success"))
 RESUME = order_of("The end of a pause")
 ROLL_OUT = Operation(

@@ -1,0 +1,87 @@
+"""Orders of trainers to all replicas of a model, and the words that routes have for them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from deployments.api.context import ApiContext
+from deployments.api.fields.schema import TEXT, Body, Schema
+from deployments.api.http.errors import ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.options import Training
+from deployments.api.route import NAMES, READS, Operation, Route
+from engine.errors import UpdateFailed
+
+OK = ("status",)
+
+
+def order_of(
+    summary: str,
+    answer: tuple[str, ...] | None = OK,
+    body: Body | None = None,
+    statuses: tuple[int, ...] = (403, 400, 404, 503),
+    **query: Schema,
+) -> Operation:
+    """Return an operation on all replicas of the model that the query names."""
+    return Operation(summary, statuses, body, answer, query={"model": TEXT, **query})
+
+
+def state_of(path: str, name: str, summary: str) -> Route:
+    """Return the route that answers with one field of the weights' state."""
+    return Route(path, partial(answer_state, name=name), get=order_of(summary, (name,)))
+
+
+CHANGES = (*READS, *NAMES, 422, 503)
+
+
+def trained(context: ApiContext) -> Training:
+    training = context.options.training
+    if training is None:
+        raise invalid("this server has no weights to change", code="weights_not_replaceable")
+    return training
+
+
+def model_of(exchange: HttpExchange) -> str:
+    """Return the model that the query names; "" for none."""
+    return exchange.parameters().get("model", "")
+
+
+@contextlib.contextmanager
+def refusing(param: str | None) -> Iterator[None]:
+    """Answer 400 or 409 where replicas refuse an order.
+
+    param: the field of the order that a refusal is about; None: none.
+    """
+    try:
+        yield
+    except UpdateFailed as error:
+        status = 409 if error.code == "update_in_progress" else 400
+        own = error.param == "weight_version"
+        raise ApiError(
+            status, error.code, error.message, param=error.param if own else param
+        ) from None
+
+
+async def end_some(context: ApiContext, request_ids: Sequence[str]) -> int:
+    """End requests with what they have; return how many ids were known. Raises ApiError."""
+    stop = context.options.stop
+    if stop is None:
+        raise invalid("this server cannot end single requests", "request_ids")
+    ended = await asyncio.gather(*(stop(request_id, None, True) for request_id in {*request_ids}))
+    return sum(count > 0 for count in ended)
+
+
+async def end_all(context: ApiContext, exchange: HttpExchange) -> None:
+    """End all running requests with what they have. Raises ApiError, MantaError."""
+    training, model = trained(context), model_of(exchange)
+    paused = (await training.state(model))["is_paused"]
+    await training.pause(model, "abort")
+    if not paused:
+        await training.resume(model)
+
+
+async def answer_state(context: ApiContext, exchange: HttpExchange, name: str) -> None:
+    """Answer with one field of what replicas report of their weights, pauses and sleep."""
+    state = await trained(context).state(model_of(exchange))
+    await exchange.answer_json({name: state[name]})
