@@ -59,7 +59,7 @@ class GenerationRequest:
     params: SamplingParams
     seed: int  # resolved
     cache_salt: str = ""
-    # With a fixed revision, so that another replica uses the same weights.
+    # The record has a fixed revision, so that another replica uses the same weights.
     adapter: AdapterRecord | None = None
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds

@@ -51,7 +51,7 @@ class DialectRequest(ABC):
         """
 
     async def admit(self, context: ApiContext, exchange: HttpExchange) -> None:
-        """Check what has to be allowed before the request is queued. Raises ApiError."""
+        """Check conditions that this dialect alone has for a request. Raises ApiError."""
         return
 
     async def settle(self, context: ApiContext, exchange: HttpExchange) -> None:

@@ -101,7 +101,7 @@ class GGUFContainer:
             if field is None:
                 return default
             last: Any = field.parts[-1]
-            # The list of strings that Checked read.
+            # `Checked` has read a list of strings already.
             return last if isinstance(last, list) else field.contents()
         except (ValueError, IndexError, OverflowError) as error:
             raise self.error(f"{key} is damaged ({error}); download it again") from None

@@ -96,7 +96,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         from deployments.cluster_capacity import check_pools, this_machine
 
         check_pools(config, this_machine())
-        # Done here, where progress is shown; the replicas find the model in the cache.
+        # Models are fetched here, where progress is shown; the replicas find them in the cache.
         with model_progress() as progress:
             for part in config.by_model().values():
                 dummy = part.engine.get("load_format") == "dummy"

@@ -198,7 +198,7 @@ def plan(
         memory, part = min(kinds, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
-        # A matrix whose shape its format does not support, whatever the memory.
+        # The shape of a matrix does not suit its format, whatever the memory.
         if error.param == KEY:
             raise
         raise DoesNotFit(

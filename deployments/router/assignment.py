@@ -35,7 +35,7 @@ class DisplacedChoices:
     def __init__(self, seconds: float, waking: Waking) -> None:
         self._seconds = seconds
         self._waking = waking
-        # The queue by the choice's id.
+        # The waiting choices by their ids, each with the timer that ends its wait.
         self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}
 
     def __len__(self) -> int:

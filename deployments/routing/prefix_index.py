@@ -160,7 +160,7 @@ class PrefixIndex:
         self._gone |= 1 << holder
 
     def _sweep(self) -> None:
-        """Drop the pairs of forgotten holders."""
+        """Drop the pairs of a prefix and a replica whose replica was forgotten."""
         present, holders = ~self._gone, self._holders
         stale = [(name, known) for name, known in holders.items() if known & self._gone]
         for name, known in stale:

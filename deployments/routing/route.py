@@ -166,10 +166,10 @@ def _lowered(
 def _moves(
     fleet: Fleet, cached: NDArray[np.float64], low: NDArray[np.float64] | None
 ) -> tuple[int, NDArray[np.float64]]:
-    """Return the column from which others may pull the prefix, and the seconds that each column
-    saves by that; 0 where computing is faster.
+    """Return the replica from which others may pull the prefix, and the seconds that each replica
+    saves by that; 0 where computing is faster. Replicas are columns of the fleet's table.
 
-    cached: prompt tokens that each column has.
+    cached: prompt tokens that each replica has in its cache.
     low: those of them that are not on its device, from where alone they move.
     """
     held = np.where(np.isfinite(fleet.move), cached if low is None else cached - low, 0.0)

@@ -27,7 +27,7 @@ def share_of_together(prefills: int, decodes: int, prompt: int, output: int, kin
 
 
 def lines(config: MantaConfig) -> Iterator[str]:
-    """Yield what the plan says of roles; nothing without them."""
+    """Yield the lines of `manta plan` about pools that compute prompts for others, if any."""
     if not config.apart:
         return
     pools = config.engine_pools

@@ -336,7 +336,7 @@ def _parse(shape: type[Any], value: Any) -> Any:
 def _explained(
     error: msgspec.ValidationError, struct: type[msgspec.Struct], body: Any, root: str = ""
 ) -> ApiError:
-    """Return the answer to an error of msgspec, in the words of this API.
+    """Return the ApiError for an error of msgspec, in the words of this API.
 
     root: the client's name of the one field of the struct; "": its fields have names of their own
     """

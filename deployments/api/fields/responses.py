@@ -167,13 +167,13 @@ _CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_too
 
 
 class TextOptions(Struct, kw_only=True, gc=False):
-    """The field `text`."""
+    """The field `text` of a request, which has the format of the answer."""
 
     format: dict[str, Any] | None = None
 
 
 class ReasoningOptions(Struct, kw_only=True, gc=False):
-    """The field `reasoning`."""
+    """The field `reasoning` of a request, which says how much the model thinks."""
 
     effort: ReasoningEffort | None = None
 
@@ -210,7 +210,7 @@ class Responses(ItemChat, kw_only=True):
     background: bool | None = None
 
 
-# Repeated in the answer, without effect otherwise.
+# Fields that the answer repeats, and that have no other effect.
 RESPONSES_REPEATED = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls"}
 )

@@ -26,11 +26,11 @@ class ToolGrammar(Struct, gc=False):
 
 
 class TextInput(Struct, tag="text", tag_field="type", gc=False):
-    """Any text for a custom tool."""
+    """The input of a custom tool that takes any text."""
 
 
 class GrammarInput(Struct, tag="grammar", tag_field="type", gc=False):
-    """A text of a grammar for a custom tool."""
+    """The input of a custom tool that takes texts of a grammar."""
 
     grammar: ToolGrammar
 

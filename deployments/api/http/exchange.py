@@ -220,7 +220,7 @@ class HttpExchange:
         fields.append((b"content-length", b"%d" % len(body)))
         await self._out({"type": "http.response.start", "status": status, "headers": fields})
         self.started = True
-        # HEAD: the headers of the body that GET would give.
+        # HEAD is answered with the headers of the body that GET would have.
         body = b"" if self.method == "HEAD" else body
         await self._out({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -63,7 +63,10 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class DialectReader:
-    """The conversion of a dialect's value to JSON. end: the text after a call's last value."""
+    """A reader of a call's arguments in a dialect, which makes JSON of them.
+
+    end: the text after a call's last value
+    """
 
     def __init__(self, dialect: Dialect, end: str) -> None:
         self._dialect = dialect

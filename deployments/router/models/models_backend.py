@@ -50,7 +50,7 @@ class ModelsBackend:
         self.name = name
         self.several = several
         self.metrics = RouterMetrics()  # with several models: metrics that belong to none of them
-        # Called for each prompt that has ended.
+        # Functions that are called for each prompt that has ended.
         self.on_end: list[Callable[[InflightRequest], None]] = []
         self.adapters = AdaptersByModel(self)
         self.dispatchers: dict[str, Dispatcher] = {}
