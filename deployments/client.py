@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages  # token ids may be an array of NumPy, torch or DLPack
+# Token ids may be an array of NumPy, torch or DLPack.
+Prompt = str | Sequence[int] | Messages
 
 
 @dataclass(frozen=True, slots=True)

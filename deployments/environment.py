@@ -31,7 +31,8 @@ def installed_version() -> str:
     """Return the installed version of Manta; "unknown" if it runs from a source folder."""
     try:
         return version("manta-serve")
-    except PackageNotFoundError:  # it runs from a source folder
+    except PackageNotFoundError:
+        # Manta runs from a source folder.
         return "unknown"
 
 
@@ -71,7 +72,8 @@ def make_auth_token() -> None:
         return
     path = Path(_TOKEN).expanduser()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
+    # Another process may have made the file meanwhile.
+    with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
             file.write(secrets.token_hex(32))

@@ -46,7 +46,8 @@ def model_app(app: str, model: str) -> str:
     app: name of the routers' application, without a dot
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
-    if safe != model:  # different models keep different names
+    if safe != model:
+        # Different models keep different names.
         safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
     return f"{app}.{safe}"
 

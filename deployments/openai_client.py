@@ -18,7 +18,8 @@ from typing import Any
 from deployments.resumable_stream import PATIENCE, ResumableStream
 
 _STREAMS = ("/completions", "/responses", "/messages")
-_NOWHERE = b'"code":"not_found"'  # an unknown model has another code
+# An unknown model has another code.
+_NOWHERE = b'"code":"not_found"'
 
 
 def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
@@ -150,7 +151,8 @@ class _Completion:
                 if pause is None:
                     return self._around(response) if _is_stream(response) else response
                 await transport.close(response)
-            except (httpx.NetworkError, httpx.RemoteProtocolError):  # no server has received it
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                # No server has received it.
                 pause = self._resuming.pause() if served else None
                 if pause is None:
                     raise

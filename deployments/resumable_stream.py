@@ -37,7 +37,8 @@ class ResumableStream:
         self.finished = False
         self._patience = patience
         self._last = ""
-        self._shown = False  # an event without an id was passed on, so the stream cannot be resumed
+        # Whether an event without an id was passed on, so that the stream cannot be resumed.
+        self._shown = False
         self._buffer = b""
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT

@@ -120,7 +120,8 @@ class AdapterRegistry:
     async def pin(self, name: str) -> AdapterRecord:
         """Return the record that the name means now, with its revision. Raises MantaError."""
         if name not in self.records:
-            await self.refresh()  # another router may have added it a moment ago
+            # Another router may have added it a moment ago.
+            await self.refresh()
         record = self.records.get(name)
         if record is None:
             raise not_found(name)
@@ -217,7 +218,8 @@ class AdapterRegistry:
                 raise not_found(name)
             elif known.source == "config":
                 where = known.path
-            else:  # the folder may have been replaced by a link since
+            else:
+                # The folder may have been replaced by a link since.
                 where = await asyncio.to_thread(still_allowed, known.path, self._roots())
             if declared is not None and declared.path == where:
                 record = declared
@@ -351,7 +353,8 @@ class AdapterRegistry:
         for name, record in self._written.items():
             declared = records.get(name)
             if record.source != "api" and (declared is None or not _same(declared, record)):
-                continue  # the record is of another path, or of files that were replaced since
+                # The record is of another path, or of files that were replaced since.
+                continue
             if record.removed:
                 records.pop(name, None)
             else:

@@ -119,7 +119,8 @@ class Api:
                 status = 500
                 log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
                 if exchange.started:
-                    raise  # the server closes the connection: the answer is cut, not complete
+                    # The server closes the connection: the answer is cut, not complete.
+                    raise
                 await exchange.fail(internal())
         except ClientDisconnected:
             status = 499

@@ -235,7 +235,8 @@ def _load(path: Path) -> Entry | None:
 
 
 def _read(folder: Path, id: str, owner: str) -> Entry | None:
-    if not _ID.fullmatch(id):  # it becomes a path
+    if not _ID.fullmatch(id):
+        # The id becomes a path.
         return None
     entry = _load(folder / f"{id}.json")
     return entry if entry is not None and entry.owner == owner else None

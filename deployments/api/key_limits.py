@@ -20,7 +20,8 @@ from deployments.api.caller import Caller, Period
 from deployments.api.http.errors import NO_RETRY, ApiError
 
 MINUTE = 60.0
-_MOST_KEYS = 65_536  # callers whose counts a router keeps; keys come from the keys file alone
+# Callers whose counts a router keeps; keys come from the keys file alone.
+_MOST_KEYS = 65_536
 
 
 class KeyCount(msgspec.Struct, array_like=True):
@@ -103,7 +104,8 @@ class KeyLimits:
     def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
         """Count the tokens of a prompt that has ended. owner: the key's id; at: Unix seconds."""
         account = self._accounts.get(owner)
-        if account is None:  # the key has no limits
+        if account is None:
+            # The key has no limits.
             return
         if account.tokens is not None:
             account.tokens.level -= output

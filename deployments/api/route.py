@@ -7,9 +7,12 @@ from deployments.api.context import Handler
 from deployments.api.fields.schema import TEXT, Body, Schema
 
 # The statuses that an operation may end with, beside 200 and those of every operation.
-READS = (400, 408, 413, 415)  # the operation reads a body
-NAMES = (403, 404)  # the operation names something
-QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)  # the operation is work for a replica
+# The operation reads a body.
+READS = (400, 408, 413, 415)
+# The operation names something.
+NAMES = (403, 404)
+# The operation is work for a replica.
+QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)
 
 JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
     "application/json",

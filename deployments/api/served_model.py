@@ -44,7 +44,8 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
-    await backend.adapters.refresh()  # another router may have added it a moment ago
+    # Another router may have added it a moment ago.
+    await backend.adapters.refresh()
     if (card := known_model(name, backend)) is not None:
         return allowed(card, caller)
     models = [name for name in backend.models() if caller.may_use(name)]

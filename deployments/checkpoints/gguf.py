@@ -315,7 +315,8 @@ class _Values:
             if self._order is None:
                 yield self.data[start:end]
                 self._file.give_back(self.data[start:end])
-            else:  # rows may come from anywhere in the file
+            else:
+                # Rows may come from anywhere in the file.
                 yield self.data[self._order[start:end]]
                 self._file.give_back(self.data)
 

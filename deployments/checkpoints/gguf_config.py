@@ -68,7 +68,8 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Return rope_parameters with llama.cpp's defaults. Raises ConfigError for an unknown
     scaling."""
     read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
-    kind = file.own("rope.scaling.type", "linear")  # older files have only the factor
+    # Older files have only the factor.
+    kind = file.own("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise file.error(f"rope scaling {kind!r} is not supported")
     factor = 1.0 if kind == "none" else _factor(file)

@@ -83,7 +83,8 @@ class GGUFContainer:
             name = self.get("general.architecture")
         except ConfigError:
             raise
-        except Exception as error:  # the reader raises any exception for a damaged file
+        except Exception as error:
+            # The reader raises any exception for a damaged file.
             raise ConfigError(
                 f"{path} is damaged or cut short ({error}); download it again", param="model"
             ) from error
@@ -214,7 +215,8 @@ def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[li
     order: byte order of the lengths, in the notation of struct.
     """
     length, items = struct.Struct(f"{order}Q"), []
-    with data.data as view:  # each index into the array would make another array
+    # Each index into the array would make another array.
+    with data.data as view:
         for _ in range(count):
             end = start + 8 + length.unpack_from(view, start)[0]
             items.append(str(view[start + 8 : end], "utf-8"))

@@ -146,7 +146,8 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     scores = [float(score) for score in file.get("tokenizer.ggml.scores") or []]
     if len(scores) != len(tokens):
         raise file.error(f"{len(tokens)} tokens, and scores of {len(scores)}; download it again")
-    tokens = [  # added tokens are matched in the raw text, before spaces are replaced
+    # Added tokens are matched in the raw text, before spaces are replaced.
+    tokens = [
         token.replace(SPACE, " ") if kind == _USER_DEFINED else token
         for token, kind in zip(tokens, kinds, strict=True)
     ]

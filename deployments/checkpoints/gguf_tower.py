@@ -19,7 +19,8 @@ logger = logging.getLogger("manta.checkpoints")
 
 _LAYER = re.compile(r"v\.(blk|deepstack)\.(\d+)\.")
 _BLOCK = "v.blk.{i}."
-_KEPT = {"F32": "float32", "F16": "float16"}  # other types become bfloat16
+# Other types become bfloat16.
+_KEPT = {"F32": "float32", "F16": "float16"}
 # Keys of the text model's config.json that hold for the whole model, and stand outside.
 _OUTSIDE = ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", KEY)
 

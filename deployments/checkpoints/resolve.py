@@ -101,7 +101,8 @@ def resolve_model(
         key = f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}{kind}"
         return _cached(models, key, unpack, progress)
     file = gguf_of(spec)
-    if file is not None:  # a cached one was checked when it was converted
+    if file is not None:
+        # A cached file was checked when it was converted.
 
         def build(target: Path, progress: Progress | None) -> None:
             convert(file, target, progress, blocks=blocks)
@@ -444,7 +445,8 @@ def _from_hub(
         check(folder)
         if not weights:
             return folder
-        commit = folder.name  # the branch may move meanwhile
+        # The branch may move meanwhile.
+        commit = folder.name
         snapshot_download(name, revision=commit, allow_patterns=_HUB_WEIGHTS)
         if not weight_files(folder):
             snapshot_download(name, revision=commit, allow_patterns=_HUB_PICKLED)

@@ -52,7 +52,8 @@ def cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return values
     if dtype == "float16":
         return values.astype(np.float16)
-    bits = values.view(np.uint32)  # bfloat16 is the upper half of float32, rounded to nearest even
+    # bfloat16 is the upper half of float32, rounded to nearest even.
+    bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 

@@ -49,7 +49,8 @@ def add(
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
     # Find out at once whether the server is there and accepts the key, as downloading an adapter
     # may take long.
-    server = server_url(None, url)  # a URL in second place is the adapter's, not the server's
+    # A URL in second place is the adapter's, not the server's.
+    server = server_url(None, url)
     ask(server, key, "GET", "/adapters")
     body = {"name": name}
     if path is not None:

@@ -20,7 +20,8 @@ from engine.errors import ConfigError, MantaError
 
 _CONNECT = 5.0  # seconds to connect
 _QUICK = 8.0  # seconds for an answer that runs no model
-_TIMEOUT = 600.0  # longest seconds between two chunks; a long prompt on a CPU takes minutes
+# Longest seconds between two chunks; a long prompt on a CPU takes minutes.
+_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
 from engine.speculation.settings import read_speculation
 
-if TYPE_CHECKING:  # Ray may not be installed
+if TYPE_CHECKING:
+    # Ray may not be installed.
     from deployments.cluster_capacity import RayNode
 
 _LEAST_MEMORY = 3 * GIB  # bytes for Ray, Serve, two routers and the default model
@@ -216,7 +217,8 @@ def _disk_tier(engine: EngineConfig, free_memory: int) -> Iterator[DoctorCheck]:
     text = f"{engine.disk_kv_bytes / GIB:.2f} GiB for KV blocks in {folder}"
     own = sum(path.stat().st_size for path in folder.glob("kv-*/??/*"))
     room = own + shutil.disk_usage(there).free
-    if in_memory(folder):  # its pages are counted as free until they are written
+    if in_memory(folder):
+        # Pages of files in memory are counted as free until they are written.
         room = min(room, own + free_memory)
         text += ", which is memory, counted once a machine"
     stat = there.stat()
@@ -348,7 +350,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _devices() -> Iterator[DoctorCheck]:
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # an incomplete installation may raise anything
+    except Exception as error:
+        # An incomplete installation may raise anything.
         yield DoctorCheck("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
         return
     if torch.cuda.is_available():

@@ -105,7 +105,8 @@ def plans(
             yield name, plan(model, engine, device, devices_per_node=gpus)
         except DoesNotFit as error:
             ranks = None if device.kind == "cpu" else ranks_that_fit(model, engine, device)
-            if ranks is None:  # ranks on a CPU share its memory, so more of them do not help
+            if ranks is None:
+                # Ranks on a CPU share its memory, so more of them do not help.
                 raise
             raise DoesNotFit(
                 f"{error.message}; or set engine.tensor_parallel: {ranks}, with which it fits on "

@@ -41,7 +41,8 @@ def holder(port: int) -> str | None:
             if any(os.readlink(entry) in sockets for entry in (process / "fd").iterdir()):
                 return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
         except OSError:
-            continue  # the process has ended, or belongs to another user
+            # The process has ended, or belongs to another user.
+            continue
     return None
 
 

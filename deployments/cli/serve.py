@@ -193,7 +193,8 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
                 raise ServeError(f"the deployment{of} failed: {why_failed(messages)}")
             counts = []
             for name, deployment in app.deployments.items():
-                if name == MODEL:  # this deployment never has a replica
+                if name == MODEL:
+                    # This deployment never has a replica.
                     continue
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
@@ -310,7 +311,8 @@ def _logs() -> list[str]:
     from ray._private import worker
 
     node: Any = worker._global_node
-    if node is None:  # a Ray client has no node
+    if node is None:
+        # A Ray client has no node.
         return []
     most, before = node.max_bytes >> 20, node.backup_count
     return [

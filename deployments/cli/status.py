@@ -170,7 +170,8 @@ def poll(app: str) -> StatusSnapshot:
         handle = serve.get_app_handle(app)
         answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
-        pass  # no router can be asked now; the page shows it
+        # No router can be asked now; the page shows it.
+        pass
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
     whole = StatusSnapshot(
         time.time(),

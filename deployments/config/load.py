@@ -81,7 +81,8 @@ def load_config(
     except yaml_lines.YamlProblem as problem:
         where = f"{path}:{problem.line}" if problem.line else str(path)
         raise ConfigError(f"{where}: {problem.message}", param=str(path)) from None
-    if parsed.data is None:  # the file was cut short, or is not the one that was meant
+    if parsed.data is None:
+        # The file was cut short, or is not the one that was meant.
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
     arguments = str(path), path.parent, environment
@@ -293,7 +294,8 @@ def _read_template(section: Any, folder: Path, source: str) -> None:
     value = section.get("chat_template") if isinstance(section, dict) else None
     if not isinstance(value, str):
         return
-    from engine.text.chat_template import ChatTemplate  # imported here: jinja is seldom needed
+    # Imported here: jinja is seldom needed.
+    from engine.text.chat_template import ChatTemplate
 
     if "{" not in value:
         path = Path(_found(value, folder))

@@ -70,7 +70,8 @@ def engine_model() -> type[BaseModel]:
     for field in msgspec.structs.fields(EngineConfig):
         if field.name not in _OWNED_BY_TOP:
             kind = hints[field.name]
-            lists = typing.get_origin(kind) is tuple  # YAML has lists but no tuples
+            # YAML has lists but no tuples.
+            lists = typing.get_origin(kind) is tuple
             fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
     return create_model("EngineOptions", __config__=SECTION, **fields)
 

@@ -22,7 +22,8 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-MAX_BYTES = 2**16  # one page is usual; the pure Python parser takes half a second for this size
+# Bytes of a file; the pure Python parser takes half a second for this size.
+MAX_BYTES = 2**16
 _MAX_DEPTH = 16
 
 Path = tuple[str | int, ...]

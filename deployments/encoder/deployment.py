@@ -41,7 +41,8 @@ class EncoderReplica:
         self._weights = identity.weights
         self._stall_seconds = stall_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._began = 0.0  # when the present image was begun; 0: there is none
+        # When the present image was begun; 0: there is none.
+        self._began = 0.0
         self._failed = ""
         self._images = 0
         self._encoder = await self._run(ImageEncoder, config)

@@ -15,7 +15,8 @@ from engine.errors import MantaError
 
 _LOOPBACK = "127.0.0.1"
 _SPARE_FILES = 256  # open files besides connections: listeners, checks, logs, libraries
-_MAX_HEADERS = 1024  # more than routers accept, because HAProxy's parser would refuse in HTML
+# HAProxy takes more headers than routers accept, because its parser would refuse in HTML.
+_MAX_HEADERS = 1024
 # Share of all connections above which requests get an error, while there is room to send it.
 _SHED = 0.95
 

@@ -186,7 +186,8 @@ class RolloutActor:
     async def _take(self, tensor: dict[str, Any], *, last: bool) -> None:
         if not self._updating:
             await self._engine.start_weight_update()
-        self._updating = False  # an error ends the update
+        # An error ends the update.
+        self._updating = False
         await self._engine.update_weights(tensor)
         if last:
             await self._engine.finish_weight_update()

@@ -66,7 +66,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         self._server_handle = server.remote(self.config, self.model_config, mode, visible)
         self.servers = [self._server_handle]
         await self._server_handle.launch_server.remote()
-        self._server_address = name  # verl tells replicas apart by it; there is no HTTP server
+        # verl tells replicas apart by this address; there is no HTTP server.
+        self._server_address = name
 
     async def sleep(self) -> None:
         """Free the memory of the engine, once no request runs."""
@@ -95,7 +96,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types
         self._server: Any = None
 
     def _handle(self) -> Any:
-        if self._server is None:  # the server starts after its workers
+        if self._server is None:
+            # The server starts after its workers.
             self._server = ray.get_actor(f"{NAME}_server_{self.replica_rank}_0")
         return self._server
 

@@ -19,7 +19,8 @@ from engine.messages import EngineStats
 
 T = TypeVar("T")
 
-_AGE = "engine_steps_total"  # the reading with more steps is the newer one
+# The reading with more steps is the newer one.
+_AGE = "engine_steps_total"
 
 
 class RouterReport(msgspec.Struct, array_like=True):

@@ -39,6 +39,7 @@ class _BufferBypass(logging.Handler):
         request_id = getattr(record, "request_id", None)
         if self.behind.target is None or not self.behind.filter(record):
             return
-        if request_id is not None:  # Serve's filter sets the id of whatever request is current
+        if request_id is not None:
+            # Serve's filter sets the id of whatever request is current.
             record.request_id = request_id
         self.behind.target.handle(record)

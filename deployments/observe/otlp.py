@@ -18,7 +18,8 @@ import msgspec
 logger = logging.getLogger("manta.router")
 
 SEND_SECONDS = 2.0  # seconds between two batches
-MAX_SPANS = 8192  # most waiting spans; further ones are dropped
+# Most waiting spans; further ones are dropped.
+MAX_SPANS = 8192
 _BATCH = 512
 _TIMEOUT = 10.0
 

@@ -19,7 +19,8 @@ from engine.config.quantized import KEY
 from engine.errors import ConfigError
 from engine.speculation.settings import SpeculationSettings
 
-if TYPE_CHECKING:  # importing torch takes seconds, and `manta --help` does not need it
+if TYPE_CHECKING:
+    # Importing torch takes seconds, and `manta --help` does not need it.
     from engine.models.registry import Model
     from engine.resolve import Resolved
     from engine.runner.memory import MemoryPlan
@@ -372,7 +373,8 @@ def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     return _outline_of(_Asked(repr(resolved), resolved, stage))
 
 
-@lru_cache(maxsize=8)  # a price list has dozens of node types for the same configuration
+# A price list has dozens of node types for the same configuration.
+@lru_cache(maxsize=8)
 def _outline_of(asked: _Asked) -> "Model":
     from engine.runner.memory import outline
 

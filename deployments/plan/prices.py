@@ -22,7 +22,8 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = _CONFIGS / "prices.yaml"
 SPEEDS = _CONFIGS / "speeds.yaml"
 
-_HOST_SHARE = 0.9  # share of a node's memory for replicas; the system and Ray take the rest
+# Share of a node's memory for replicas; the system and Ray take the rest.
+_HOST_SHARE = 0.9
 
 # Dimensions of the models in speeds.yaml: layers, width, heads, KV heads, vocabulary.
 _MEASURED = {

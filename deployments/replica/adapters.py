@@ -156,7 +156,8 @@ class ReplicaAdapters:
         adapter = submitted.message.adapter
         assert adapter is not None
         try:
-            if adapter.version:  # 0: the request has begun and keeps its revision
+            if adapter.version:
+                # 0: the request has begun and keeps its revision.
                 if adapter.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"

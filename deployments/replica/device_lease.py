@@ -57,7 +57,8 @@ class DeviceLease:
                     return False
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
-            with contextlib.suppress(OSError):  # the file may be closed by now
+            # The file may be closed by now.
+            with contextlib.suppress(OSError):
                 fcntl.flock(self._waiting, fcntl.LOCK_UN)
         self.held = True
         return True

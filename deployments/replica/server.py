@@ -197,7 +197,8 @@ class ReplicaServer:
         if self._server is not None:
             self._server.close()
         for connection in [*self._unauthenticated, *self._routers.values()]:
-            connection.live.clear()  # the engine ends as a whole, so aborts are not needed
+            # The engine ends as a whole, so aborts are not needed.
+            connection.live.clear()
             connection.close("the replica has stopped")
         self._unauthenticated.close()
         self._adapters.close()
@@ -350,7 +351,8 @@ class ReplicaServer:
             index = id >> _ROUTER_BITS
             owner = routers.get(index)
             if owner is None:
-                continue  # the router is gone, and its requests are being aborted
+                # The router is gone, and its requests are being aborted.
+                continue
             delta.id = id & _ROUTER_MASK
             by_router.setdefault(index, []).append(delta)
             if delta.finish:
@@ -408,7 +410,8 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            return  # the router has been told, and moves its requests
+            # The router has been told, and moves its requests.
+            return
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]

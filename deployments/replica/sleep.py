@@ -138,7 +138,8 @@ class ReplicaSleep:
     async def _run(self) -> None:
         try:
             await self._sleep_and_wake()
-        except EngineDead as error:  # its client reports it to the replica
+        except EngineDead as error:
+            # The engine's client reports the error to the replica.
             logger.info("no more sleep: %s", error)
 
     async def _sleep_and_wake(self) -> None:

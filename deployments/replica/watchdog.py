@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from engine.messages import Pulse
 
-_COMPUTES = 0.01  # CPU seconds in a tick that count as work; the pulse itself takes less
+# CPU seconds in a tick that count as work; the pulse itself takes less.
+_COMPUTES = 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ ANNOUNCE_SECONDS = 2.0
 _POLL = 0.05  # seconds between polls for a replica
 _LOSSES = 2  # replicas that may be lost while reading one adapter
 _STALE = ("adapter_changed", "adapter_not_found")
-_PAUSE = 0.3  # seconds: a replica may learn of a change before the record store has it
+# Seconds: a replica may learn of a change before the record store has it.
+_PAUSE = 0.3
 
 
 class AdapterCalls:

@@ -300,7 +300,8 @@ class Assignment:
             adapter = AdapterRef(record.name, record.revision, record.path, version)
         for choice in choices:
             suspicion = choice.suspicion
-            if len(choice.emitted) > choice.begun:  # the last replica has generated tokens
+            if len(choice.emitted) > choice.begun:
+                # The last replica has generated tokens.
                 suspicion.passed = False
             choice.place = decision.replica
             choice.weights = client.endpoint.weights

@@ -356,7 +356,8 @@ class _Run:
                     status, headers, answer = await self._worker.ask(
                         self._entry.owner, line["url"], line["body"], id, left
                     )
-                except Exception:  # a raised exception would repeat with each try of the batch
+                except Exception:
+                    # A raised exception would repeat with each try of the batch.
                     logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = wait_of(status, headers)

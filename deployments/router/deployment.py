@@ -301,7 +301,8 @@ class Router:
         seconds: time after which running requests end with the error `draining`.
         """
         if self._worker is not None:
-            self._worker.close()  # another router goes on with its batches
+            # Another router goes on with its batches.
+            self._worker.close()
         self._front.refuse_new()
         await self._idle(seconds)
         self._front.fail_all()
@@ -391,7 +392,8 @@ class Router:
     async def __del__(self) -> None:
         if hasattr(self, "_models"):
             self._models.close()
-        if self._grpc is not None:  # Serve itself waits for HTTP requests only
+        if self._grpc is not None:
+            # Serve itself waits for HTTP requests only.
             await self._grpc.stop()
         if self._spans is not None:
             await self._spans.close()

@@ -165,7 +165,8 @@ class Dispatcher:
             self._weightless.discard(inflight)
             if not self.weights.dropped:
                 return
-            if self.weights.paused:  # the trainer's step goes on
+            if self.weights.paused:
+                # The trainer's step goes on.
                 self._await_weights(inflight)
                 return
             message = (

@@ -298,7 +298,8 @@ class InflightRequest:
         if tokens:
             choice.emitted += delta.token_ids
             metrics.output_tokens.values[()] += tokens
-            if tokens > 1:  # a step gives one token and those of accepted drafts
+            if tokens > 1:
+                # A step gives one token and those of accepted drafts.
                 self.trace.drafted(tokens - 1)
         self._items.append((choice.index, delta))
         if delta.finish:
@@ -356,7 +357,8 @@ class InflightRequest:
             self._metrics.request.observe(now - self.arrived)
         error = "" if self._error is None else self._error.code
         self.trace.ends(self.output_tokens, error, now)
-        self.request.images = []  # pixels are kept for another replica, which is not needed now
+        # Pixels are kept for another replica, which is not needed now.
+        self.request.images = []
         self._requests.ended(self)
 
     def _wake(self) -> None:

@@ -27,7 +27,8 @@ probation however many tokens it had generated.
 from deployments.transport.channel import Start
 from engine.messages import Failed
 
-PROBATION = 3  # tokens; at its death an engine may have computed two more than it has reported
+# Tokens; at its death an engine may have computed two more than it has reported.
+PROBATION = 3
 # Most tokens of the probation of a choice that has passed once, as a poison may be slow.
 LONG_PROBATION = 64
 DEATHS = 3  # unexplained deaths after which a choice is given up, also without a probation
@@ -104,7 +105,8 @@ class Suspicion:
                 return self._died(replica, id, given, failed)
         if given:
             self.losses = 0
-        elif not silent:  # silence is the fault of a machine or the network
+        elif not silent:
+            # Silence is the fault of a machine or the network, not of a request.
             self.losses += 1
         self.doubts += given < PROOF
         # Half of the doubts may be due to other choices that moved together with this one.

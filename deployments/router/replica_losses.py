@@ -48,7 +48,8 @@ class ReplicaLosses:
         moving: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
             if choice.done or self._give_up(client, choice):
-                continue  # done: its request has failed with an earlier choice of this loop
+                # Its request has failed with an earlier choice of this loop.
+                continue
             self._moves(client, choice, f"lost: {reason}")
             logger.warning(
                 "moves from %s after %d tokens: %s",

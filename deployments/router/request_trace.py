@@ -24,7 +24,8 @@ from deployments.observe.otlp import (
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
-KEPT = 4096  # ended requests that a router remembers; the oldest are dropped first
+# Ended requests that a router remembers; the oldest are dropped first.
+KEPT = 4096
 _EVENTS = 32  # decisions and moves of one request that are kept, the last ones
 
 logger = logging.getLogger("manta.router")

@@ -60,7 +60,8 @@ class RequestsInFlight(Collection[InflightRequest]):
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """Return the traces of the requests with this id; see request_trace.py."""
         asked = [inflight for inflight in self._requests if inflight.trace.id == id]
-        for inflight in asked:  # traces are not updated for each token
+        for inflight in asked:
+            # Traces are not updated for each token.
             inflight.trace.output_tokens = inflight.output_tokens
         unfinished = [inflight.trace for inflight in asked]
         now = time.monotonic()

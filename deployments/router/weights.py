@@ -139,7 +139,8 @@ class FleetWeights:
         await self._write(folder=folder, version=version)
         try:
             await self._order_all(lambda ticket: UpdateWeights(ticket, folder, version, recompute))
-        except UpdateFailed as error:  # it had passed the check, so `_bring_up` tries again
+        except UpdateFailed as error:
+            # The update had passed the check, so `_bring_up` tries again.
             logger.error("weights of version %s: %s", version, error.message)
 
     # -- updates that a trainer sends
@@ -351,7 +352,8 @@ class FleetWeights:
             answer = await calls.ask(client, make(calls.ticket()), ORDER_SECONDS)
             if not isinstance(answer, Answer) or answer.code != "update_in_progress":
                 return answer if isinstance(answer, Answer) else None
-            await asyncio.sleep(_RETRY)  # another router brings it to the record
+            # Another router brings the replica to the record.
+            await asyncio.sleep(_RETRY)
 
     # -- replicas that differ from the record
 
@@ -411,7 +413,8 @@ class FleetWeights:
                     ),
                 )
             elif stats.weights_version == record.version:
-                if client.state.kept_out:  # an idle engine sends the frame that lets it in
+                if client.state.kept_out:
+                    # An idle engine sends the frame that lets it in.
                     await self._order(client, lambda ticket: Control("resume", ticket))
                 return
 

@@ -43,7 +43,8 @@ HARM = 0.1  # weight of a second's delay for each running stream, against one fo
 _STALE = 0.25
 OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
 _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured
-MOVE_TOKENS = 256  # fewer are computed rather than pulled from another replica
+# Fewer tokens are computed rather than pulled from another replica.
+MOVE_TOKENS = 256
 MOVE_SECONDS = 0.01  # of a pull, besides those of its bytes: connections, and steps in flight
 _WAKE_SECONDS = 1.0  # seconds for a sleeping engine to wake, until measured
 _PEERS = 32  # replicas of a pool whose mean speed a new one is assumed to have

@@ -19,7 +19,8 @@ from engine.scheduling.memory.prefix_hash import extend_hashes, root_hash
 
 # Tokens per hash, four blocks; a finer stride costs memory and finds 32 tokens more on average.
 STRIDE = PREFIX_STRIDE
-HASH_BYTES = PREFIX_BYTES  # a collision costs a wrong guess and nothing else
+# A collision costs a wrong guess and nothing else.
+HASH_BYTES = PREFIX_BYTES
 FORWARDED_HASHES = 64  # leading hashes of a request that are passed on to other routers
 _LIMIT = 2**19  # most (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 

@@ -46,10 +46,13 @@ from deployments.routing.prefix_index import STRIDE
 _OUTPUT_HORIZON = 64
 _OUTPUT_WEIGHT = 0.1  # weight of a second during output against a second before the first token
 _TIE = (0.05, 0.5)  # share of the cost; steps
-_ADAPTER_TIE = 2.0  # steps; a larger tie, as each copy of an adapter takes another one's slot
+# Steps; a larger tie, as each copy of an adapter takes another one's slot.
+_ADAPTER_TIE = 2.0
 _VICTIM = 2.0  # most that evicting another adapter counts, in adapter loads
-_SESSION_SECONDS = 1.0  # by which the queue of a session's replica may be longer than another's
-_COPY = 4.0  # weight of an adapter load against waiting: the slot is worth more than the delay
+# Seconds by which the queue of a session's replica may be longer than another's.
+_SESSION_SECONDS = 1.0
+# Weight of an adapter load against waiting: the slot is worth more than the delay.
+_COPY = 4.0
 
 
 def route(

@@ -314,7 +314,8 @@ def _holder(
         return None
     known = history.samples[-1][0] - history.samples[0][0]
     if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
-        return None  # a new controller or policy does not know why the replicas are there
+        # A new controller or policy does not know why the replicas are there.
+        return None
     for name in names[1:]:
         pool = pools[name]
         last = [pool.work(prompt, output) for _, prompt, output in history.samples[-2:]]

@@ -19,7 +19,8 @@ from engine.errors import ConfigError, MantaError
 ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
 SEVERAL_MODELS = "deployments.app:build_routers"
 _DEPLOYING = "manta-deploying"  # key in Ray's store, held by the process that deploys
-_STALE = 30.0  # seconds after which the holder is presumed dead; a deployment takes a few
+# Seconds after which the holder is presumed dead; a deployment takes a few.
+_STALE = 30.0
 _WAIT = 60.0  # longest seconds to wait for the key
 _POLL = 0.1
 
@@ -133,7 +134,8 @@ def config_of(application: Any) -> MantaConfig | None:
     if not ours or not isinstance(config, Mapping):
         return None
     with suppress(ConfigError):
-        return parse_config(config, {}, check_files=False)  # its files may be on another machine
+        # Its files may be on another machine.
+        return parse_config(config, {}, check_files=False)
     return None
 
 
@@ -148,7 +150,8 @@ def deploying() -> Iterator[None]:
     """
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
-    while store("put", _DEPLOYING, mine, overwrite=False):  # another process holds the key
+    while store("put", _DEPLOYING, mine, overwrite=False):
+        # Another process holds the key.
         held = store("get", _DEPLOYING)
         if held is not None and time.time() - json.loads(held) > _STALE:
             store("del", _DEPLOYING)

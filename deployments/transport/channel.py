@@ -207,8 +207,10 @@ class ChannelConnection(asyncio.Protocol):
         decoder: "msgspec.msgpack.Decoder[Any]",
         on_close: Callable[[Any, str], None],
     ) -> None:
-        self.open = False  # both sides have proved the secret
-        self.silent = False  # it was closed because the peer was silent
+        # Whether both sides have proved the secret.
+        self.open = False
+        # Whether the connection was closed because the peer was silent.
+        self.silent = False
         self.peer = ""
         self.address = ""  # the peer's, without the port
         self._secret = secret
@@ -229,7 +231,8 @@ class ChannelConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
+        # uvloop's transport is not a subclass.
+        self._transport = cast(asyncio.Transport, transport)
         if self._reason:  # closed before it was established
             self._transport.abort()
             return

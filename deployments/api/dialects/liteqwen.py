@@ -68,7 +68,8 @@ class LiteqwenRequest(DialectRequest):
         sampling = take_sampling(
             kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
         )
-        if kwargs.return_logits:  # logits are the model's, whatever the engine's default
+        if kwargs.return_logits:
+            # Logits are the model's, whatever the engine's default.
             values = {**sampling.values, "logprobs_mode": "raw_logprobs"}
             sampling = replace(sampling, values=values)
         return ChatRequest(

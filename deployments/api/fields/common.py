@@ -10,7 +10,8 @@ from deployments.api.fields.schema import TOKEN
 
 UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # the side of a text that is cut
-TokenIds = Annotated[  # ids are checked against the vocabulary where they are read
+# Ids are checked against the vocabulary where they are read.
+TokenIds = Annotated[
     list[Any],
     Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
 ]

@@ -241,7 +241,8 @@ _OLD_TOOLS: Mapping[str, Schema] = {
 _NO_FUNCTIONS = {
     name: (f"{name} is not supported; use tools", "not_supported") for name in _OLD_TOOLS
 }
-_FROM_ONE: Schema = {"minimum": 1}  # these APIs have no answer without a token
+# These APIs have no answer without a token.
+_FROM_ONE: Schema = {"minimum": 1}
 CHAT = struct_body(
     Chat,
     refused=_OLD_TOOLS,

@@ -24,7 +24,8 @@ from deployments.api.fields.tools import TOOLS
 from engine.errors import InvalidRequest
 
 MAX_MODEL_NAME = 128  # bytes
-MAX_ADAPTER_NAME = 256  # bytes; whether it is a valid name is checked later
+# Bytes; whether it is a valid name is checked later.
+MAX_ADAPTER_NAME = 256
 MAX_ADAPTER_PATH = 4096
 
 
@@ -85,7 +86,8 @@ class UnloadLora(Struct, kw_only=True, gc=False):
 ADAPTER = struct_body(Adapter)
 LOAD_LORA = struct_body(LoadLora)
 UNLOAD_LORA = struct_body(UnloadLora)
-MODEL = Body(  # a section `models.NAME`; the configuration's own checks say more
+# A section `models.NAME`; the configuration's own checks say more.
+MODEL = Body(
     {
         "name": text(MAX_MODEL_NAME),
         "model": FILLED,

@@ -31,7 +31,8 @@ from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 MAX_KWARGS_BYTES = 64 * 1024
-_WORD_CHARS = 64  # a bad word is encoded three times, each with the overhead of a call
+# A bad word is encoded three times, each with the overhead of a call.
+_WORD_CHARS = 64
 _MOST_TOKEN_CHARS = 16  # characters per token of a prediction, beyond which it is cut
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
@@ -75,7 +76,8 @@ class GenerationCall:
     def requests(self) -> list[GenerationRequest]:
         """Return the requests for the backend, one for each prompt."""
         params = self.common.params
-        if self.score_only:  # an engine makes at least one token, which is dropped here
+        if self.score_only:
+            # An engine makes at least one token, which is dropped here.
             params = msgspec.structs.replace(params, max_tokens=1)
         requests = []
         for i, ids in enumerate(self.prompts):

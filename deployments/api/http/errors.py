@@ -21,7 +21,8 @@ INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 NOT_FOUND = "not_found_error"
-TIMEOUT = "timeout_error"  # the type of every 408: LiteLLM takes an invalid_request_error for a 400
+# The type of every 408: LiteLLM takes an invalid_request_error for a 400.
+TIMEOUT = "timeout_error"
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"

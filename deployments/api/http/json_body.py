@@ -24,12 +24,16 @@ import msgspec
 from deployments.api.http.errors import ApiError, invalid, shown
 
 JsonObject = dict[str, Any]  # a JSON object that was read or will be written
-MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
-MAX_NODES = 700_000  # values: token ids, nearly all of them; bounds memory at ~25 MB
-MAX_STRINGS = 100_000  # keys are strings too
+# Containers inside each other; tools' schemas need about ten.
+MAX_DEPTH = 32
+# Values: token ids, nearly all of them; bounds memory at ~25 MB.
+MAX_NODES = 700_000
+# Strings, keys included.
+MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000  # lists and objects
 _SLICE = 64 * 1024  # bytes that are counted before other threads have their turn
-_MAX_DIGITS = 400  # longest integer; longer ones are read as infinity, which no field takes
+# Longest integer; longer ones are read as infinity, which no field takes.
+_MAX_DIGITS = 400
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -119,7 +123,8 @@ def _end_of_string(body: bytes, at: int) -> int:
     """Return where the string that began before `at` ends, or else the end of the body."""
     while True:
         piece = _INSIDE.match(body, at)
-        assert piece is not None  # it matches nothing, too
+        # The pattern matches an empty piece, too.
+        assert piece is not None
         if piece.group(1) or piece.end() == at:
             return piece.end() if piece.group(1) else len(body)
         at = piece.end()

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-INLINE_CHARS = 16 * 1024  # larger bodies are read in a thread: up to 20 ms on the loop
+# Larger bodies are read in a thread: up to 20 ms on the loop.
+INLINE_CHARS = 16 * 1024
 # Two: tokenising frees the interpreter lock only in part, and more would only take turns.
 _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 

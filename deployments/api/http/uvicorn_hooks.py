@@ -84,7 +84,8 @@ class EdgeMiddleware:
             await self._app(scope, receive, answer)
         except Exception as error:
             if answer.started:
-                raise  # the server closes the connection: the answer is cut, not complete
+                # The server closes the connection: the answer is cut, not complete.
+                raise
             log.error("request %s failed: %s", known, short_traceback(error))
             await answer.refuse(internal(), known.encode())
 
@@ -180,7 +181,8 @@ class JsonRefusals:
     def send_400_response(self, msg: str) -> None:
         """Refuse a request; uvicorn calls it while it handles the parser's exception."""
         error = sys.exception()
-        status = getattr(error, "error_status_hint", 400)  # h11's errors suggest a status
+        # h11's errors suggest a status.
+        status = getattr(error, "error_status_hint", 400)
         if len(self.url) > MAX_URL_BYTES:
             status = 414
         elif type(error).__name__ == "HttpParserInvalidMethodError" and _UNKNOWN_METHOD.match(
@@ -194,7 +196,8 @@ class JsonRefusals:
         self._head = None
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
-                self.transport.close()  # no error object may be written inside an answer
+                # No error object may be written inside an answer.
+                self.transport.close()
                 return
             self.cycle.disconnected = True  # end the request as if the connection were lost
             self.cycle.message_event.set()
@@ -261,7 +264,8 @@ class ConnectionTimeouts:
         if self._head is not None:
             self._refuse(408)
         elif self.cycle is None:
-            self.transport.close()  # not a byte came: there is no request to answer
+            # Not a byte came: there is no request to answer.
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()  # type: ignore[misc]

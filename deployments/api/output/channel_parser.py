@@ -15,7 +15,8 @@ from deployments.api.output.step_parser import Event, Kind, StepParser
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
-_MAX_HEADER = 256  # characters; what is longer is no header
+# Characters; what is longer is no header.
+_MAX_HEADER = 256
 _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
 

@@ -195,7 +195,8 @@ class _Builder:
             trigger = min((mark for mark in triggers if begin.startswith(mark)), key=len)
             for match in self._cuts.finditer(begin):
                 if match.start() < len(trigger) < match.end():
-                    trigger = begin[: match.end()]  # no half of a token begins anything
+                    # No half of a token begins anything.
+                    trigger = begin[: match.end()]
             rest = begin[len(trigger) :]
             parts = [self._spelled(rest)] if rest else []
             parts += [_json(schema, _FREE), *([self._spelled(end)] if end else [])]

@@ -23,7 +23,8 @@ from engine.structured.json_schema import UnsupportedSchema, without
 from engine.structured.sandbox import CHILDREN, GrammarSandbox
 from engine.text.tokenizer import Tokenizer
 
-SECONDS = 5.0  # seconds for compiling one grammar; most take milliseconds
+# Seconds for compiling one grammar; most take milliseconds.
+SECONDS = 5.0
 QUEUE_SECONDS = 20.0  # seconds for which a request waits for its grammar
 _MOST_LEFT_OUT = 32  # keywords that only the compiler refuses, one compilation each
 # Keywords that are left out of a schema that is not strict. An invalid reference, or a pattern that
@@ -36,7 +37,8 @@ _BROKEN = (  # the compiler's message for patterns that other dialects accept, s
     *("unclosed group", "unopened group", "unclosed character class"),
     *("missing expression", "incomplete escape"),
 )
-_LONG_PATTERN = 4096  # characters; longer patterns are not tried in Python's dialect
+# Characters; longer patterns are not tried in Python's dialect.
+_LONG_PATTERN = 4096
 
 _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 

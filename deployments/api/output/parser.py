@@ -189,7 +189,8 @@ class OutputParser(StepParser):
         middle, size = self._format.middle, 0
         if middle:
             at, size = _found(middle, self._text)
-        else:  # the first argument or the end follows at once
+        else:
+            # The first argument or the end follows at once.
             tags = self._format.tagged
             ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
             places = [at for mark in ends if (at := self._text.find(mark)) >= 0]

@@ -189,9 +189,11 @@ def plan_output(
         elif not tail.endswith(reasoning.end):
             thinking = "may"
     if tools is not None and known.calls is None:
-        tools = None  # with mode none, tools are not even in the prompt
+        # With mode none, tools are not even in the prompt.
+        tools = None
     if known.reasoning is not None and known.reasoning.channels and not generation:
-        return None  # the prompt ends inside a message; calls are messages of their own
+        # The prompt ends inside a message; calls are messages of their own.
+        return None
     # Marks that are control tokens are not shown anyway.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
         tokenizer.special_ids

@@ -203,7 +203,8 @@ def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
     if not isinstance(choice, dict):
         raise no_choice()
     if choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)  # the Responses API has no inner object
+        # The Responses API has no inner object.
+        allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
         return allowed_tools(mode, listed, lambda tool: named_tool(_name(tool), names))

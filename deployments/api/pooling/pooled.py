@@ -374,7 +374,8 @@ class _Run:
         self._waiting.clear()
         for task, (_, generation) in self._live.items():
             if not task.cancel() and not task.cancelled():
-                task.exception()  # seen: only the first failure is told
+                # The failure counts as seen, since only the first one is told.
+                task.exception()
             generation.abort()
 
 

@@ -31,7 +31,8 @@ from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_inpu
 from deployments.api.pooling.tei import only_model
 from engine.pooling import as_array
 
-COHERE = "/v2/rerank"  # answers without the documents' texts, and long documents are cut
+# Cohere's route answers without the documents' texts and cuts long documents.
+COHERE = "/v2/rerank"
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
 

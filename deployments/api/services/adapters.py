@@ -18,7 +18,8 @@ from engine.errors import AdapterError
 PATH = "/v1/adapters"
 LOAD = "/v1/load_lora_adapter"  # vLLM's
 UNLOAD = "/v1/unload_lora_adapter"
-PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, as is each path below PATH
+# Paths for admins, as is each path below PATH.
+PATHS = frozenset({PATH, LOAD, UNLOAD})
 
 
 async def adapters(context: ApiContext, exchange: HttpExchange) -> None:

@@ -50,7 +50,8 @@ class BackgroundRun:
         self.events: list[bytes] = []
         self.size = 0  # bytes of events
         self.ended = False
-        self.wanted = True  # False: it was deleted
+        # Whether the answer is stored at its end; it is not if it was deleted.
+        self.wanted = True
         self.task: asyncio.Task[None] | None = None
         self._answer, self._generation = answer, generation
         self._more = asyncio.Event()
@@ -82,7 +83,8 @@ class BackgroundRun:
                 self.task.cancel()
 
     def _fail(self, error: ApiError) -> None:
-        if not self.ended:  # a cancellation may look like a failure
+        if not self.ended:
+            # A cancellation may look like a failure.
             self.writer.fail(error)
 
     def _end(self) -> None:

@@ -26,13 +26,15 @@ from deployments.api.http.exchange import HttpExchange
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"
 
-LIFE_SECONDS = 86400  # seconds from the stream's start; routers' clocks may differ
+# Seconds from the stream's start; routers' clocks may differ.
+LIFE_SECONDS = 86400
 OPENED, ENDED, FINISHED = 1, 2, 3  # phases of a choice; 0 before its first event
 
 _VERSION = 1
 _HEAD = struct.Struct(">BI12s4s")  # a multiple of 3 bytes: a constant beginning in base64
 _MAC_BYTES = 12
-_MAX_ID = 8192  # characters: those of 32 prompts with 8 choices have 3,500
+# Characters: those of 32 prompts with 8 choices have 3,500.
+_MAX_ID = 8192
 
 
 class ChoiceProgress:
@@ -142,7 +144,8 @@ class EventIds:
             raw = a2b_base64(text if len(text) <= _MAX_ID else b"", strict_mode=True)
         except Base64Error:
             raw = b""
-        if b2a_base64(raw, newline=False) != text:  # base64 can be written in several ways
+        if b2a_base64(raw, newline=False) != text:
+            # base64 can be written in several ways.
             raise _unknown()
         signed, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if len(signed) <= _HEAD.size or signed[0] != _VERSION:

@@ -247,7 +247,8 @@ class ItemAnswer:
         choice, ids = self.choice, self.ids
         if choice.finish_reason is not None:
             return
-        if delta.finish == "abort":  # these dialects have no finish reason for an aborted answer
+        if delta.finish == "abort":
+            # These dialects have no finish reason for an aborted answer.
             raise failed(delta)
         if self._skipping:
             assert self._replay is not None

@@ -8,7 +8,8 @@ from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
 _NUMBERED = "token_id:{}"
-FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
+# JSON has no -inf; clients of OpenAI know this value.
+FLOOR = -9999.0
 
 
 class ScoredToken(Struct, gc=False):

@@ -31,7 +31,8 @@ class PredictionMatch:
     def __init__(self, prediction: Sequence[int]) -> None:
         self.accepted = 0
         self._prediction = prediction
-        self._next = 0  # index of the token that would go on with the match; -1: there is none
+        # Index of the token that would go on with the match; -1: there is none.
+        self._next = 0
         self._last = -1
         # the first place after each pair of tokens
         self._after: dict[tuple[int, int], int] = {}

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of pieces
-BPE = 2  # type of models with merges; 1 is Unigram's
+# Type of models with merges; 1 is Unigram's.
+BPE = 2
 
 
 @dataclass(frozen=True, slots=True)

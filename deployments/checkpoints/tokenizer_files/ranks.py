@@ -199,7 +199,8 @@ def _converted(
     merges: list[list[str]] = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = _parts(ranks, token, rank)
-        if len(parts) == 2:  # else it is a byte, or found as a whole word only
+        if len(parts) == 2:
+            # Other tokens are bytes, or found as whole words only.
             merges.append([texts[part] for part in parts])
     parts_of_text: dict[str, Any] = byte_level(pattern, nfc=nfc)
     parts_of_text["post_processor"] = around([(text, vocab[text]) for text in before])

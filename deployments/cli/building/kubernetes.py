@@ -27,7 +27,8 @@ _EDGE = "/usr/local/bin/manta-haproxy"  # haproxy launcher that deploy/Dockerfil
 _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Seconds from the end of a drain to the end of its hook, and from there to the pod's end.
 _MARGIN = 20
-_NAME = 40  # most letters of a model's name in a group's name; a pod's name has at most 63
+# Most letters of a model's name in a group's name; a pod's name has at most 63.
+_NAME = 40
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
 # The token for gated and private hub models. Optional: pods start without the Secret, too.
 _HUB_TOKEN = {
@@ -222,7 +223,8 @@ def _kind(name: str, pool: PoolConfig) -> str:
 
 def _resources(pool: PoolConfig) -> dict[str, str]:
     """Return a pod's resource requests."""
-    assert pool.num_cpus is not None  # deployments.app.pools has set it
+    # `deployments.app.pools` has set num_cpus.
+    assert pool.num_cpus is not None
     cpus = math.ceil(pool.num_cpus) + 1  # one more for routers, the proxy and Ray's own processes
     resources = {"cpu": str(cpus)}
     if pool.num_gpus:

@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from engine.shards import read_headers
 from engine.weights.converted import damaged
 
-_FLOATS = ("F32", "F16", "BF16")  # safetensors' names of 16- and 32-bit floats
+# Safetensors' names of 16- and 32-bit floats.
+_FLOATS = ("F32", "F16", "BF16")
 
 
 def run(

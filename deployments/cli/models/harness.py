@@ -139,7 +139,8 @@ def _task_manager(tasks: list[str], include: Path | None) -> Any:
     if folder is not None:
         # Without the library's own thousands of files, which take 15 seconds to read.
         alone = TaskManager(include_path=folder, include_defaults=False)
-        if set(tasks) <= set(alone.all_subtasks):  # a group may have tasks of the library
+        if set(tasks) <= set(alone.all_subtasks):
+            # A group may have tasks of the library.
             return alone
     manager = TaskManager(include_path=folder)
     for name in tasks:
@@ -184,7 +185,8 @@ def _server_model(url: str, served_as: str | None, folder: str) -> Any:
             for output in outputs if isinstance(outputs, list) else [outputs]:
                 for choice in output["choices"]:
                     for name in ("token_logprobs", "top_logprobs"):
-                        choice["logprobs"][name].append(None)  # the library drops the last
+                        # The library drops the last log-probability.
+                        choice["logprobs"][name].append(None)
             return LocalCompletionsAPI.parse_logprobs(outputs, *args, **options)
 
     server = ChatServer(url, api_key())

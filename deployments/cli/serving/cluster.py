@@ -33,7 +33,8 @@ _DRAIN_MARGIN = 5.0  # more seconds for routers to report that they have drained
 _DELETE = 25.0
 # The longest time in seconds that `close` takes in addition to the drain.
 STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
-_OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's small messages do
+# Bytes; tokens never pass through it, only Serve's small messages do.
+_OBJECT_STORE = 256 << 20
 
 
 def _deployed_at(app_name: str) -> float:
@@ -158,7 +159,8 @@ class Cluster:
         with contextlib.suppress(*gone):
             if not self.own and _deployed_at(app_name) > self._deployed > 0:
                 return
-        with contextlib.suppress(*gone):  # e.g. a router has died
+        # A router may have died.
+        with contextlib.suppress(*gone):
             handle = within(_ANSWER, lambda: serve.get_app_handle(app_name))
             within(drain_seconds + _DRAIN_MARGIN, lambda: _drain(handle, drain_seconds))
         with contextlib.suppress(*gone):

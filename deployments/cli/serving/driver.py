@@ -95,7 +95,8 @@ class Driver:
                 traceback.print_exc()
         finally:
             if self.stopping:
-                threading.Event().wait()  # the listening thread ends the process
+                # The listening thread ends the process.
+                threading.Event().wait()
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -106,6 +107,7 @@ class Driver:
         call."""
         if line := self._channel.makefile("rb").readline():
             self.stopping = True
-            with contextlib.suppress(Exception):  # the server kills what is left
+            # The server kills what is left.
+            with contextlib.suppress(Exception):
                 self._close(json.loads(line)["stop"])
         os._exit(0)

@@ -18,9 +18,11 @@ from deployments.error_text import reason
 from deployments.packages import SOURCE
 from engine.errors import ConfigError, MantaError
 
-_CONNECT = 3.0  # seconds to connect; a lost packet is sent again after 1 and 3
+# Seconds to connect; a lost packet is sent again after 1 and 3.
+_CONNECT = 3.0
 _ANSWER = 5.0  # seconds for the first response of the GCS
-_JOIN = 60.0  # seconds for Ray's client to join; a busy machine takes several
+# Seconds for Ray's client to join; a busy machine takes several.
+_JOIN = 60.0
 # Where `ray start` writes the address, whatever TMPDIR is.
 _CURRENT = "/tmp/ray/ray_current_cluster"
 
@@ -34,7 +36,8 @@ class ClusterError(MantaError):
 def _commands(processes: Path = Path("/proc")) -> Iterator[list[bytes]]:
     """Yield the command line of each process of this machine, split into arguments."""
     for entry in processes.glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
+        # The process may have ended meanwhile.
+        with contextlib.suppress(OSError):
             yield entry.read_bytes().split(b"\0")
 
 
@@ -100,7 +103,8 @@ def join(address: str) -> None:
                 logging_level=logging.ERROR,
             ),
         )
-    except Exception as error:  # Ray also raises plain exceptions
+    except Exception as error:
+        # Ray also raises plain exceptions.
         raise ClusterError(
             f"cannot join Ray at {address}: {reason(error)}; `manta doctor` may tell more"
         ) from error

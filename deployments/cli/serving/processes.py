@@ -18,7 +18,8 @@ from pathlib import Path
 MARK = "_MANTA_SERVER"  # no prefix MANTA_, which would make it a setting
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_SECONDS = 5.0  # for the kernel to end killed processes; a large GPU process takes seconds
+# Seconds for the kernel to end killed processes; a large GPU process takes several.
+_KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ _POLL = 0.1  # seconds
 # Seconds in which a second signal counts as the first: `timeout` signals its child, then the group.
 _SAME = 0.1
 _UNWIND = 2.0  # seconds for a download to remove its partial files
-_SILENT = 60.0  # seconds without a report; Serve's controller may be restarting
+# Seconds without a report; Serve's controller may be restarting.
+_SILENT = 60.0
 # Processes whose end means that the node is lost.
 _NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}
 _HOUR = 3600.0
@@ -114,7 +115,8 @@ class DriverProcess:
         self.ended = False
         self._heard = time.monotonic()
         self._rest = b""
-        self._node: dict[str, int] = {}  # pids of the node's processes by name; 0: not found
+        # Pids of the node's processes by name; 0: not found.
+        self._node: dict[str, int] = {}
         self._own = cluster.own
         self._mark = mark()
         self._channel, theirs = socket.socketpair()
@@ -188,7 +190,8 @@ class DriverProcess:
         if not kill(lambda: started_by(self._mark, [self.pid])):
             left = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
             err.print(f"these processes do not end: {left}", markup=False)
-        with contextlib.suppress(ProcessLookupError):  # there is no /proc
+        # The machine may have no /proc.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         # A process whose main thread is a zombie holds its ports until its last thread has ended.
         deadline = time.monotonic() + _UNWIND
@@ -256,7 +259,8 @@ class Supervisor:
             child.end()
             shutil.rmtree(folder, ignore_errors=True)
             if err.is_terminal:
-                err.show_cursor(True)  # a killed spinner leaves it hidden
+                # A killed spinner leaves it hidden.
+                err.show_cursor(True)
 
     def _check(self, child: DriverProcess) -> None:
         try:
@@ -272,7 +276,8 @@ class Supervisor:
     def _hear(self, child: DriverProcess, message: dict[str, Any]) -> bool:
         """Handle a message of the driver, and return whether serving goes on. Raises MantaError."""
         if "failed" in message:
-            if self._served and not child.serving:  # a restart failed; the next one may succeed
+            if self._served and not child.serving:
+                # A restart failed; the next one may succeed.
                 raise RayLostError(message["failed"])
             kind = ConfigError if message["code"] == 2 else ServeError
             raise kind(message["failed"])
@@ -316,5 +321,6 @@ class Supervisor:
         return signals.exit_code
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be closed
+        # The terminal may be closed.
+        with contextlib.suppress(OSError):
             err.print(text, markup=False)

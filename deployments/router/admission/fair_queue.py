@@ -36,9 +36,12 @@ _GUESS = 256
 _LEARN = 0.05  # weight of the newest output length in the mean
 _OVERDUE = 0.1  # share of the expected tokens that a choice beyond them is assumed to have left
 
-_SHARE = 4.0  # one key may have this many times the free room waiting
-_LEVELS = 3  # priorities are clamped to +-3 when requests are admitted
-_STEPS = 16  # priorities are clamped to +-16 when requests are ordered
+# One key may have this many times the free room waiting.
+_SHARE = 4.0
+# Priorities are clamped to +-3 when requests are admitted.
+_LEVELS = 3
+# Priorities are clamped to +-16 when requests are ordered.
+_STEPS = 16
 _CALM = 0.25  # share of queue_seconds of waiting work at which an overload is over
 _WHOLE = 1.5  # times queue_seconds: longest time to the first token in queue and engine
 _LEAST = 0.1  # times queue_seconds: least wait that is allowed, however slow the engine is

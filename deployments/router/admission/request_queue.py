@@ -114,7 +114,8 @@ class RequestQueue:
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
         self._check(request.key, request.priority, self._work(request), request.deadline)
-        return roomy  # the request waits at a replica rather than here, for the next free row
+        # The request waits at a replica rather than here, for the next free row.
+        return roomy
 
     def enter(self, inflight: InflightRequest, roomy: bool) -> None:
         """Send a request to a replica, or let it wait.
@@ -209,7 +210,8 @@ class RequestQueue:
         ready, takes = bool(places.max() > -math.inf), places > 0
         if fleet.apart:
             if not takes[fleet.roles != PREFILL].any():
-                return ready, False, False  # prompts would be computed long before their answers
+                # Prompts would be computed long before their answers.
+                return ready, False, False
             takes &= fleet.roles != DECODES
         roomy = bool(takes.any())
         return ready, roomy, roomy and bool((fleet.free_rows[takes] > 0).any())

@@ -122,8 +122,10 @@ class ReplicaClient:
         self.connection: RouterEnd | None = None  # None while it is not open
         self.choices: dict[int, InflightChoice] = {}
         self.failed: Failed | None = None  # the replica's message when its engine failed
-        self.silent = False  # the connection was closed for silence, so the process may be alive
-        self.retired = False  # Serve has removed the replica: send it no new requests
+        # Whether the connection was closed for silence, so that the process may be alive.
+        self.silent = False
+        # Whether Serve has removed the replica, which gets no new requests then.
+        self.retired = False
         self._limits = limits
         self._router = router
         self._listener = listener
@@ -196,7 +198,8 @@ class ReplicaClient:
                         self._protocol, self.endpoint.host, self.endpoint.port
                     )
             except (OSError, TimeoutError) as error:
-                if delay == _RETRY[0]:  # log once; Serve will remove the replica or bring it back
+                if delay == _RETRY[0]:
+                    # Log once; Serve will remove the replica or bring it back.
                     logger.warning("replica %s: cannot connect: %s", self.replica, error)
             else:
                 started = time.monotonic()

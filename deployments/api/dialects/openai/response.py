@@ -51,7 +51,8 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
 _ENTRY_CHARS = 16  # least characters of a token with its log-probability
-MAX_EVENTS = 4  # most events of a choice in one send; more deltas are merged into one event
+# Most events of a choice in one send; more deltas are merged into one event.
+MAX_EVENTS = 4
 
 _json = msgspec.json.encode
 
