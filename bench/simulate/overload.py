@@ -137,17 +137,9 @@ class Service:
                 return self.engines[-1]
 
             replica_server = ReplicaServer(self._limits.channel, StallLimits(), make)
-            ready = await replica_server.start(EngineConfig(model="simulated"), "memory")
+            await replica_server.start(EngineConfig(model="simulated"), "memory")
             self.replica_servers.append(replica_server)
-            columns[f"{speed.pool}/{number}"] = {
-                "host": "memory",
-                "port": replica_server.port,
-                "secret": replica_server.secret.hex(),
-                "max_model_len": ready.max_model_len,
-                "vocab_size": ready.vocab_size,
-                "eos_token_ids": ready.eos_token_ids,
-                "step_tokens": ready.step_tokens,
-            }
+            columns[f"{speed.pool}/{number}"] = replica_server.published()
         for router in self.routers:
             router.set_replicas(columns)
         while not all(len(router.state().replicas) == len(self._speeds) for router in self.routers):

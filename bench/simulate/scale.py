@@ -178,16 +178,8 @@ async def start_replica(speed: Speed, host: str) -> tuple[ReplicaServer, dict[st
         return SimEngine(speed, *callbacks)
 
     server = ReplicaServer(_PATIENT, StallLimits(), make)
-    ready = await server.start(EngineConfig(model="simulated"), host)
-    return server, {
-        "host": host,
-        "port": server.port,
-        "secret": server.secret.hex(),
-        "max_model_len": ready.max_model_len,
-        "vocab_size": ready.vocab_size,
-        "eos_token_ids": ready.eos_token_ids,
-        "step_tokens": ready.step_tokens,
-    }
+    await server.start(EngineConfig(model="simulated"), host)
+    return server, server.published()
 
 
 def _host(parent: Connection, count: int, speed: Speed) -> None:

@@ -110,22 +110,11 @@ class EngineReplica:
         self._notice = asyncio.create_task(self._await_notice())
         self._export = ServeExport(lambda: replica_families(self._server.stats))
         self._metadata = {
-            "host": host,
-            "port": self._server.port,
-            "secret": self._server.secret.hex(),
-            "max_model_len": ready.max_model_len,
-            "vocab_size": ready.vocab_size,
-            "eos_token_ids": list(ready.eos_token_ids),
+            **self._server.published(),
             "weights": identity.weights,
             "tokenizer": identity.tokenizer,
-            "step_tokens": ready.step_tokens,
-            "adapter_slots": config.max_loras,
-            "prefix_caching": config.prefix_caching and ready.prefix_caching,
             "start_seconds": time.monotonic() - began,
-            "dtype": ready.dtype,
-            "logprobs_mode": config.logprobs_mode,
             "role": settings.role,
-            **self._server.kv_metadata(),
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

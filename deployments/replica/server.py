@@ -179,6 +179,7 @@ class ReplicaServer:
         if self._sleep is not None:
             await self._sleep.before_start()
         ready = await self._engine.start(config)
+        self._started = host, config, ready
         self.stats = ready.stats or self.stats
         if self._rows is not None:
             self._rows.size = self.stats.image_cache_size
@@ -236,16 +237,28 @@ class ReplicaServer:
             sent = self.stats.sent_kv_bytes
             await asyncio.sleep(quiet)
 
-    def kv_metadata(self) -> dict[str, Any]:
-        """Return what routers need to name this replica as a source of KV blocks."""
-        if self.kv is None:
-            return {}
-        source, token_bytes = self.kv
-        return {
-            "kv_port": source.port,
-            "kv_secret": source.secret,
-            "kv_token_bytes": token_bytes,
+    def published(self) -> dict[str, Any]:
+        """Return what routers need to connect to the started replica, and to name it as a source
+        of KV blocks; see `router.replicas.replica_client.ReplicaEndpoint`."""
+        host, config, ready = self._started
+        metadata = {
+            "host": host,
+            "port": self.port,
+            "secret": self.secret.hex(),
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "eos_token_ids": list(ready.eos_token_ids),
+            "step_tokens": ready.step_tokens,
+            "adapter_slots": config.max_loras,
+            "prefix_caching": config.prefix_caching and ready.prefix_caching,
+            "dtype": ready.dtype,
+            "logprobs_mode": config.logprobs_mode,
         }
+        if self.kv is not None:
+            source, token_bytes = self.kv
+            metadata |= {"kv_port": source.port, "kv_secret": source.secret}
+            metadata["kv_token_bytes"] = token_bytes
+        return metadata
 
     def hand_over(self) -> None:
         """Return running and newly arriving requests to the routers, which move them elsewhere.

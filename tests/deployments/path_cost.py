@@ -68,17 +68,8 @@ async def _replica(step: float) -> dict[str, Any]:
 
     replica_server = ReplicaServer(ChannelLimits(), StallLimits())
     config = EngineConfig(model=f"{MODEL},step_seconds={step}")
-    ready = await replica_server.start(config, "127.0.0.1")
-    return {
-        "engine_pid": replica_server.engine_pid,
-        "host": "127.0.0.1",
-        "port": replica_server.port,
-        "secret": replica_server.secret.hex(),
-        "max_model_len": ready.max_model_len,
-        "vocab_size": ready.vocab_size,
-        "eos_token_ids": list(ready.eos_token_ids),
-        "step_tokens": ready.step_tokens,
-    }
+    await replica_server.start(config, "127.0.0.1")
+    return {"engine_pid": replica_server.engine_pid, **replica_server.published()}
 
 
 async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:

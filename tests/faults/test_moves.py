@@ -28,9 +28,7 @@ class ProcessFleet(Fleet):
         server = ReplicaServer(FAST, self._stall, EngineClient)
         fixed = {"dtype": "float32", "deterministic": True, "block_size": 4, "num_threads": 1}
         more: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 1200, "kv_moves": True}
-        self._ready = await server.start(
-            config_of(self.folder, LONGER, **fixed, **more), "127.0.0.1"
-        )
+        await server.start(config_of(self.folder, LONGER, **fixed, **more), "127.0.0.1")
         self.replica_servers[name] = server
         return server
 

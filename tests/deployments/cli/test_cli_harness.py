@@ -99,18 +99,8 @@ class _Served:
         front.set_dispatcher("m", dispatcher, 0.0)
         server = ReplicaServer(DispatchLimits().channel, StallLimits(), EngineClient)
         config = EngineConfig(model=str(self._folder), **OPTIONS)
-        ready = await server.start(config, "127.0.0.1")
-        published = {
-            "host": "127.0.0.1",
-            "port": server.port,
-            "secret": server.secret.hex(),
-            "max_model_len": ready.max_model_len,
-            "vocab_size": ready.vocab_size,
-            "eos_token_ids": list(ends),
-            "step_tokens": ready.step_tokens,
-            "adapter_slots": 0,
-        }
-        dispatcher.set_replicas({"r0": published})
+        await server.start(config, "127.0.0.1")
+        dispatcher.set_replicas({"r0": {**server.published(), "eos_token_ids": list(ends)}})
         while not dispatcher.state().replicas:
             await asyncio.sleep(0.01)
         self._app = build_asgi(front, ApiOptions())

@@ -145,18 +145,9 @@ async def endpoint(model: Model, replicas: int) -> AsyncIterator[Endpoint]:
     try:
         for number in range(replicas):
             server = ReplicaServer(DispatchLimits().channel, StallLimits(), make)
-            ready = await server.start(config, "127.0.0.1")
+            await server.start(config, "127.0.0.1")
             servers.append(server)
-            published[f"r{number}"] = {
-                "host": "127.0.0.1",
-                "port": server.port,
-                "secret": server.secret.hex(),
-                "max_model_len": ready.max_model_len,
-                "vocab_size": ready.vocab_size,
-                "eos_token_ids": [2],
-                "step_tokens": ready.step_tokens,
-                "adapter_slots": 0,
-            }
+            published[f"r{number}"] = {**server.published(), "eos_token_ids": [2]}
         dispatcher.set_replicas(published)
         while len(dispatcher.state().replicas) < replicas:
             await asyncio.sleep(0.01)

@@ -255,7 +255,6 @@ class Fleet:
     ) -> None:
         self.replica_servers: dict[str, ReplicaServer] = {}
         self.engines: dict[str, LocalEngine] = {}
-        self._ready: Ready  # of the last one: they are alike
         self._count = count
         self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
         self._options = options
@@ -303,7 +302,7 @@ class Fleet:
             max_loras=self._loras,
             kv_moves=self.kv_moves,
         )
-        self._ready = await replica_server.start(config, "127.0.0.1")
+        await replica_server.start(config, "127.0.0.1")
         self.replica_servers[name] = replica_server
         return replica_server
 
@@ -321,15 +320,10 @@ class Fleet:
     def published(self, *names: str) -> dict[str, dict[str, Any]]:
         return {
             name: {
-                "host": "127.0.0.1",
-                "port": self.replica_servers[name].port,
-                "secret": self.replica_servers[name].secret.hex(),
-                "max_model_len": self._ready.max_model_len,
-                "vocab_size": self._ready.vocab_size,
+                **self.replica_servers[name].published(),
                 "eos_token_ids": [2],
                 "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
-                **self.replica_servers[name].kv_metadata(),
             }
             for name in names or self.replica_servers
         }

@@ -49,17 +49,7 @@ class RealReplicas:
             server = ReplicaServer(ChannelLimits(), StallLimits())
             self._servers.append(server)
             ready = await server.start(self._config, "127.0.0.1")
-            published[f"r{number}"] = {
-                "host": "127.0.0.1",
-                "port": server.port,
-                "secret": server.secret.hex(),
-                "max_model_len": ready.max_model_len,
-                "vocab_size": ready.vocab_size,
-                "eos_token_ids": ready.eos_token_ids,
-                "step_tokens": ready.step_tokens,
-                "dtype": ready.dtype,
-                "logprobs_mode": self._config.logprobs_mode,
-            }
+            published[f"r{number}"] = server.published()
         card = ModelCard("tiny", ready.max_model_len, ready.vocab_size, (2,), 0)
         self.dispatcher = Dispatcher(card, tokenizer, DispatchLimits(), "router")
         self.dispatcher.set_replicas(published)

@@ -425,7 +425,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
                 replica_server = fleet.replica_servers[f"r{number}"] = ReplicaServer(
                     FAST, StallLimits()
                 )
-                fleet._ready = await replica_server.start(EngineConfig(model=model), "127.0.0.1")
+                await replica_server.start(EngineConfig(model=model), "127.0.0.1")
             fleet.publish("r0")
             await until(lambda: fleet.connected() == 1)
             others = [fleet.generate(max_tokens=TOKENS) for _ in range(50)]
