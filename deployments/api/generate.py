@@ -1,7 +1,7 @@
 """generate: one generation request, from its body to the end of its answer, in any dialect."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from deployments.api.output.grammars import grammar_of, output_grammar_of
 from deployments.api.served_model import find_model
 from deployments.api.stream.event_ids import EventIds, event_ids
 from deployments.api.stream.merge import start
-from deployments.api.stream.replay import recall
+from deployments.api.stream.replay import Resumption, recall
 from deployments.backend import Generation, ModelCard, RecalledChoice
 from deployments.images.intake import ImageIntake
 from engine.errors import MantaError
@@ -59,9 +59,7 @@ class DialectRequest(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> Answer: ...
+    def answer(self, call: GenerationCall, resumed: Resumption) -> Answer: ...
 
     async def detach(
         self, context: ApiContext, exchange: HttpExchange, generation: Generation
@@ -163,7 +161,7 @@ async def _answer(
         ids.bind(call)
         if ids.resumed:
             past = await recall(call, ids, context.backend)
-    answer = dialect.answer(call, ids, past)
+    answer = dialect.answer(call, Resumption(ids, past))
     generation = start(call, context.backend)
     if await dialect.detach(context, exchange, generation):
         return

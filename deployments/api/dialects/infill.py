@@ -1,7 +1,7 @@
 """POST /infill: llama.cpp's request for the text between two others."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,10 +18,9 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
-from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
-from deployments.backend import RecalledChoice
+from deployments.api.stream.replay import Resumption
 from engine.text.infill import Gap
 
 PATH = "/infill"
@@ -59,9 +58,7 @@ class InfillRequest(DialectRequest):
             ignored=tuple(ignored),
         )
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> ItemAnswer:
+    def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         return ItemAnswer(call, _Writer(call.card.id))
 
 

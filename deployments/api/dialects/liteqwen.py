@@ -1,6 +1,6 @@
 """The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,11 @@ from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.http.json_body import JsonObject
 from deployments.api.output.step_parser import Event
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
-from deployments.api.stream.event_ids import LAST, EventIds
+from deployments.api.stream.event_ids import LAST
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
 from deployments.api.stream.logprobs import ScoredToken
-from deployments.backend import Generation, RecalledChoice
+from deployments.api.stream.replay import Resumption
+from deployments.backend import Generation
 from engine.errors import context_too_long
 from engine.messages import Delta
 from engine.sampling_params import MAX_LOGPROBS
@@ -108,9 +109,7 @@ class LiteqwenRequest(DialectRequest):
                 param="request_id",
             )
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> ItemAnswer:
+    def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         kwargs, tokenizer, limit = self._kwargs, call.tokenizer, call.card.max_model_len
         (prompt,) = call.prompts
         begin = kwargs.prefix_token_ids or []
@@ -133,7 +132,7 @@ class LiteqwenRequest(DialectRequest):
         shown = tokenizer.decode(begin, prompt=before)
         assert self._body is not None
         writer = LiteqwenWriter(self._body, shown, logits=bool(kwargs.return_logits))
-        return _Answer(call, writer, ids=ids, past=past)
+        return _Answer(call, writer, resumed)
 
 
 class LiteqwenWriter:

@@ -7,7 +7,7 @@ of its events again and leaves those out.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -29,8 +29,8 @@ from deployments.api.stream.keepalive import (
 )
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
 from deployments.api.stream.merge import ChoiceOutput, ended_early, failed
-from deployments.api.stream.replay import StreamReplay
-from deployments.backend import Generation, RecalledChoice
+from deployments.api.stream.replay import WITHOUT_IDS, Resumption, StreamReplay
+from deployments.backend import Generation
 from engine.errors import MantaError
 from engine.messages import Delta
 from engine.text.detokenizer import Decoded
@@ -153,18 +153,14 @@ class _WrittenChoice(ParsedChoice):
 
 
 class ItemAnswer:
-    """The answer to one call with one choice. ids, past: as for OpenAIResponse."""
+    """The answer to one call with one choice."""
 
     media_type = EVENT_STREAM  # of a stream
 
     def __init__(
-        self,
-        call: GenerationCall,
-        writer: ItemWriter,
-        *,
-        ids: EventIds | None = None,
-        past: Sequence[RecalledChoice | None] = (),
+        self, call: GenerationCall, writer: ItemWriter, resumed: Resumption = WITHOUT_IDS
     ) -> None:
+        ids = resumed.ids
         self.call, self.writer, self.ids = call, writer, ids
         plan = call.output
         if plan is None:
@@ -177,7 +173,7 @@ class ItemAnswer:
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
             self._told = ids.told
-            self._replay = StreamReplay(call, ids, [self.choice], past)
+            self._replay = StreamReplay(call, ids, [self.choice], resumed.past)
             self._skipping = self._replay.skipping
             call.emitted = [self._replay.emitted]
             if self.choice.finish_reason is not None:

@@ -1,6 +1,7 @@
 """StreamReplay: resumes a stream after the tokens that its client has already received."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +19,21 @@ from deployments.api.stream.merge import ChoiceOutput, failed
 from deployments.backend import Backend, RecalledChoice
 from engine.messages import Delta
 from engine.text.detokenizer import Decoded
+
+
+class Resumption(NamedTuple):
+    """The place in a stream from which an answer goes on.
+
+    ids: the event ids of the stream; None: its events have none
+    past: for a resumed stream, the choices as replicas recall them
+    """
+
+    ids: EventIds | None = None
+    past: Sequence[RecalledChoice | None] = ()
+
+
+# The beginning of a stream whose events have no ids.
+WITHOUT_IDS = Resumption()
 
 
 async def recall(

@@ -1,6 +1,6 @@
 """The routes under /v1/messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.context import ApiContext
@@ -12,9 +12,8 @@ from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
-from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
-from deployments.backend import RecalledChoice
+from deployments.api.stream.replay import Resumption
 
 __all__ = ["PATH", "MessagesDialect", "count", "error_body"]
 
@@ -30,11 +29,9 @@ class MessagesDialect(DialectRequest):
     def read(self, context: ApiContext, body: Mapping[str, Any]) -> ChatRequest:
         return messages_request(body, context.options, counts=self._counts)
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> ItemAnswer:
-        number, _ = new_number(ids)
-        return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), ids=ids, past=past)
+    def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
+        number, _ = new_number(resumed.ids)
+        return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), resumed)
 
 
 async def count(context: ApiContext, exchange: HttpExchange) -> None:

@@ -1,7 +1,7 @@
 """Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes for
 managing models, which are refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.context import ApiContext
@@ -19,10 +19,10 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
 from deployments.api.served_model import find_model, known_model
 from deployments.api.services.server import version
-from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.api.stream.merge import failed
-from deployments.backend import Generation, ModelCard, RecalledChoice
+from deployments.api.stream.replay import Resumption
+from deployments.backend import Generation, ModelCard
 from engine.sampling_params import SamplingParams
 
 PREFIX = "/api/"
@@ -64,9 +64,7 @@ class OllamaDialect(DialectRequest):
         await _wake(context, exchange, queue, card)
         await exchange.answer(200, loaded(card.id, chat=self.is_chat))
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> ItemAnswer:
+    def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         number, _ = new_number(None)
         return _Answer(call, self._writer(call.card.id, Naming.of(call, number)))
 

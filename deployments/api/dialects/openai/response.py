@@ -7,7 +7,6 @@ adding lines to `stream`.
 
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
-from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED, EventIds
+from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED
 from deployments.api.stream.keepalive import (
     COMMENT,
     EVENT_STREAM,
@@ -42,8 +41,8 @@ from deployments.api.stream.merge import (
     routed_experts,
     weight_versions,
 )
-from deployments.api.stream.replay import StreamReplay
-from deployments.backend import Generation, RecalledChoice
+from deployments.api.stream.replay import Resumption, StreamReplay
+from deployments.backend import Generation
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError
 from engine.messages import Delta
@@ -58,19 +57,10 @@ _json = msgspec.json.encode
 
 
 class OpenAIResponse:
-    """The answer to one call.
+    """The answer to one call."""
 
-    ids: the event ids of a stream
-    past: for a resumed stream, the choices as replicas recall them
-    """
-
-    def __init__(
-        self,
-        call: GenerationCall,
-        *,
-        ids: EventIds | None = None,
-        past: Sequence[RecalledChoice | None] = (),
-    ) -> None:
+    def __init__(self, call: GenerationCall, resumed: Resumption) -> None:
+        ids = resumed.ids
         self.call, self.request = call, call.request
         self._by_id = call.request.token_names
         self.ids = ids
@@ -93,7 +83,7 @@ class OpenAIResponse:
         self._echo_due = set(range(count)) if self.request.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
-            self._replay = StreamReplay(call, ids, self.choices, past)
+            self._replay = StreamReplay(call, ids, self.choices, resumed.past)
             n = call.common.params.n
             emitted = self._replay.emitted
             call.emitted = [emitted[i : i + n] for i in range(0, count, n)]

@@ -1,6 +1,6 @@
 """/v1/chat/completions and /v1/completions: their bodies as requests, and their routes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.body_fields import take_int
@@ -17,8 +17,7 @@ from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.output.constraints import take_constraint
 from deployments.api.output.request import take_tools
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
-from deployments.api.stream.event_ids import EventIds
-from deployments.backend import RecalledChoice
+from deployments.api.stream.replay import Resumption
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
@@ -106,10 +105,8 @@ class OpenAIDialect(DialectRequest):
 
     names_model_first = True
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> OpenAIResponse:
-        return OpenAIResponse(call, ids=ids, past=past)
+    def answer(self, call: GenerationCall, resumed: Resumption) -> OpenAIResponse:
+        return OpenAIResponse(call, resumed)
 
 
 class OpenAIChat(OpenAIDialect):

@@ -1,6 +1,6 @@
 """The routes under /v1/responses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,9 +21,9 @@ from deployments.api.http.pages import page_of
 from deployments.api.response_store import StoredResponse
 from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.background import BackgroundRun, stream_run
-from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
-from deployments.backend import Generation, RecalledChoice
+from deployments.api.stream.replay import Resumption
+from deployments.backend import Generation
 
 PATH = "/v1/responses"
 
@@ -59,13 +59,11 @@ class ResponsesDialect(DialectRequest):
         self._request = request
         return request.chat
 
-    def answer(
-        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
-    ) -> ItemAnswer:
+    def answer(self, call: GenerationCall, resumed: Resumption) -> ItemAnswer:
         assert self._request is not None
-        number, created = new_number(ids)
+        number, created = new_number(resumed.ids)
         self._writer = ResponsesWriter(self._request, call, Naming.of(call, number), created)
-        self._answer = ItemAnswer(call, self._writer, ids=ids, past=past)
+        self._answer = ItemAnswer(call, self._writer, resumed)
         return self._answer
 
     async def detach(
