@@ -37,11 +37,7 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
             headers=(("www-authenticate", "Bearer"),),
         )
     if admin and not operator:
-        raise ApiError(
-            403,
-            "permission_denied",
-            "this needs a key of http.admin_keys_file",
-        )
+        raise ApiError(403, "permission_denied", "this needs a key of http.admin_keys_file")
     return _caller(digest, operator, options)
 
 

@@ -132,15 +132,6 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
     return safe_names if len(safe_names) <= _MAX_NAMED else [*safe_names[: _MAX_NAMED - 1], "..."]
 
 
-def take_bool(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise wrong_type(name, "true or false")
-    return value
-
-
 def take_int(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     value = body.get(name)
     if value is None:

@@ -138,12 +138,7 @@ class ApiContext:
         overloaded, 429.
         """
         if self.counter.in_flight >= self.options.max_in_flight:
-            raise ApiError(
-                503,
-                "overloaded",
-                "too many requests are in flight",
-                retry_after=1,
-            )
+            raise ApiError(503, "overloaded", "too many requests are in flight", retry_after=1)
         limits = self.options.limits
         if limits is not None and exchange.caller.rule.limited:
             limits.count_request(exchange.caller, time.monotonic(), time.time())

@@ -8,14 +8,7 @@ from itertools import islice
 from typing import Any
 
 from deployments.api.caller import ANYONE, Caller
-from deployments.api.http.errors import (
-    INVALID,
-    ApiError,
-    did_you_mean,
-    invalid,
-    shown,
-    wrong_type,
-)
+from deployments.api.http.errors import INVALID, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.backend import Backend, ModelCard
 
 MAX_MODEL_NAME = 256

@@ -5,9 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deployments.api.body_fields import (
-    take_token_ids,
-)
+from deployments.api.body_fields import take_token_ids
 from deployments.api.bounds import ROLES
 from deployments.api.context import ApiContext
 from deployments.api.fields.chat import MESSAGE, unknown_role
@@ -215,10 +213,7 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
     count = 0 if ends is None else await ends(id, None if caller.admin else caller.id)
     if not count:
         raise ApiError(
-            404,
-            "request_not_found",
-            "no request of this id and key is live",
-            param="request_id",
+            404, "request_not_found", "no request of this id and key is live", param="request_id"
         )
     await exchange.answer_json({"request_id": id, "stopped": count})
 

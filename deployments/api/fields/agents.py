@@ -10,12 +10,7 @@ from msgspec import Meta
 
 from deployments.api.fields.common import UINT31
 from deployments.api.fields.formats import STRUCTURED_OUTPUTS
-from deployments.api.fields.generation import (
-    CacheSalt,
-    Sampling,
-    ThinkingBudget,
-    of_schema,
-)
+from deployments.api.fields.generation import CacheSalt, Sampling, ThinkingBudget, of_schema
 
 Count = Annotated[int, Meta(ge=1, le=UINT31)]
 

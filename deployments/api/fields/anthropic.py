@@ -7,30 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from deployments.api.fields.agents import Count, ItemChat, not_supported
-from deployments.api.fields.body import (
-    Fault,
-    Known,
-    expects,
-    schema_of,
-    struct_body,
-    told_of,
-)
+from deployments.api.fields.body import Fault, Known, expects, schema_of, struct_body, told_of
 from deployments.api.fields.chat import AnthropicImage, MisplacedBlock, Text
-from deployments.api.fields.generation import (
-    COMPLETION,
-    ReasoningEffort,
-    ThinkingBudget,
-    of_schema,
-)
-from deployments.api.fields.schema import (
-    NEVER,
-    NOTHING,
-    NULL,
-    TEXT,
-    Schema,
-    either,
-    record,
-)
+from deployments.api.fields.generation import COMPLETION, ReasoningEffort, ThinkingBudget, of_schema
+from deployments.api.fields.schema import NEVER, NOTHING, NULL, TEXT, Schema, either, record
 from deployments.api.fields.tools import ARGUMENTS, TOOL_NAMED
 
 _NO_BLOCKS = expects("a string or a list of blocks")
@@ -189,10 +169,7 @@ class _OfSchema(Struct, gc=False):
     schema: Any = None
 
 
-SchemaFormat = Annotated[
-    _OfSchema,
-    expects("of type json_schema", "invalid_value", whole=True),
-]
+SchemaFormat = Annotated[_OfSchema, expects("of type json_schema", "invalid_value", whole=True)]
 
 
 class OutputConfig(Struct, kw_only=True, gc=False):

@@ -12,8 +12,7 @@ UINT31 = 2**31 - 1
 Side = Literal["left", "right"]  # the side of a text that is cut
 # Ids are checked against the vocabulary where they are read.
 TokenIds = Annotated[
-    list[Any],
-    Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
+    list[Any], Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"})
 ]
 TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"const": 0}})]
 

@@ -6,10 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from deployments.api.bounds import (
-    MAX_SALT_BYTES,
-    Effort,
-)
+from deployments.api.bounds import MAX_SALT_BYTES, Effort
 from deployments.api.fields.body import expects, struct_body, words
 from deployments.api.fields.chat import Messages, Prediction
 from deployments.api.fields.common import UINT31, Queued, Side, TokenCut

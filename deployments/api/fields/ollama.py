@@ -11,13 +11,7 @@ from deployments.api.fields.chat import Text
 from deployments.api.fields.common import UINT31, Queued
 from deployments.api.fields.generation import Stop, TopLogprobs, of_schema, sampled
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
-from deployments.api.fields.schema import (
-    NOTHING,
-    TEXT,
-    either,
-    list_of,
-    one_of,
-)
+from deployments.api.fields.schema import NOTHING, TEXT, either, list_of, one_of
 from deployments.api.fields.tools import TOOLS
 
 # Fields about how Ollama loads a model.
@@ -151,10 +145,7 @@ class OllamaGenerate(OllamaGeneration, kw_only=True):
 
 CHAT = struct_body(OllamaChat, ignored=IGNORED)
 GENERATE = struct_body(
-    OllamaGenerate,
-    ignored=IGNORED,
-    refused=dict.fromkeys(REFUSED, NOTHING),
-    rejected=REFUSED,
+    OllamaGenerate, ignored=IGNORED, refused=dict.fromkeys(REFUSED, NOTHING), rejected=REFUSED
 )
 
 

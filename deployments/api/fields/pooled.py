@@ -334,10 +334,7 @@ SECOND = ("text_2", "documents", "items", "data_2")
 CohereType = Literal["float", "base64", "binary", "ubinary"]
 CohereCut = Literal["NONE", "START", "END"]
 InputType = Literal["search_document", "search_query", "classification", "clustering"]
-_OneType = Annotated[
-    CohereType,
-    words(CohereType, "one of ", ", ", code="invalid_value"),
-]
+_OneType = Annotated[CohereType, words(CohereType, "one of ", ", ", code="invalid_value")]
 
 
 class CohereEmbed(PoolingBody, kw_only=True):

@@ -116,11 +116,7 @@ def no_choice(_: Any = None, path: str = "tool_choice") -> ApiError:
 
 
 NAMED: Typed[NamedFunction | _NamedCustom] = Typed(
-    Annotated[
-        NamedFunction | _NamedCustom,
-        Meta(extra={"unknown": no_choice}),
-        _choice(0),
-    ],
+    Annotated[NamedFunction | _NamedCustom, Meta(extra={"unknown": no_choice}), _choice(0)],
     default="function",
 )
 TOOL_CHOICE = either(

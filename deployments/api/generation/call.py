@@ -162,12 +162,7 @@ def _prepared(
         card=card,
         tokenizer=tokenizer,
         common=GenerationRequest(
-            "",
-            card.id,
-            [],
-            params,
-            seed=secrets.randbits(63),
-            speculate=request.speculation,
+            "", card.id, [], params, seed=secrets.randbits(63), speculate=request.speculation
         ),
         prompts=[],
         prompt_logprobs=params.prompt_logprobs is not None,

@@ -10,11 +10,7 @@ from msgspec import Struct
 from deployments.api.fields.generation import Generation, Sampling
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
-from engine.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_BYTES,
-    SamplingParams,
-)
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_BYTES, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 # The fields that bodies and SamplingParams name alike, without those that need conversion.

@@ -103,12 +103,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> bytes:
-        error = {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

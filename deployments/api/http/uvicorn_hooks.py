@@ -17,12 +17,7 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from deployments.api.http.errors import (
-    NO_RETRY,
-    SERVER,
-    ApiError,
-    internal,
-)
+from deployments.api.http.errors import NO_RETRY, SERVER, ApiError, internal
 from deployments.api.http.exchange import (
     JSON,
     LINGER_SECONDS,

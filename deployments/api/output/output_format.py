@@ -110,10 +110,7 @@ class Reasoning:
 
 
 # The texts around content, in models that mark its beginning and its end.
-WRAPPERS = (
-    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ("<|START_TEXT|>", "<|END_TEXT|>"),
-)
+WRAPPERS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 
 # For answers in channels (OpenAI's harmony format).
 CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
@@ -281,12 +278,7 @@ FORMATS = (
         parallel=False,
     ),
     OutputFormat(
-        "llama3-json",
-        trigger="",
-        begin=_NAME,
-        middle=_PARAMETERS,
-        end="}",
-        parallel=False,
+        "llama3-json", trigger="", begin=_NAME, middle=_PARAMETERS, end="}", parallel=False
     ),
     # The form in which a template prints a call; models write it as in `channel_parser` and
     # `output_grammar`.

@@ -128,10 +128,7 @@ def _wrapper(field: JsonObject) -> tuple[str, ...] | None:
 
 
 def _calls(
-    field: JsonObject,
-    probe: tuple[str, str, str],
-    examples: Sequence[str],
-    ends: tuple[str, ...],
+    field: JsonObject, probe: tuple[str, str, str], examples: Sequence[str], ends: tuple[str, ...]
 ) -> OutputFormat:
     opened, closed = _mark(field, "open"), _mark(field, "close")
     if not opened or not closed:

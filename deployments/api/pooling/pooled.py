@@ -22,11 +22,7 @@ from deployments.api.body_fields import kept_tokens, take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.body import StructBody
 from deployments.api.fields.pooled import Inputs, PoolingBody, PoolingOptions, TextInput
-from deployments.api.generation.call import (
-    chat_ids,
-    template_options,
-    too_many_tokens,
-)
+from deployments.api.generation.call import chat_ids, template_options, too_many_tokens
 from deployments.api.generation.images import check_no_images
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.tenancy import (

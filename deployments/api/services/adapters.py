@@ -2,12 +2,7 @@
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.context import ApiContext
-from deployments.api.fields.others import (
-    ADAPTER,
-    LOAD_LORA,
-    UNLOAD_LORA,
-    LoadLora,
-)
+from deployments.api.fields.others import ADAPTER, LOAD_LORA, UNLOAD_LORA, LoadLora
 from deployments.api.fields.schema import TEXT
 from deployments.api.http.errors import ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
@@ -169,10 +164,7 @@ ROUTES = (
         one_adapter,
         get=Operation("An adapter", (503, *NAMES), answer=_ANSWER),
         delete=Operation(
-            "Take it away",
-            (503, *NAMES, 400, 409, 422),
-            answer=DELETED,
-            query={"model": TEXT},
+            "Take it away", (503, *NAMES, 400, 409, 422), answer=DELETED, query={"model": TEXT}
         ),
     ),
 )

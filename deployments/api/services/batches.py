@@ -11,11 +11,7 @@ from deployments.api.bounds import MAX_BATCH_WINDOW
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import BATCH, EXPIRES_AFTER, FILE, WINDOW, Batch
 from deployments.api.fields.schema import TEXT, integer
-from deployments.api.http.errors import (
-    ApiError,
-    invalid,
-    shown,
-)
+from deployments.api.http.errors import ApiError, invalid, shown
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange, closing
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.pages import page_of
@@ -301,11 +297,7 @@ ROUTES = (
         get=Operation("A file", NAMES, answer=_FILE_ANSWER),
         delete=Operation("Delete it", (400, *NAMES), answer=DELETED),
     ),
-    Route(
-        f"{FILES}/{{id}}/content",
-        one_file,
-        get=Operation("Its bytes", NAMES, kinds=(BYTES,)),
-    ),
+    Route(f"{FILES}/{{id}}/content", one_file, get=Operation("Its bytes", NAMES, kinds=(BYTES,))),
     Route(f"{BATCHES}/{{id}}", one_batch, get=Operation("A batch", NAMES, answer=_BATCH_ANSWER)),
     Route(
         f"{BATCHES}/{{id}}/cancel",

@@ -93,9 +93,7 @@ async def explain_request(context: ApiContext, exchange: HttpExchange) -> None:
         prompts = await explain(id, None if caller.admin else caller.id)
     if not prompts:
         raise ApiError(
-            404,
-            "request_not_found",
-            "no request of this id and key was accepted lately",
+            404, "request_not_found", "no request of this id and key was accepted lately"
         )
     body = {"id": id, "object": "request", "parts": prompts}
     await exchange.answer_json(body)

@@ -21,12 +21,7 @@ from deployments.api.output.chat_output import ParsedChoice, call_id
 from deployments.api.output.plan import OutputPlan
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.event_ids import EventIds
-from deployments.api.stream.keepalive import (
-    COMMENT,
-    EVENT_STREAM,
-    STREAM_HEADERS,
-    first_items,
-)
+from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
 from deployments.api.stream.logprobs import ScoredToken, chat_logprobs
 from deployments.api.stream.merge import ChoiceOutput, ended_early, failed
 from deployments.api.stream.replay import WITHOUT_IDS, Resumption, StreamReplay

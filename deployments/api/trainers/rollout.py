@@ -10,12 +10,7 @@ from deployments.api.generation.tenancy import QueueFields, engine_request, queu
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.stream.merge import failed
-from deployments.api.trainers.fields import (
-    Rollout,
-    TheirRollout,
-    TheirSampling,
-    TokenSampling,
-)
+from deployments.api.trainers.fields import Rollout, TheirRollout, TheirSampling, TokenSampling
 from deployments.backend import Generation, GenerationRequest
 from engine.batch import TokenLogprobs
 from engine.errors import context_too_long

@@ -32,13 +32,7 @@ from deployments.api.trainers.orders import (
     trained,
 )
 from deployments.api.trainers.rollout import RolloutChoice, roll_out, rollout_params
-from deployments.api.trainers.vllm import (
-    FLUSH,
-    RESUME,
-    reset_prefix_cache,
-    resume,
-    server_info,
-)
+from deployments.api.trainers.vllm import FLUSH, RESUME, reset_prefix_cache, resume, server_info
 from deployments.backend import GenerationRequest
 from engine.text.tokenizer import Tokenizer
 

@@ -9,17 +9,8 @@ from deployments.api.route import NAMES, PLAIN, READS, Operation, Route
 from deployments.api.services.adapters import put_lora
 from deployments.api.trainers import vllm
 from deployments.api.trainers.fields import COLLECTIVE_RPC
-from deployments.api.trainers.orders import (
-    CHANGES,
-    OK,
-    model_of,
-    order_of,
-    refusing,
-    trained,
-)
-from deployments.api.trainers.vllm import (
-    ROLL_OUT,
-)
+from deployments.api.trainers.orders import CHANGES, OK, model_of, order_of, refusing, trained
+from deployments.api.trainers.vllm import ROLL_OUT
 
 _START, _FINISH = "skyrl_start_weight_update", "skyrl_finish_weight_update"
 _TAKE = ("update_weights_nccl", "update_weights_ipc")

@@ -267,12 +267,7 @@ ROUTES = (
         "/pause",
         pause,
         post=order_of(
-            "All replicas paused",
-            OK,
-            PAUSE,
-            CHANGES,
-            mode=one_of(*MODES),
-            clear_cache=TEXT,
+            "All replicas paused", OK, PAUSE, CHANGES, mode=one_of(*MODES), clear_cache=TEXT
         ),
     ),
     Route("/resume", resume, post=RESUME),

@@ -72,11 +72,7 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 
 
 def ollama_generate(
-    body: Mapping[str, Any],
-    ignored: list[str],
-    *,
-    strict: bool,
-    template: bool,
+    body: Mapping[str, Any], ignored: list[str], *, strict: bool, template: bool
 ) -> ChatRequest | TextRequest | None:
     """Read a body of /api/generate as `ollama_chat` reads one.
 

@@ -19,12 +19,7 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.json_body import JsonObject
 from deployments.api.http.off_loop import in_thread
 from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED
-from deployments.api.stream.keepalive import (
-    COMMENT,
-    EVENT_STREAM,
-    STREAM_HEADERS,
-    first_items,
-)
+from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
 from deployments.api.stream.logprobs import (
     PromptLogprobs,
     ScoredTexts,
@@ -466,11 +461,5 @@ class OpenAIResponse:
         reason = "length" if self.call.score_only else choice.finish_reason
         stop = None if self.call.score_only else choice.stop_reason
         return self._chunk(
-            {
-                "index": index,
-                **body,
-                "logprobs": None,
-                "finish_reason": reason,
-                "stop_reason": stop,
-            }
+            {"index": index, **body, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
         )
