@@ -84,11 +84,8 @@ def _logprob_block_kernel(
             tl.store(top_ids + out * k + j, token)
 
 
-# The results of a step are parts of one buffer, so their alignment depends on the number of rows.
-@triton.jit(
-    do_not_specialize=["k"],
-    do_not_specialize_on_alignment=["logprob", "totals", "rank", "out_ids", "out_logprobs"],
-)
+# Neither is the number of blocks, which is 1 for small vocabularies.
+@triton.jit(do_not_specialize=["k", "num_blocks"])
 def _logprob_row_kernel(
     logits,
     stride,
