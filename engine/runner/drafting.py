@@ -12,7 +12,7 @@ that they agree wherever the distributions do. They stay on the device, in their
 next step reads them. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,13 +23,14 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.drafters.drafter import ModelDrafter
 from engine.runner.caches.kv_cache import KVCache
+from engine.runner.draft_graphs import DraftGraphs, Record, chain_sizes
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.inputs import CpuInputs, CudaInputs
 from engine.runner.request_rows import RequestRows
 from engine.sampling.device_result import DeviceResult
 from engine.sampling.sampler import Sampler
-from engine.speculation.settings import MAX_TOKENS
 from kernels.dispatch import Kernels
-from kernels.metadata import AttentionMeta, RotaryPlaces
+from kernels.metadata import AttentionMeta
 
 
 class Drafting:
@@ -59,42 +60,54 @@ class Drafting:
         self._inputs, self._max_tokens = inputs, max_tokens
         # by row: how many of its tokens the draft model has computed; -1 = none of this request's
         self._read = [-1] * (rows.pad_row + 1)
-        self._drafter, self._kernels, self._sampler = drafter, kernels, sampler
+        self._drafter, self._sampler = drafter, sampler
         self._rows, self.kv, self._group = rows, kv, group
-        # by row: the newest drafts, as the step that verifies them samples over those in rows
-        shape = rows.pad_row + 1, MAX_TOKENS
-        self._drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
-        self._attention = kv.groups.groups[0].attention
+        self.passes = DraftPasses(drafter, kernels, rows, kv, sampler, group, vocab)
         self.reads_states = drafter.reads_states
-        # positions by which the token that a row reads lies after the row's own
-        self._ahead = 1 if drafter.reads_states else 0
-        self._vocab = vocab
-        self._cuda = rows.tokens.device.type == "cuda"
+        self._like: Tensor | None = None  # a row of the drafter, for its width and dtype
+        self.graphs: DraftGraphs | None = None  # of the passes that draft
 
     @property
     def tables(self) -> list[Tensor]:
         """The block tables of its own inputs on a CUDA device."""
         return [self._inputs.block_table] if isinstance(self._inputs, CudaInputs) else []
 
-    def launch(self, batch: Batch, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor | None:
+    @property
+    def like(self) -> Tensor:
+        """A row of the drafter [1, width], for its width and dtype. Legal after a warm-up."""
+        assert self._like is not None, "the drafter has not run yet"
+        return self._like
+
+    def chains(self, record: Record) -> DraftGraphs:
+        """Return graphs of the passes that draft, not captured yet. Legal after a warm-up."""
+        sizes, longest = chain_sizes(self._rows.pad_row), self._rows.tokens.shape[1] - 1
+        return DraftGraphs(self.passes, sizes, self.like, longest, record)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Replace the drafter's cache by empty blocks, and drop graphs with the old addresses."""
+        self.graphs = None
+        self.kv.shrink(num_blocks)
+
+    def launch(
+        self,
+        batch: Batch,
+        metas: Sequence[AttentionMeta],
+        states: Tensor,
+        read: Callable[[], Tensor] | None = None,
+    ) -> Tensor | None:
         """Launch the drafter after a step's sampling; return drafts [proposals, most] int64.
 
         A proposal's drafts after its count have no meaning. None without proposals.
 
         metas: of the step, by groups.
         states: of all tokens of the step, as `ModelDrafter.fused` takes them.
+        read: launches the pass over the step's tokens as a graph, and returns its rows.
         """
         if not self.reads_states:
             return self._follow(batch)
         if batch.dormant:
             return None
-        meta = metas[self._group]
-        meta = meta.elsewhere(meta.slots, meta.block_table)
-        meta.window = meta.chunk = 0
-        meta.lora = None
-        meta.rotary = meta.last_keys = None
-        states = self._drafter.fused(states)
-        rows = self._pass(self._next_tokens(meta), states, meta)
+        rows = self.passes.read(metas, states) if read is None else read()
         if not batch.proposals:
             return None
         ends = [*accumulate(batch.lengths)]
@@ -132,27 +145,13 @@ class Drafting:
         rows = [batch.rows[entry] for entry in spans]
         assert self._inputs is not None
         step = self._inputs.assemble(Batch(batch.step, rows, starts, lengths, [True] * len(rows)))
-        out = self._pass(step.token_ids.long(), step.token_ids, step.metas[self._group])
+        meta = step.metas[self._group]
+        out = self.passes.forward(step.token_ids.long(), step.token_ids, meta)
         if not batch.proposals:
             return None
         ends = dict(zip(spans, accumulate(lengths), strict=True))
         places = [(at := ends[p.entry] - 1 - p.verified, at + 1) for p in batch.proposals]
         return self._propose(batch, out, places)
-
-    def _pass(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
-        attention, layers = self._attention, self.kv.layers
-        cache = next(iter(layers.values()))[0]
-        self._kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
-        return self._drafter.forward(token_ids, states, layers, meta)
-
-    def _next_tokens(self, meta: AttentionMeta) -> Tensor:
-        """Return each step token's successor in its request, int64 [num_tokens]."""
-        assert meta.rows is not None
-        rows, count = meta.rows.long(), len(meta.positions)
-        if len(rows) < count:
-            lengths = meta.query_start.diff().long()
-            rows = torch.repeat_interleave(rows, lengths, output_size=count)
-        return self._rows.tokens[rows, meta.positions.long() + 1].long()
 
     def _propose(self, batch: Batch, rows: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Return the drafts of the batch's proposals.
@@ -161,72 +160,32 @@ class Drafting:
         places: of each proposal the indices in rows of the row that drafts if no draft of the step
             is accepted, and if one is; that of more follow.
         """
-        tokens = self._rows.tokens
-        table = self._uploaded(_table(batch, places))
-        row, last, index, first_draft, counts, verified, synthetic = table.unbind(0)
-        most_verified = max(proposal.verified for proposal in batch.proposals)
-        if most_verified:
-            steps = torch.arange(most_verified, device=tokens.device)
-            sampled = tokens[row[:, None], last[:, None] + 1 + steps]
-            agree = (sampled == self._drafts[row, :most_verified]) & (steps < verified[:, None])
-            accepted = agree.long().cumprod(1).sum(1)
-            accepted = torch.where(synthetic >= 0, synthetic, accepted)
-            index = torch.where(accepted > 0, first_draft + accepted - 1, index)
-            last = last + accepted
+        if self._like is None:
+            self._like = rows[:1].clone()
+        host = _table(batch, places)
+        most = max(proposal.count for proposal in batch.proposals)
         plan = replace(self._sampler.plan([p.row for p in batch.proposals]), logprobs=-1)
+        if self.graphs is not None:
+            drafts = self.graphs.propose(host, rows, plan, most)
+            if drafts is not None:
+                return drafts
+        passes, table = self.passes, self._uploaded(host)
+        most_verified = max(proposal.verified for proposal in batch.proposals)
+        index, last = passes.accept(table, most_verified)
         states = rows.index_select(0, index)
         longest = int(max(batch.starts[p.entry] + batch.lengths[p.entry] for p in batch.proposals))
-        most = max(proposal.count for proposal in batch.proposals)
         longest += most_verified + most
-        drawn: list[Tensor] = []
-        for number in range(1, most + 1):
-            wanted = counts >= number
-            if drawn:
-                at = last + number - self._ahead
-                meta = self._single(row, torch.where(wanted, at, last), wanted, longest)
-                states = self._pass(drawn[-1], states, meta)
-            logits, position = self._drafter.logits(states), last + 1 + number
-            sampled = self._sampler.sample(logits, row, position, tokens, plan).tokens
-            # a start that only collects kernels leaves any number here
-            drawn.append(sampled.clamp(0, self._vocab - 1))
-            own = torch.where(wanted, row, self._rows.pad_row)
-            tokens[own, position] = drawn[-1].to(tokens.dtype)
+        drawn = [passes.draw(table, last, states, 1, plan)]
+        for number in range(2, most + 1):
+            states = passes.extend(table, last, drawn[-1], states, number, longest)
+            drawn.append(passes.draw(table, last, states, number, plan))
         drafts = torch.stack(drawn, 1)
-        self._drafts[row, :most] = drafts
+        passes.drafts[table[0], :most] = drafts
         return drafts
-
-    def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:
-        """Return the meta of a pass of one token for each row.
-
-        at: [n] int64, the token's position.
-        writes: [n] bool, whether the row has a block for the token's keys.
-        longest: the most tokens of a row.
-        """
-        size, groups, count = self.kv.block_size, self._rows.num_groups, len(row)
-        width = min(-(-longest // size), self._rows.block_table.shape[1] // groups)
-        table = self._rows.block_table[row][:, self._group :: groups][:, :width].contiguous()
-        block = table.gather(1, (at // size)[:, None])[:, 0].long()
-        slots = torch.where(writes, block * size + at % size, -1)
-        kv_len, deltas = (at + 1).int(), self._rows.deltas
-        return AttentionMeta(
-            positions=at.int(),
-            slots=slots,
-            query_start=torch.arange(count + 1, dtype=torch.int32, device=row.device),
-            kv_len=kv_len,
-            block_table=table,
-            num_decodes=count,
-            max_kv_len=min(longest, width * size),
-            query_start_host=None if self._cuda else list(range(count + 1)),
-            kv_len_host=None if self._cuda else kv_len.tolist(),
-            # filled on the device, where a copy from the host would wait
-            counts=torch.full((2,), count, dtype=torch.int32, device=row.device),
-            rows=row,
-            rotary=None if deltas is None else RotaryPlaces((at + deltas[row]).int()),
-        )
 
     def _uploaded(self, table: np.ndarray) -> Tensor:
         host = torch.from_numpy(table)
-        if not self._cuda:
+        if not self.passes.cuda:
             return host
         return host.pin_memory().to(self._rows.tokens.device, non_blocking=True)
 
@@ -234,9 +193,9 @@ class Drafting:
         """Add the drafts to a step's result, and start their copy to the host."""
         if drafts is None:
             return
-        result.drafts = drafts.to("cpu", non_blocking=True) if self._cuda else drafts
+        result.drafts = drafts.to("cpu", non_blocking=True) if self.passes.cuda else drafts
         result.draft_counts = [proposal.count for proposal in batch.proposals]
-        if self._cuda:
+        if self.passes.cuda:
             result.drafted = torch.cuda.Event()
             result.drafted.record()
 
@@ -244,8 +203,7 @@ class Drafting:
 def _table(batch: Batch, places: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the proposals as a table, [7, n] int64, each line of which is contiguous.
 
-    A column has the row, the position of the last token before its drafts, its places (see
-    `_propose`), and the numbers of new drafts, of verified ones and of synthetically accepted ones.
+    See `DraftPasses`; places: see `Drafting._propose`.
     """
     columns = [
         (

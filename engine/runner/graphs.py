@@ -25,6 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.runner.draft_graphs import Record
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.forward import ModelForward
 from engine.runner.inputs import CudaInputs, max_entries
 from engine.runner.state_runs import GRAPHED, GraphRuns
@@ -130,6 +133,8 @@ class StepGraphs:
         ] = {}  # runs of these graphs, in models with recurrent states
         # The key is (entries, whether the step is mixed, how tokens are chosen).
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
+        # The key is (decodes, whether a row may have several): a drafter's pass over the step.
+        self._reads: dict[tuple[int, bool], Callable[[], Tensor]] = {}
         self._hidden: Tensor  # [most, hidden_size]: output of the first graph, input of the second
         self._every: Tensor  # [tokens, hidden_size]: hidden states of all tokens, for a drafter
         # [tokens, hidden_size]: input and output of a pipeline stage's layers.
@@ -210,6 +215,45 @@ class StepGraphs:
             self._launch_layers((count, count), adapters=False, drafts=True)
         for count, is_mixed, how in self._each_choice():
             self._sample(*self._logits(count, is_mixed, how), how)
+
+    def capture_reads(self, passes: DraftPasses, like: Tensor, record: Record) -> None:
+        """Capture a drafter's pass over the tokens of steps of decodes; after `capture`.
+
+        like: rows of the drafter [any, width], for their width and dtype.
+        """
+        out = like.new_zeros(max(self._decodes), like.shape[1])
+        for key, launch in self._drafter_reads(passes, out):
+            replay = record(launch)
+            self._reads[key] = partial(_replayed, replay, out[: key[0]])
+
+    @torch.inference_mode()
+    def launch_reads(self, passes: DraftPasses, like: Tensor) -> None:
+        """Launch what `capture_reads` captures, kernel by kernel; after `launch_all`."""
+        out = like.new_zeros(max(self._decodes), like.shape[1])
+        for (count, _), launch in self._drafter_reads(passes, out):
+            self._all_padding((count, count))
+            launch()
+
+    def drop_reads(self) -> None:
+        """Launch a drafter's passes kernel by kernel from now on."""
+        self._reads.clear()
+
+    def _drafter_reads(
+        self, passes: DraftPasses, out: Tensor
+    ) -> Iterator[tuple[tuple[int, bool], Callable[[], None]]]:
+        """Yield the key of each pass, largest first, and the function that launches it into `out`.
+
+        The layout is launched once more, for layers outside the step's graph.
+        """
+        longest = self._rows.tokens.shape[1] - 1
+
+        def read(count: int, runs: bool) -> None:
+            _, metas = self._inputs.lay_out(count, count, count, longest, runs=runs)
+            out[:count].copy_(passes.read(metas, self._every[:count]))
+
+        for count in reversed(self._decodes):
+            for runs in (False, True)[: 1 + (count in self._with_drafts)]:
+                yield (count, runs), partial(read, count, runs)
 
     def _allocate(self) -> None:
         model, device = self._forward.model, self._forward.device
@@ -315,6 +359,7 @@ class StepGraphs:
         self._verifications.clear()
         self._state_runs.clear()
         self._choices.clear()
+        self._reads.clear()
         self._pool = None
 
     def launch(self, batch: Batch, size: Size) -> Hidden:
@@ -347,10 +392,12 @@ class StepGraphs:
         if stage.alone:
             hidden = Hidden(self._hidden[:count], None, graphs=self, size=size)
             if self._drafter:
-                # the same layout once more, for layers outside the graph
-                longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
-                _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
                 hidden.every = self._every[: size[1]]
+                hidden.read = None if mixed else self._reads.get((size[0], verifies))
+                if hidden.read is None:
+                    # the same layout once more, for layers outside the graph
+                    longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
+                    _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
             return hidden
         # The next step overwrites the buffers with this step's rows and positions.
         places = self.places(count, mixed) if stage.first else None
@@ -510,3 +557,8 @@ class StepGraphs:
         else:
             out[: len(hidden)].copy_(hidden)
         return metas
+
+
+def _replayed(replay: Callable[[], None], out: Tensor) -> Tensor:
+    replay()
+    return out

@@ -23,6 +23,7 @@ from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.resolve import Resolved
+from engine.runner.draft_graphs import graph_bytes
 from engine.runner.request_rows import RequestRows
 from engine.speculation.settings import read_speculation
 from kernels.dispatch import kernels_for
@@ -204,6 +205,7 @@ def plan_memory(
         len(groups.groups),
         axes=resolved.model.places_of_axes,
     )
+    drafter = outline_drafter(resolved)
     used = [("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
     used += adapters
@@ -213,9 +215,11 @@ def plan_memory(
     used.append(("activations (largest step)", activations))
     if resolved.captures:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
+        if drafter is not None:
+            bytes_of_drafts = graph_bytes(seqs, resolved.model.vocab_size)
+            used.append(("graphs of drafts (reserved)", bytes_of_drafts))
     used = [(name, here * size) for name, size in used]
     used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
-    drafter = outline_drafter(resolved)
     if drafter is not None:
         used.insert(1, ("drafter", drafter.num_bytes))
     states = sum(part.kv.state_bytes for part in parts)

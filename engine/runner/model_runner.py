@@ -155,10 +155,10 @@ class ModelRunner:
         """Launch the drafter once the step is sampled: at once, or when its masks have come."""
 
         def draft() -> None:
-            metas = hidden.metas
+            metas, read = hidden.metas or (), hidden.read
             states = hidden.states if hidden.every is None else hidden.every
-            assert metas is not None
-            drafting.add_to(result, batch, drafting.launch(batch, metas, states))
+            assert metas or read is not None
+            drafting.add_to(result, batch, drafting.launch(batch, metas, states, read))
 
         sample = result.unsampled
         if sample is None:
@@ -219,4 +219,4 @@ class ModelRunner:
             self.programs.forget()
         self.kv.shrink(num_blocks)
         if self.drafting is not None:
-            self.drafting.kv.shrink(num_blocks)
+            self.drafting.shrink(num_blocks)

@@ -3,15 +3,19 @@
 It runs the largest step, compiles the kernels that will be launched, and captures the graphs.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from engine.batch import Batch, Proposal
+from engine.runner.draft_graphs import Recorder
 from engine.runner.drafting import Drafting
 from engine.runner.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
+
+logger = logging.getLogger("manta.engine")
 
 FEW_ROWS = 4  # rows up to which matmul kernels depend on their number: kernels/gemm/small_m.py
 
@@ -31,6 +35,23 @@ def capture_graphs(
     graphs = StepGraphs(*layers, sizes, max_tokens, drafts=drafts, drafter=drafter)
     graphs.capture()
     runner.use_graphs(graphs)
+    if runner.drafting is not None:
+        _capture_drafts(runner.drafting, graphs)
+
+
+def _capture_drafts(drafting: Drafting, graphs: StepGraphs) -> None:
+    """Capture the passes of a drafter; where that fails, as memory is short, do without."""
+    record = Recorder()
+    try:
+        if drafting.reads_states:
+            graphs.capture_reads(drafting.passes, drafting.like, record)
+        chains = drafting.chains(record)
+        chains.capture()
+    except RuntimeError as error:
+        graphs.drop_reads()
+        logger.warning("drafts are computed without CUDA graphs, which is slower: %s", error)
+        return
+    drafting.graphs = chains
 
 
 @torch.inference_mode()
@@ -104,7 +125,12 @@ def launch_everything(
         if sizes:
             layers = runner.forward, runner.sampling
             drafter = runner.drafting is not None
-            StepGraphs(*layers, sizes, max_tokens, drafts=drafts, drafter=drafter).launch_all()
+            graphs = StepGraphs(*layers, sizes, max_tokens, drafts=drafts, drafter=drafter)
+            graphs.launch_all()
+            if (drafting := runner.drafting) is not None:
+                if drafting.reads_states:
+                    graphs.launch_reads(drafting.passes, drafting.like)
+                drafting.chains(Recorder()).launch_all()
         runner.forward.inputs.upload(update, 1, 1)
     finally:
         # No kernel has run, so the rows may hold invalid tokens that would be looked up later.

@@ -72,8 +72,11 @@ class Hidden:
     are_logits: whether `states` are logits already, [n, vocab_size].
     graphs: the sampling graphs, if the step was a CUDA graph.
     size: the (entries, tokens) of the step's graph.
-    metas: of the step, by groups of layers; None where no drafter needs them.
-    every: the states of all tokens of these metas, for a drafter; None = `states` has them.
+    metas: of the step, by groups of layers; None where `read` has them, or no drafter
+        needs them.
+    every: the states of all tokens of the step, for a drafter; None = `states` has them.
+    read: launches a drafter's pass over the step's tokens as a graph and returns its rows; None =
+        there is no such graph.
     routes: (entry, the experts of its tokens [length, num_layers, chosen]), where asked for.
     """
 
@@ -85,6 +88,7 @@ class Hidden:
     size: tuple[int, int] = (0, 0)
     metas: Sequence[AttentionMeta] | None = None
     every: Tensor | None = None
+    read: Callable[[], Tensor] | None = None
     routes: Sequence[tuple[int, Tensor]] = ()
 
 

@@ -17,7 +17,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.drafters import ListedLengths
+from tests.drafters import ListedLengths, use_chains
 from tests.parity.engine_driver import Output, engine, run
 from tests.parity.test_speculation import PROMPTS, SAMPLING
 from tests.parity.test_speculation import model as make_model
@@ -145,10 +145,29 @@ def test_the_start_drafts_for_every_row(folder: Path) -> None:
     warm_up(core._runner, 512)
 
 
+def test_chains_of_graphs_draft_as_passes_do(folder: Path) -> None:
+    """Bugs: padding writes into a request's row; a graph keeps the number of a draft, or a buffer
+    of the graph before; drafts are taken for accepted that are not."""
+    core, controller = drafting(folder, folder, 3, 7, 1, max_num_batched_tokens=37)
+    counts = use_chains(core)
+    params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
+    drafted = run(core, PROMPTS, params)
+    assert controller.accepted == controller.drafted > 50
+    assert any(count & (count - 1) for count in counts), "some are padded"
+    core.scheduler.speculate(None)
+    core.reset_prefix_cache()
+    for some, other in zip(run(core, PROMPTS, params), drafted, strict=True):
+        assert some.token_ids == other.token_ids
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cut", [{}, {"cuda_graphs": False}, {"async_scheduling": False}], ids=str)
 def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
     """Bug: the draft model's inputs are those of a graph, or of a step in flight."""
     core, controller = drafting(folder, folder, 3, 7, 0, 1, device="cuda", dtype="float32", **cut)
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    assert (runner.drafting.graphs is None) == (cut == {"cuda_graphs": False})
     run(core, PROMPTS, SAMPLING)
+    run(core, PROMPTS, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True))
     assert controller.accepted > 0.9 * controller.drafted > 50

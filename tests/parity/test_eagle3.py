@@ -21,7 +21,7 @@ from engine.runner.memory import outline, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.drafters import ListedLengths, count_equal, watch_drafts
+from tests.drafters import ListedLengths, count_equal, use_chains, watch_drafts
 from tests.parity.engine_driver import engine, run
 
 SIZE, OWN, HEADS, KV_HEADS, DIM, VOCAB, DRAFTED, EPS = 64, 48, 4, 2, 16, 128, 40, 1e-5
@@ -250,6 +250,24 @@ def test_text_and_memory(tmp_path: Path) -> None:
     assert plan.block_bytes == keys // 60
 
 
+def test_chains_of_graphs_draft_as_passes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: a graph drafts from the row of a draft that was rejected, or for another request."""
+    checkpoint = Made(tmp_path)
+    seen = [], []  # type: ignore[var-annotated]
+    params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True)
+    for chains, watched in zip((False, True), seen, strict=True):
+        core, controller = drafting(checkpoint, 3, 2)
+        counts = use_chains(core) if chains else []
+        with monkeypatch.context() as patch:
+            drafts = watch_drafts(patch)
+            run(core, PROMPTS, params)
+            watched += drafts
+        assert controller.drafted > controller.accepted and bool(counts) == chains
+    assert seen[0] == seen[1] and len(seen[0]) > 30
+
+
 def test_refusals_name_file_and_key(tmp_path: Path) -> None:
     """Bugs: another model's drafter runs and is never right; a missing tensor is random."""
     checkpoint = Made(tmp_path)
@@ -302,6 +320,10 @@ def test_on_a_gpu(tmp_path: Path, cut: dict[str, Any], monkeypatch: Any) -> None
     """Bug: a graph keeps other layers' inputs, or those of sampled tokens alone."""
     checkpoint = Made(tmp_path, norm_before_residual=True)
     core, controller = drafting(checkpoint, 3, device="cuda", prefix_caching=False, **cut)
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    assert (runner.drafting.graphs is None) == (cut == {"cuda_graphs": False})
+    assert runner.graphs is None or runner.graphs._reads
     seen = watch_drafts(monkeypatch)
     run(core, PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     firsts = [(drafts[0], *checkpoint.drafts(text, 1)[0]) for text, drafts in seen]

@@ -48,7 +48,7 @@ ALLOWED = {
         "engine/runner/caches/token_pool.py",
         "TokenPool.take_blocks",
     ): "in schedule, of the mode that waits",
-    ("engine/runner/drafting.py", "Drafting._single"): _CPU,
+    ("engine/runner/draft_passes.py", "DraftPasses._single"): _CPU,
     ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/sampling/device_result.py", "DeviceResult._read_drafts"): (
         "drafts of a step whose successor is done"

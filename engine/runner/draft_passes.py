@@ -1,0 +1,166 @@
+"""DraftPasses: the passes of a drafter and the draws between them, kernel by kernel.
+
+Nothing here waits for the device, and all of it can be captured in a CUDA graph: draft_graphs.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.models.drafters.drafter import ModelDrafter
+from engine.runner.caches.kv_cache import KVCache
+from engine.runner.request_rows import RequestRows
+from engine.sampling.sampler import SamplePlan, Sampler
+from engine.speculation.settings import MAX_TOKENS
+from kernels.dispatch import Kernels
+from kernels.metadata import AttentionMeta, RotaryPlaces
+
+Number = int | Tensor  # of a draft, from 1 on; a tensor [1] int64 in a graph
+
+
+class DraftPasses:
+    """The passes of a drafter, and the rows that it drafts for.
+
+    A table of proposals is [7, n] int64: row, the position of the last token before its drafts, the
+    indices of the drafter's row if no draft of the step is accepted, and if one is, and the numbers
+    of new drafts, of verified ones and of synthetically accepted ones (-1: those that agree).
+    """
+
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        kernels: Kernels,
+        rows: RequestRows,
+        kv: KVCache,
+        sampler: Sampler,
+        group: int,
+        vocab: int,
+    ) -> None:
+        """Set up the passes; see `Drafting` for the parameters."""
+        self.drafter, self.kv, self.rows, self.sampler = drafter, kv, rows, sampler
+        self._kernels, self._group, self._vocab = kernels, group, vocab
+        self._attention = kv.groups.groups[0].attention
+        # by row: the newest drafts, as the step that verifies them samples over those in rows
+        shape = rows.pad_row + 1, MAX_TOKENS
+        self.drafts = torch.zeros(shape, dtype=torch.int64, device=rows.tokens.device)
+        # positions by which the token that a row reads lies after the row's own
+        self._ahead = 1 if drafter.reads_states else 0
+        self.cuda = rows.tokens.device.type == "cuda"
+
+    def read(self, metas: Sequence[AttentionMeta], states: Tensor) -> Tensor:
+        """Return the drafter's rows of a step's tokens, whose successors are sampled.
+
+        metas: of the step, by groups.
+        states: of all tokens of the step, as `ModelDrafter.fused` takes them.
+        """
+        meta = metas[self._group]
+        meta = meta.elsewhere(meta.slots, meta.block_table)
+        meta.window = meta.chunk = 0
+        meta.lora = None
+        meta.rotary = meta.last_keys = None
+        states = self.drafter.fused(states)
+        return self.forward(self._next_tokens(meta), states, meta)
+
+    def forward(self, token_ids: Tensor, states: Tensor, meta: AttentionMeta) -> Tensor:
+        """Return the drafter's rows of tokens; see `ModelDrafter.forward`."""
+        attention, layers = self._attention, self.kv.layers
+        cache = next(iter(layers.values()))[0]
+        self._kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
+        return self.drafter.forward(token_ids, states, layers, meta)
+
+    def _next_tokens(self, meta: AttentionMeta) -> Tensor:
+        """Return each step token's successor in its request, int64 [num_tokens]."""
+        assert meta.rows is not None
+        rows, count = meta.rows.long(), len(meta.positions)
+        if len(rows) < count:
+            lengths = meta.query_start.diff().long()
+            rows = torch.repeat_interleave(rows, lengths, output_size=count)
+        return self.rows.tokens[rows, meta.positions.long() + 1].long()
+
+    def accept(self, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Return the index of each proposal's row, and the position of its last accepted token.
+
+        most: the most drafts that the step verifies of a request.
+        """
+        row, last, index, first_draft, _, verified, synthetic = table.unbind(0)
+        if not most:
+            return index, last
+        tokens = self.rows.tokens
+        steps = torch.arange(most, device=tokens.device)
+        places = (last[:, None] + 1 + steps).clamp(max=tokens.shape[1] - 1)
+        agree = (tokens[row[:, None], places] == self.drafts[row, :most]) & (
+            steps < verified[:, None]
+        )
+        accepted = agree.long().cumprod(1).sum(1)
+        accepted = torch.where(synthetic >= 0, synthetic, accepted)
+        index = torch.where(accepted > 0, first_draft + accepted - 1, index)
+        return index, last + accepted
+
+    def draw(
+        self, table: Tensor, last: Tensor, states: Tensor, number: Number, plan: SamplePlan
+    ) -> Tensor:
+        """Draw a draft of each proposal from the drafter's rows, and write it; return it.
+
+        last: [n] int64, positions of the last accepted tokens.
+        states: the drafter's rows.
+        number: how many drafts each has with this one.
+        """
+        tokens, row, counts = self.rows.tokens, table[0], table[4]
+        logits, position = self.drafter.logits(states), last + 1 + number
+        sampled = self.sampler.sample(logits, row, position, tokens, plan).tokens
+        # a start that only collects kernels leaves any number here
+        drawn = sampled.clamp(0, self._vocab - 1)
+        wanted = counts >= number
+        own = torch.where(wanted, row, self.rows.pad_row)
+        tokens[own, torch.where(wanted, position, 0)] = drawn.to(tokens.dtype)
+        return drawn
+
+    def extend(
+        self,
+        table: Tensor,
+        last: Tensor,
+        drawn: Tensor,
+        states: Tensor,
+        number: Number,
+        longest: int,
+    ) -> Tensor:
+        """Return the drafter's rows after the newest drafts.
+
+        drawn: [n] int64, the newest drafts.
+        states: the rows that they were drawn from; may be overwritten.
+        number: of the drafts that the new rows give.
+        longest: the most tokens of a row.
+        """
+        row, wanted = table[0], table[4] >= number
+        at = torch.where(wanted, last + number - self._ahead, last)
+        return self.forward(drawn, states, self._single(row, at, wanted, longest))
+
+    def _single(self, row: Tensor, at: Tensor, writes: Tensor, longest: int) -> AttentionMeta:
+        """Return the meta of a pass of one token for each row.
+
+        at: [n] int64, the token's position.
+        writes: [n] bool, whether the row has a block for the token's keys.
+        longest: the most tokens of a row.
+        """
+        size, groups, count = self.kv.block_size, self.rows.num_groups, len(row)
+        width = min(-(-longest // size), self.rows.block_table.shape[1] // groups)
+        table = self.rows.block_table[row][:, self._group :: groups][:, :width].contiguous()
+        block = table.gather(1, (at // size)[:, None])[:, 0].long()
+        slots = torch.where(writes, block * size + at % size, -1)
+        kv_len, deltas = (at + 1).int(), self.rows.deltas
+        return AttentionMeta(
+            positions=at.int(),
+            slots=slots,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=row.device),
+            kv_len=kv_len,
+            block_table=table,
+            num_decodes=count,
+            max_kv_len=min(longest, width * size),
+            query_start_host=None if self.cuda else list(range(count + 1)),
+            kv_len_host=None if self.cuda else kv_len.tolist(),
+            # filled on the device, where a copy from the host would wait
+            counts=torch.full((2,), count, dtype=torch.int32, device=row.device),
+            rows=row,
+            rotary=None if deltas is None else RotaryPlaces((at + deltas[row]).int()),
+        )
