@@ -3,9 +3,14 @@ verification. A request's `prediction` is the answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from typing import Any
 
 import pytest
+import torch
 
+from engine.runner.model_runner import ModelRunner
+from engine.runner.warm_up import warm_up
+from engine.scheduling.core import EngineCore
 from engine.scheduling.request import Request
 from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ComputedDrafter
@@ -105,6 +110,30 @@ def told(kind: str, lengths: Sequence[int] = (3,)) -> Speculation:
     return Speculation(ToldDrafter(kind), ListedLengths(lengths))
 
 
+def use_chains(core: EngineCore) -> list[int]:
+    """Run a core's drafts as chains of graphs, where a graph is the function that it was captured
+    from; return the list that numbers of proposals are added to."""
+    runner = core._runner
+    assert isinstance(runner, ModelRunner)
+    drafting = runner.drafting
+    assert drafting is not None
+    warm_up(runner, 64)
+    graphs, counts = drafting.chains(lambda launch: launch), list[int]()
+    graphs.launch_all()
+    graphs.capture()
+    propose = graphs.propose
+
+    def counted(table: Any, *others: Any) -> torch.Tensor | None:
+        drafts = propose(table, *others)
+        if drafts is not None:
+            counts.append(table.shape[1])
+        return drafts
+
+    graphs.propose = counted  # type: ignore[method-assign]
+    drafting.graphs = graphs
+    return counts
+
+
 Watched = list[tuple[list[int], list[int]]]  # texts with the drafts that came after each
 
 
@@ -114,10 +143,13 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
     receive = Speculation.receive
 
     def watched(
-        self: Speculation, request: Request, count: int, read: Callable[[], Sequence[int]]
+        self: Speculation,
+        proposals: Sequence[tuple[Request, int]],
+        read: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        seen.append((request.token_ids.copy(), list(read())))
-        receive(self, request, count, read)
+        for (request, _), drafts in zip(proposals, read(), strict=True):
+            seen.append((request.token_ids.copy(), list(drafts)))
+        receive(self, proposals, read)
 
     monkeypatch.setattr(Speculation, "receive", watched)
     return seen

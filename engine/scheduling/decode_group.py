@@ -106,9 +106,12 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
         self._last_sample.setdefault(key - count, {})[request] = None
-        request.base = self.bases[request.group_index] = base + count
+        base += count
+        request.base = self.bases[request.group_index] = base
         self._sum_of_bases += count
-        self._expect_block(request)
+        # as `_expect_block`, without a call for each request
+        due = len(request.blocks) // self._num_groups * self._block_size - base
+        self._block_due.setdefault(due, []).append(request)
 
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.

@@ -46,8 +46,8 @@ class RequestDrafts:
 class Verification:
     """The drafts of a decode in a step.
 
-    drafts: the tokens; ON_DEVICE for those of a model, until `reveal` is called.
-    read: returns the tokens of a model's drafts.
+    drafts: the tokens; ON_DEVICE for those of a model, until the step's samples are known.
+    read, place: `read()[place]` has the tokens of a model's drafts; None = `drafts` has them.
     entry: index of the request's decode among the step's entries.
     synthetic: how many drafts to accept whatever is sampled; -1 = those that equal the samples.
     constraints: those of the request after each of the drafts, if it has a grammar or lists.
@@ -66,12 +66,8 @@ class Verification:
     most: int = MAX_TOKENS
     accepted: int = 0
     gained: int = 0
-    read: Callable[[], Sequence[int]] | None = None
-
-    def reveal(self) -> None:
-        """Read a model's drafts. Legal when the samples of the step are known."""
-        if self.read is not None:
-            self.drafts[:] = self.read()[: len(self.drafts)]
+    read: Callable[[], Sequence[Sequence[int]]] | None = None
+    place: int = 0
 
     def follow(self, constraint: "Constraint") -> None:
         """Set `constraints`, from that of the known text, and drop drafts that it forbids."""
@@ -182,8 +178,7 @@ class Speculation:
         if not requests or room <= 0:
             return []
         if self.computes:
-            computed = [v for r in requests if (v := self._computed(r)) is not None]
-            return self._synthesise(_cut(computed, room))
+            return self._synthesise(_cut(self._computed(requests), room))
         asks = awaited is not None or self._begin_step(requests) > 0  # else `peek` began it
         if not asks and not constrained:
             return []
@@ -218,27 +213,37 @@ class Speculation:
 
         lasts: of each request that samples in the step the position of its last token or draft.
         """
-        if not self.computes or not lasts or not self._lengths.begin_step(len(lasts)):
+        lengths = self._lengths
+        if not self.computes or not lasts or not (most := lengths.begin_step(len(lasts))):
             return []
         counts = []
         for request, last in lasts.items():
             room = request.limit - last - 3  # the next token, the drafts, and one more
-            if self._may_draft(request, room):
-                record = self._begun(request).record
-                count = self._lengths.worth(record, min(room, self._lengths.limit(record)))
+            # as `_may_draft`, without a call for each request
+            if room > 0 and request.speculates and request.constraint is None:
+                own = request.drafts or self._begun(request)
+                count = lengths.worth(own.record, min(room, most))
                 if count:
                     counts.append((request, count))
         return counts
 
-    def receive(self, request: Request, count: int, read: Callable[[], Sequence[int]]) -> None:
-        """Note the drafts that a step computes for a request, whose text has the step's tokens.
+    def receive(
+        self,
+        proposals: Sequence[tuple[Request, int]],
+        read: Callable[[], Sequence[Sequence[int]]],
+    ) -> None:
+        """Note the drafts that a step computes for requests, whose texts have the step's tokens.
 
-        read: returns them; see `ComputedDrafts.receive`.
+        proposals: the requests, and how many drafts each gets.
+        read: returns the drafts of each, in the same order, once they are computed.
         """
-        if request.drafts is not None:
-            source = request.drafts.source
-            assert isinstance(source, ComputedDrafts)
-            source.receive(len(request.token_ids) - request.num_virtual, count, read)
+        for place, (request, count) in enumerate(proposals):
+            own: RequestDrafts | None = request.drafts
+            if own is not None:
+                source = own.source
+                assert isinstance(source, ComputedDrafts)
+                source.continued = len(request.token_ids) - request.num_virtual
+                source.count, source.place, source.read = count, place, read
 
     def expect(self, request: Request) -> None:
         """Note that a request begins to decode."""
@@ -247,13 +252,14 @@ class Speculation:
 
     def observe(self, verifications: Sequence[Verification]) -> None:
         """Note what a step accepted."""
+        lengths = self._lengths
         for verification in verifications:
             own: RequestDrafts | None = verification.request.drafts
             if verification.forced:
-                self._lengths.observe_forced(verification.accepted)
+                lengths.observe_forced(verification.accepted)
             elif own is not None:
                 drafted = len(verification.drafts)
-                self._lengths.observe_drafts(own.record, drafted, verification.accepted)
+                lengths.observe_drafts(own.record, drafted, verification.accepted)
 
     def observe_step(self, entries: int, drafts: int, seconds: float) -> None:
         """Note a step; see `DraftLengths.observe_step`. entries: 0 if it computed prompts too."""
@@ -311,18 +317,24 @@ class Speculation:
         self._text_known(request, own.source)
         return own.source.propose(min(room, most + ahead))
 
-    def _computed(self, request: Request) -> Verification | None:
-        """Return the verification of the drafts that the last step computed for a request."""
-        own: RequestDrafts | None = request.drafts
-        if own is None:
-            return None
-        source = own.source
-        assert isinstance(source, ComputedDrafts)
-        count = source.count_after(len(request.token_ids) - request.num_virtual)
-        count = min(count, _room(request))
-        if not self._may_draft(request, count):
-            return None
-        return Verification(request, [ON_DEVICE] * count, read=source.read)
+    @staticmethod
+    def _computed(requests: Sequence[Request]) -> list[Verification]:
+        """Return the verifications of the drafts that the last step computed for requests."""
+        verifications = []
+        for request in requests:
+            own: RequestDrafts | None = request.drafts
+            if own is None:
+                continue
+            source, known = own.source, len(request.token_ids)
+            assert isinstance(source, ComputedDrafts)
+            if source.continued == known - request.num_virtual:  # else the text has grown since
+                count = min(source.count, request.limit - known - 1)
+                if count > 0:
+                    drafts = [ON_DEVICE] * count
+                    verifications.append(
+                        Verification(request, drafts, read=source.read, place=source.place)
+                    )
+        return verifications
 
     def _may_draft(self, request: Request, room: int = 1) -> bool:
         """Whether a request may have drafts, of at most `room` tokens."""
@@ -366,7 +378,10 @@ def _room(request: Request) -> int:
 def _cut(chosen: list[Verification], room: int) -> list[Verification]:
     """Shorten the longest drafts until at most `room` tokens are left; a request loses its last
     draft only when none has more."""
-    longest = max((len(verification.drafts) for verification in chosen), default=0)
+    lengths = [len(verification.drafts) for verification in chosen]
+    if sum(lengths) <= room:
+        return chosen
+    longest = max(lengths)
     while longest > 1 and sum(min(longest, len(v.drafts)) for v in chosen) > room:
         longest -= 1
     for verification in chosen:

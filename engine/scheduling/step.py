@@ -6,7 +6,7 @@ they run for every request in every step.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -205,16 +205,29 @@ class LaunchedStep:
         over: entries whose requests have ended or failed. The call adds to `failed` and `ended`.
         """
         first = gained = 0
+        read: Callable[[], Sequence[Sequence[int]]] | None = None
+        computed: Sequence[Sequence[int]] = ()
         for verification in self.verifications:
-            verification.reveal()
             drafts, entry = verification.drafts, verification.entry
+            if verification.read is not None:
+                if verification.read is not read:  # one step has computed all of them
+                    read = verification.read
+                    computed = read()
+                drafts[:] = computed[verification.place][: len(drafts)]
             sampled = drafted.tokens[first : first + len(drafts)]
-            verification.accepted = _agreeing(drafts, [tokens[entry], *sampled])
-            if verification.synthetic >= 0:  # blocks may have cut drafts since
-                verification.accepted = min(verification.synthetic, len(drafts))
-            verification.accepted = min(verification.accepted, verification.most)
+            accepted = verification.synthetic  # blocks may have cut drafts since
+            if accepted < 0:
+                accepted, token = 0, tokens[entry]
+                for draft, following in zip(drafts, sampled, strict=True):
+                    if draft != token:
+                        break
+                    accepted, token = accepted + 1, following
+            verification.accepted = accepted = min(accepted, len(drafts), verification.most)
+            if not accepted:
+                first += len(drafts)
+                continue
             request, delta = verification.request, deltas[entry]
-            for at, token in enumerate(sampled[: verification.accepted], start=first):
+            for at, token in enumerate(sampled[:accepted], start=first):
                 if entry in over:
                     break
                 ends = False
@@ -287,14 +300,6 @@ def _advance(constraint: "Constraint", token: int) -> tuple[bool, int | None]:
     return constraint.accept_token(token), None
 
 
-def _agreeing(drafts: list[int], sampled: list[int]) -> int:
-    """Return how many drafts, from the first on, equal the tokens sampled at their positions."""
-    count = 0
-    while count < len(drafts) and drafts[count] == sampled[count]:
-        count += 1
-    return count
-
-
 @dataclass(slots=True)
 class SchedulerCounters:
     """Counts since the engine's start."""
@@ -313,14 +318,17 @@ class SchedulerCounters:
         default_factory=list
     )  # drafts that were right, by position
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Count a decode with drafts."""
-        self.drafts += 1
-        self.draft_tokens += drafted
-        while len(self.accepted_by_position) < drafted:
-            self.accepted_by_position.append(0)
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
+    def count_drafts(self, verifications: Sequence[Verification]) -> None:
+        """Count the decodes with drafts of a step."""
+        self.drafts += len(verifications)
+        counts = self.accepted_by_position
+        for verification in verifications:
+            drafted = len(verification.drafts)
+            self.draft_tokens += drafted
+            if drafted > len(counts):
+                counts += [0] * (drafted - len(counts))
+            for position in range(verification.accepted):
+                counts[position] += 1
 
 
 @dataclass(slots=True)
@@ -377,7 +385,7 @@ class StepBuilder:
         if self.verifications:
             starts += batch.starts[num_decodes:]
         if self.proposals:
-            self._add_proposals(num_decodes)
+            self._add_proposals(num_decodes, num_decodes - len(group))
         return LaunchedStep(
             step,
             requests,
@@ -409,20 +417,20 @@ class StepBuilder:
         batch.num_decodes = len(batch.rows)
         return context
 
-    def _add_proposals(self, num_decodes: int) -> None:
+    def _add_proposals(self, num_decodes: int, num_drafts: int) -> None:
         """Add the proposals to the batch, whose entries are complete."""
-        verifications = {v.request: v for v in self.verifications}
-        first_drafts, at = {}, num_decodes - sum(len(v.drafts) for v in self.verifications)
+        # request -> the entry of its first draft, their number, and of those accepted by chance
+        verified, at = dict[Request, tuple[int, int, int]](), num_decodes - num_drafts
         for verification in self.verifications:
-            first_drafts[verification.request] = at
-            at += len(verification.drafts)
+            drafted = len(verification.drafts)
+            verified[verification.request] = at, drafted, min(verification.synthetic, drafted)
+            at += drafted
         chunks = {request: num_decodes + i for i, (request, _) in enumerate(self.sampling)}
         for request, count in self.proposals:
-            entry = request.group_index if request.group_index >= 0 else chunks[request]
-            own = verifications.get(request)
-            verified = 0 if own is None else len(own.drafts)
-            synthetic = -1 if own is None else min(own.synthetic, verified)
-            first_draft = first_drafts.get(request, entry)
+            entry = request.group_index
+            if entry < 0:
+                entry = chunks[request]
+            first, drafted, synthetic = verified.get(request, (entry, 0, -1))
             self.batch.proposals.append(
-                Proposal(request.row, entry, first_draft, verified, count, synthetic)
+                Proposal(request.row, entry, first, drafted, count, synthetic)
             )

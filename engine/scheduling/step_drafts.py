@@ -4,8 +4,7 @@ speculation.py chooses drafts. Here they get the places that rows, tokens and bl
 requests move on by those that were accepted.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from engine.batch import Batch, StepResult
 from engine.scheduling.core_config import CoreConfig
@@ -68,6 +67,7 @@ class StepDrafts:
         No request is preempted for drafts, and each running request keeps a free block.
         """
         snapshots = self._memory.snapshots
+        groups, size = len(self._config.kinds), self._config.block_size
         if snapshots is not None:
             self._take_snapshots(snapshots, group, builder.batch.step)
         for verification in self.speculation.choose(group.requests, room, constrained=constrained):
@@ -76,9 +76,10 @@ class StepDrafts:
             if snapshots is not None:
                 del drafts[snapshots.room(request, start) :]
             wanted = start + 1 + len(drafts)
-            places = self._places(request, wanted, builder, group)
-            if places < wanted:
-                del drafts[max(0, places - start - 1) :]
+            if len(request.blocks) // groups * size < wanted:
+                places = self._places(request, wanted, builder, group)
+                if places < wanted:
+                    del drafts[max(0, places - start - 1) :]
             if drafts:
                 builder.verifications.append(verification)
 
@@ -100,6 +101,7 @@ class StepDrafts:
         A drafter's cache may keep the next token and all drafts but the last.
         """
         index = group.step_index + 1
+        groups, size = len(self._config.kinds), self._config.block_size
         lasts = {request: request.base + index for request in group.requests}
         for request, length in builder.sampling:
             lasts[request] = request.num_computed + length - 1
@@ -107,7 +109,9 @@ class StepDrafts:
             lasts[verification.request] += len(verification.drafts)
         for request, count in self.speculation.compute(lasts):
             first = lasts[request] + 1
-            count = min(count, self._places(request, first + count, builder, group) - first)
+            if len(request.blocks) // groups * size < first + count:
+                places = self._places(request, first + count, builder, group)
+                count = min(count, places - first)
             if count > 0:
                 builder.proposals.append((request, count))
 
@@ -149,21 +153,18 @@ class StepDrafts:
         if not (step.verifications or step.proposals):
             return
         self._observe(step, groups)
-        for place, (request, count) in enumerate(step.proposals):
-            self.speculation.receive(request, count, partial(_item, result.drafts, place))
+        if step.proposals:
+            self.speculation.receive(step.proposals, result.drafts)
 
     def _observe(self, step: LaunchedStep, groups: Sequence[DecodeGroup]) -> None:
         """Advance requests by their accepted draft tokens, and count drafted and accepted ones."""
+        decoding, snapshots = RequestPhase.DECODING, self._memory.snapshots
         for verification in step.verifications:
             request = verification.request
-            if request.phase is RequestPhase.DECODING:
+            if request.phase is decoding:
                 if verification.gained:
                     groups[request.micro_batch].advance(request, verification.gained)
-                if self._memory.snapshots is not None:
+                if snapshots is not None:
                     self._settled.append((request.row, 1 + verification.gained))
-            self._counters.count_drafts(len(verification.drafts), verification.accepted)
+        self._counters.count_drafts(step.verifications)
         self.speculation.observe(step.verifications)
-
-
-def _item(read: Callable[[], Sequence[Sequence[int]]], place: int) -> Sequence[int]:
-    return read()[place]

@@ -1,7 +1,7 @@
 """ComputedDrafts, ComputedDrafter: drafts that a model computes on the device after a step.
 
 They continue the text of that step, so only the next step can verify them. It is launched before
-the host knows the tokens, which `ComputedDrafts.read` returns when its result is there.
+the host knows the tokens, which `ComputedDrafts.read` has when its result is there.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,32 +10,30 @@ ON_DEVICE = -1  # a draft that the drafter has left in its row, and that the hos
 
 
 class ComputedDrafts:
-    """The drafts of one request, as the last step computed them."""
+    """The drafts of one request, as the last step computed them.
+
+    Steps set the fields for each request, without a call.
+
+    continued: the length of the text that the drafts continue.
+    count: the number of drafts.
+    read, place: `read()[place]` has the drafts, once they are computed.
+    """
+
+    __slots__ = ("continued", "count", "num_tokens", "place", "read")
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._continued = -1  # length of the text that the drafts continue
-        self._count = 0
-        self.read: Callable[[], Sequence[int]] = tuple
+        self.continued = -1
+        self.count = self.place = 0
+        self.read: Callable[[], Sequence[Sequence[int]]] = tuple
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append accepted tokens to the text."""
         self.num_tokens += len(tokens)
 
-    def receive(self, num_tokens: int, count: int, read: Callable[[], Sequence[int]]) -> None:
-        """Note that a step computes `count` drafts that continue the first num_tokens tokens.
-
-        read: returns them, once they are computed.
-        """
-        self._continued, self._count, self.read = num_tokens, count, read
-
-    def count_after(self, num_tokens: int) -> int:
-        """Return how many drafts continue a text of so many tokens; 0 if it has grown since."""
-        return self._count if self._continued == num_tokens else 0
-
     def propose(self, most: int) -> list[int]:
         """Return ON_DEVICE for each of at most `most` drafts; [] if the text has grown since."""
-        return [ON_DEVICE] * min(most, self.count_after(self.num_tokens))
+        return [ON_DEVICE] * min(most, self.count if self.continued == self.num_tokens else 0)
 
     def end(self) -> None:
         """Do nothing, as a model learns from no answer."""

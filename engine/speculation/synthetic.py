@@ -24,7 +24,12 @@ class SyntheticAcceptance:
         """Return how many leading drafts are accepted, of those that begin at `position`."""
         # The hash of a tuple of integers is the same in all processes, and costs a step little.
         number = hash((seed, choice, position)) & 0xFFFFFFFF
-        return sum(number < limit for limit in self._limits[:drafted])
+        accepted = 0
+        for limit in self._limits[:drafted]:
+            if number >= limit:
+                break
+            accepted += 1
+        return accepted
 
 
 class AnyDrafts:

@@ -1,19 +1,26 @@
 """Drafts in the scheduler: the same texts in fewer steps, whatever the drafter says."""
 
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from engine.config.kv_groups import Full, Window
 from engine.scheduling import speculation as module
+from engine.scheduling.core import EngineCore
 from engine.scheduling.speculation import Speculation, Verification, _cut
 from engine.speculation.computed import ComputedDrafter
-from engine.speculation.lengths import DraftLengths
+from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
 from engine.speculation.synthetic import SyntheticAcceptance
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import EOS, expected, make_core, make_request, run
+
+ENGINE = str(Path(EngineCore.step.__code__.co_filename).parents[1])
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -122,6 +129,51 @@ def test_synthetic_acceptance_of_the_devices_drafts() -> None:
     counters = core.scheduler.counters
     assert counters.accepted_by_position[:2] == [counters.drafts] * 2
     assert (3, 2) in synthetic
+
+
+class AlwaysOn(DraftLengths):
+    """Has drafts in each step, three for each request, and does the controller's work."""
+
+    def begin_step(self, entries: int) -> int:
+        super().begin_step(entries)
+        return self._most
+
+    def worth(self, record: DraftRecord, length: int) -> int:
+        super().worth(record, length)
+        return length
+
+
+@pytest.mark.parametrize("requests", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_request_with_drafts_makes_few_calls(requests: int) -> None:
+    """Bug: each request with drafts runs more Python in a step than before, which nobody sees in a
+    diff; the device waits for it."""
+    lengths, chance = AlwaysOn(3, by_model=True), SyntheticAcceptance((0.75, 0.55, 0.4))
+    sizes: dict[str, Any] = {"num_blocks": 20 * requests, "max_num_seqs": 1024, "block_size": 16}
+    core, _ = make_core(
+        speculation=Speculation(ComputedDrafter(), lengths, chance),
+        **sizes,
+        max_num_batched_tokens=8192,
+        max_model_len=256,
+        prefix_caching=False,
+    )
+    for id in range(requests):
+        core.add_request(make_request(id, 8, max_tokens=200, ignore_eos=True))
+    for _ in range(8):
+        core.step()
+    calls = Counter[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        files = [part.f_code.co_filename for part in (frame, frame.f_back) if part is not None]
+        if event == "call" and all(file.startswith(ENGINE) for file in files):
+            calls[frame.f_code.co_name] += 1  # the fake device's calls do not count
+
+    steps = 8
+    sys.setprofile(note)
+    for _ in range(steps):
+        core.step()
+    sys.setprofile(None)
+    assert core.scheduler.counters.drafts > requests * steps
+    assert calls.total() <= 7.5 * requests * steps, calls.most_common(12)
 
 
 def test_wrong_drafts_cost_no_step() -> None:
