@@ -22,6 +22,7 @@ from engine.speculation.computed import ON_DEVICE, ComputedDrafter, ComputedDraf
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup
+from engine.speculation.model_lengths import ModelLengths
 from engine.speculation.settings import MAX_TOKENS, SpeculationSettings
 from engine.speculation.synthetic import AnyDrafter, SyntheticAcceptance
 
@@ -92,7 +93,7 @@ class Speculation:
     def __init__(
         self,
         drafter: Drafter,
-        lengths: DraftLengths,
+        lengths: DraftLengths | ModelLengths,
         acceptance: SyntheticAcceptance | None = None,
         lookup: Lookup | None = None,
     ) -> None:
@@ -129,8 +130,7 @@ class Speculation:
                 rates,
             )
         if settings.by_model:
-            lengths = DraftLengths(settings.tokens, by_model=True)
-            return cls(ComputedDrafter(), lengths, acceptance)
+            return cls(ComputedDrafter(), ModelLengths(settings.tokens), acceptance)
         if acceptance is not None:
             return cls(AnyDrafter(), DraftLengths(settings.tokens), acceptance)
         lookup = Lookup(settings.lookup)
@@ -138,7 +138,7 @@ class Speculation:
 
     @property
     def dormant(self) -> bool:
-        """Whether a drafter need not read the tokens of steps; see `DraftLengths.dormant`."""
+        """Whether a drafter need not read the tokens of steps; see `ModelLengths.dormant`."""
         return self.computes and self._lengths.dormant
 
     def peek(self, requests: Sequence[Request], *, constrained: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""DraftLengths: how many drafts a step verifies, by measured step times and acceptance.
+"""DraftLengths: how many drafts of look-up a step verifies, by measured step times and acceptance.
+
+model_lengths.py decides about drafts of a model.
 
     record = DraftRecord()                              one for each request that may draft
     most = lengths.begin_step(entries)                  before each step; 0 = ask no drafter
@@ -25,12 +27,8 @@ import math
 # ---- Blocks and rests, in steps
 _SETTLING = 2  # unmeasured first steps of a block: a step of the block before may be in flight
 _MEASURED = 4  # measured steps of a short block
-_COLD, _FEW_COLD = 6, 128  # more unmeasured steps of a model's first drafts; the most decodes then
 _REST, _LONGEST_REST = 64, 256  # first and longest rest
 _LAST = 8  # last steps of a rest, which are measured
-_TRIALS = 0.004  # most share of steps that trials of a model's drafts may lose
-_DORMANT = 512  # a rest in which a model's drafter reads nothing is longer
-_LONGEST_DORMANT = 8192  # longest rest of a model's drafts
 _BLANK = 64  # consecutive steps without an accepted draft after which a rest begins
 _LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second with at most _FEW decodes
 _REPEATED, _REPEATED_FEW = 3, 2  # tokens that have to repeat in a look; the second as above
@@ -42,7 +40,7 @@ _KEEPS = 0.994  # least speed-up at which drafts go on
 _LOSES = 0.97  # speed-up below which a block ends early and rests become longer
 _NOISE = 0.1  # random error of the measured speed-up with one decode a step; less with more
 _MARGIN = 1.15  # least gain of a draft token, as a multiple of its price
-_LIKELY = 0.7  # first guess of the acceptance of a model's draft token
+_LIKELY = 0.7  # first guess of the acceptance of a token of a long draft
 _LEAST_GAIN = 0.004  # accepted drafts per decode below which drafts rest
 _PROBES = 0.004  # most share of time for drafts not worth their price, so that they are measured
 
@@ -80,7 +78,6 @@ class _StepCosts:
         "_guess",
         "_sums",
         "block",
-        "by_model",
         "extra",
         "fixed",
         "gain",
@@ -95,11 +92,9 @@ class _StepCosts:
         "rest",
         "resting",
         "settling",
-        "tried",
     )
 
-    def __init__(self, entries: int, *, by_model: bool = False) -> None:
-        self.by_model = by_model  # whether a model computes the drafts
+    def __init__(self, entries: int) -> None:
         self.noise = _NOISE / entries
         self.plain = 0.0  # seconds of a step without drafts; 0 = not measured
         self.num_plain = 0  # measured steps without drafts
@@ -111,7 +106,6 @@ class _StepCosts:
         self.idle = False  # whether it is a rest because no drafts were accepted
         self.block = self.left = _SETTLING + _MEASURED  # the block's steps; its remaining steps
         self.settling = _SETTLING
-        self.tried = False  # whether there was a block with drafts
         self.rest = _REST
         # A line fitted to (draft tokens, time beyond `plain`), by decayed sums. It begins with a
         # guess: rows cost little up to 32, and at most half of a decode's share beyond.
@@ -185,8 +179,6 @@ class _StepCosts:
             self.on = False
             self.left = _SETTLING + _MEASURED
             if not pays:
-                if self.by_model and self._entries > _FEW:
-                    self.rest = max(self.rest, self._rest_after_loss())
                 self.left += self.rest
                 longer = 2 * self.rest if self.value < _LOSES - self.noise else _REST
                 few = self._entries <= _FEW
@@ -202,21 +194,7 @@ class _StepCosts:
         if pays:
             self.rest = _REST
         self.settling = _SETTLING
-        if self.on and not self.tried:
-            self.tried = True
-            # the first steps of new shapes take twice as long
-            if self.by_model and self._entries <= _FEW_COLD:
-                self.settling += _COLD
-                self.left += _COLD
         self.block = self.left
-
-    def _rest_after_loss(self) -> int:
-        """Return the rest in which this block's loss is a small share; 0 if it is short.
-
-        A model's acceptance changes little with the text, so trials of its drafts can be rare.
-        """
-        lost = (_SETTLING + self.measured) * max(0.0, self.extra - self.gain)
-        return min(int(lost / _TRIALS), _LONGEST_DORMANT)
 
     def end_early(self) -> bool:
         """Whether to end a block with drafts early: they lose speed, or almost none is accepted."""
@@ -232,23 +210,17 @@ class DraftLengths:
     """The controller of draft lengths; one for each engine.
 
     most: the most draft tokens of a request in a step.
-    by_model: whether a model computes the drafts, so that they are often right and cost time in
-        each step that has them.
     """
 
-    def __init__(self, most: int = 7, *, by_model: bool = False) -> None:
+    def __init__(self, most: int = 7) -> None:
         self._most = most
-        self._by_model = by_model
         self._step = 0
         self._costs: dict[int, _StepCosts] = {}
-        self._current = _StepCosts(1, by_model=by_model)
+        self._current = _StepCosts(1)
         self._entries = 1
         # [length of the draft][position]: share of drafts that were accepted up to this position
         self._hits = [
-            [
-                (_LIKELY if by_model or n >= 4 else 0.3 if n == 1 else 0.4) ** (j + 1)
-                for j in range(n)
-            ]
+            [(_LIKELY if n >= 4 else 0.3 if n == 1 else 0.4) ** (j + 1) for j in range(n)]
             for n in range(most + 1)
         ]
         self._probed = 0  # the last step that verified a draft not worth its price, to measure it
@@ -265,7 +237,7 @@ class DraftLengths:
     def forget_steps(self) -> None:
         """Forget the measured times of all steps: those of warm-up include compilation."""
         self._costs.clear()
-        self._current = _StepCosts(1, by_model=self._by_model)
+        self._current = _StepCosts(1)
 
     def begin_step(self, entries: int) -> int:
         """Return the most drafts that a request may have in the next step; 0 = no drafts at all.
@@ -280,9 +252,8 @@ class DraftLengths:
 
     @property
     def dormant(self) -> bool:
-        """Whether drafts rest for so long that a drafter need not read the tokens of steps."""
-        costs = self._current
-        return costs.resting and costs.left > _LAST and costs.block > _DORMANT
+        """Whether a drafter need not read the tokens of steps: no, as it costs nothing."""
+        return False
 
     def look_due(self) -> int:
         """Return the length of the suffix to check for repeats in a request; 0 = no check is due.
@@ -406,5 +377,5 @@ class DraftLengths:
         bucket = int(2 * math.log2(entries))
         costs = self._costs.get(bucket)
         if costs is None:
-            costs = self._costs[bucket] = _StepCosts(entries, by_model=self._by_model)
+            costs = self._costs[bucket] = _StepCosts(entries)
         return costs

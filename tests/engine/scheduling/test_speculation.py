@@ -15,6 +15,7 @@ from engine.scheduling.speculation import Speculation, Verification, _cut
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
+from engine.speculation.model_lengths import ModelLengths
 from engine.speculation.synthetic import SyntheticAcceptance
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
@@ -131,7 +132,7 @@ def test_synthetic_acceptance_of_the_devices_drafts() -> None:
     assert (3, 2) in synthetic
 
 
-class AlwaysOn(DraftLengths):
+class AlwaysOn(ModelLengths):
     """Has drafts in each step, three for each request, and does the controller's work."""
 
     def begin_step(self, entries: int) -> int:
@@ -147,7 +148,7 @@ class AlwaysOn(DraftLengths):
 def test_a_request_with_drafts_makes_few_calls(requests: int) -> None:
     """Bug: each request with drafts runs more Python in a step than before, which nobody sees in a
     diff; the device waits for it."""
-    lengths, chance = AlwaysOn(3, by_model=True), SyntheticAcceptance((0.75, 0.55, 0.4))
+    lengths, chance = AlwaysOn(3), SyntheticAcceptance((0.75, 0.55, 0.4))
     sizes: dict[str, Any] = {"num_blocks": 20 * requests, "max_num_seqs": 1024, "block_size": 16}
     core, _ = make_core(
         speculation=Speculation(ComputedDrafter(), lengths, chance),

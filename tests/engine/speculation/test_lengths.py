@@ -29,7 +29,6 @@ TEXTS = {
     "wrong": [(7, 0.02, 0.5), (0, 0.0, 0.5)],  # long matches that mislead
     "edit": [(0, 0.0, 0.1), (1, 0.3, 0.2), (3, 0.6, 0.2), (7, 0.9, 0.5)],
     "copy": [(2, 0.6, 0.1), (7, 0.96, 0.9)],
-    "model": [(3, 0.65, 1.0)],  # always as many drafts, of one quality
 }
 
 
@@ -271,24 +270,3 @@ def test_steps_with_prompts_end_a_block_without_drafts() -> None:
         lengths.begin_step(256)
         lengths.observe_step(0, 0, 9e-3)
     assert lengths.begin_step(256) == 0
-
-
-def falls(rows: int, entries: int) -> float:
-    """An 8B model on a GPU, from 256 rows on: each row costs as much as a decode."""
-    return 9.5e-3 + max(0, rows - 256) * 45e-6
-
-
-def test_trials_of_a_models_drafts_are_rare_where_they_lose() -> None:
-    """Bug: with hundreds of streams every rest ends in a trial, each of which costs ten steps."""
-    lengths, engine = DraftLengths(3, by_model=True), Engine(falls)
-    first = engine.run(lengths, ["model"] * 256, 300)
-    assert lengths.dormant and first > 0.96
-    assert engine.run(lengths, ["model"] * 256, 4000) > 0.99
-
-
-@pytest.mark.parametrize("entries", [1, 8, 64])
-def test_a_models_drafts_are_taken_from_the_first_block(entries: int) -> None:
-    """Bug: drafts that nobody has verified yet count as unlikely, so that none ever is."""
-    lengths = DraftLengths(3, by_model=True)
-    gain = Engine(lambda rows, entries: 5e-3 + rows * 15e-6).run(lengths, ["model"] * entries, 400)
-    assert gain > {1: 1.9, 8: 1.8, 64: 1.15}[entries] and not lengths.dormant
