@@ -463,7 +463,8 @@ def _check_drafter(config: EngineConfig, model: ModelConfig) -> None:
         why = "engine.admission peak counts on one token a step"
     if why:
         raise ConfigError(
-            f"speculation: {key}: {why}; set it to auto, which needs no weights, or to off",
+            f"speculation: {key}: {why}; set speculation to auto, which needs no weights, or to "
+            "off",
             param="speculation",
         )
 

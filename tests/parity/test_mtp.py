@@ -268,6 +268,16 @@ def test_text_with_wrong_drafts_is_the_text_without(tmp_path: Path) -> None:
     assert on is not None
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline_parallel"])
+def test_ranks_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Bugs: a drafter on several ranks fails in its first step; the refusal names the other key."""
+    Made(glm, tmp_path)
+    words = f"method mtp: it runs on one rank alone, and {name} is 2; set speculation to auto"
+    with pytest.raises(ConfigError, match=words) as caught:
+        drafting(tmp_path, 3, **{name: 2})
+    assert caught.value.param == "speculation"
+
+
 def test_checkpoints_without_such_a_layer_are_refused(tmp_path: Path) -> None:
     """Bug: weights are read, or fetched, before a configuration that cannot work is refused."""
     Made(mimo, tmp_path)
