@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.runner.model_runner import ModelRunner
-from engine.runner.warm_up import warm_up
+from engine.runner.warm_up import capture_drafts
 from engine.scheduling.core import EngineCore
 from engine.scheduling.request import Request
 from engine.scheduling.speculation import Speculation
@@ -117,10 +117,10 @@ def use_chains(core: EngineCore) -> list[int]:
     assert isinstance(runner, ModelRunner)
     drafting = runner.drafting
     assert drafting is not None
-    warm_up(runner, 64)
-    graphs, counts = drafting.chains(lambda launch: launch), list[int]()
+    capture_drafts(runner, drafting, None, lambda launch: launch)
+    graphs, counts = drafting.graphs, list[int]()
+    assert graphs is not None
     graphs.launch_all()
-    graphs.capture()
     propose = graphs.propose
 
     def counted(table: Any, *others: Any) -> torch.Tensor | None:
@@ -130,7 +130,6 @@ def use_chains(core: EngineCore) -> list[int]:
         return drafts
 
     graphs.propose = counted  # type: ignore[method-assign]
-    drafting.graphs = graphs
     return counts
 
 

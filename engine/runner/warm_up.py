@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import Batch, Proposal
-from engine.runner.draft_graphs import Recorder
+from engine.runner.draft_graphs import Record, Recorder
 from engine.runner.drafting import Drafting
 from engine.runner.graphs import StepGraphs
 from engine.runner.model_runner import ModelRunner
@@ -36,19 +36,25 @@ def capture_graphs(
     graphs.capture()
     runner.use_graphs(graphs)
     if runner.drafting is not None:
-        _capture_drafts(runner.drafting, graphs)
+        capture_drafts(runner, runner.drafting, graphs, Recorder())
 
 
-def _capture_drafts(drafting: Drafting, graphs: StepGraphs) -> None:
-    """Capture the passes of a drafter; where that fails, as memory is short, do without."""
-    record = Recorder()
+def capture_drafts(
+    runner: ModelRunner, drafting: Drafting, graphs: StepGraphs | None, record: Record
+) -> None:
+    """Capture the passes of a drafter; where that fails, as memory is short, do without.
+
+    graphs: get the passes over the tokens of steps; None = these are launched kernel by kernel.
+    """
     try:
-        if drafting.reads_states:
+        _warm_up_drafts(runner, drafting)  # this runner may not have run a step yet
+        if drafting.reads_states and graphs is not None:
             graphs.capture_reads(drafting.passes, drafting.like, record)
         chains = drafting.chains(record)
         chains.capture()
     except RuntimeError as error:
-        graphs.drop_reads()
+        if graphs is not None:
+            graphs.drop_reads()
         logger.warning("drafts are computed without CUDA graphs, which is slower: %s", error)
         return
     drafting.graphs = chains
@@ -155,6 +161,7 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
     return batch
 
 
+@torch.inference_mode()
 def _warm_up_drafts(runner: ModelRunner, drafting: Drafting) -> None:
     """Draft two tokens for one row, for a few, and for as many rows as there are.
 

@@ -14,7 +14,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.runner.model_runner import ModelRunner
-from engine.runner.warm_up import warm_up
+from engine.runner.warm_up import capture_drafts, warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.drafters import ListedLengths, use_chains
@@ -158,6 +158,19 @@ def test_chains_of_graphs_draft_as_passes_do(folder: Path) -> None:
     core.reset_prefix_cache()
     for some, other in zip(run(core, PROMPTS, params), drafted, strict=True):
         assert some.token_ids == other.token_ids
+
+
+def test_drafts_do_without_graphs_where_memory_is_short(folder: Path) -> None:
+    """Bug: an engine whose steps fit does not start, as graphs of drafts do not fit."""
+    core, _ = drafting(folder, folder, 3)
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+
+    def record(launch: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    capture_drafts(runner, runner.drafting, None, record)
+    assert runner.drafting.graphs is None
 
 
 @pytest.mark.gpu
