@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from engine.scheduling.memory.host_tier import HostPlan
 from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.memory.kv_growth import KVGrowth
 from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import IMAGE_TOKEN, make_prompt
@@ -45,7 +46,6 @@ class EngineMachine(RuleBasedStateMachine):
         everything=st.booleans(),
         disk=st.booleans(),
         delay=st.sampled_from([0, 1, 5]),
-        growth=st.sampled_from([0, 0, 4, 50]),
     )
     def start(
         self,
@@ -60,8 +60,6 @@ class EngineMachine(RuleBasedStateMachine):
         disk: bool,
         **changes: Any,
     ) -> None:
-        if changes["admission"] != "optimistic":
-            changes["growth"] = 0
         if slots and changes["prefix_caching"]:
             changes["host"] = HostPlan(slots, 1, everything=everything)
             changes["failing"] = (3, 4)
@@ -111,15 +109,6 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, request_id: int) -> None:
         self.driver.abort(request_id)
 
-    @rule(free=st.integers(0, 120), wanted=st.sampled_from([0, 10, 100, 10000]))
-    def share_memory(self, free: int, wanted: int) -> None:
-        """Another engine takes or gives memory, and asks for some, where memory grows."""
-        growth = self.driver.core._growth
-        if growth is not None:
-            share: Any = growth.share
-            share.free, share.wanted = 10 * (growth.least + free), wanted
-            growth.tick()
-
     @rule()
     def reset_prefix_cache(self) -> None:
         self.driver.core.reset_prefix_cache()
@@ -132,11 +121,6 @@ class EngineMachine(RuleBasedStateMachine):
     def integrity(self) -> None:
         if hasattr(self, "driver"):
             self.driver.core.check_integrity()
-            growth = self.driver.core._growth
-            if growth is not None:
-                (pool,) = self.driver.scheduler.memory.pools
-                assert growth.least <= pool.num_blocks <= growth.pages.rounded(pool.num_blocks)
-                assert 10 * pool.num_blocks <= growth.pages.mapped_bytes
             if self.driver.core.config.admission != "optimistic":
                 assert self.driver.scheduler.counters.preemptions == 0
 
@@ -218,6 +202,68 @@ class ImageMachine(EngineMachine):
 
 ImageMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=50)
 TestImageMachine = ImageMachine.TestCase
+
+
+class GrowingMachine(EngineMachine):
+    """The state machine with memory that grows, beside another engine that takes and gives some."""
+
+    @initialize(
+        async_scheduling=st.booleans(),
+        block_size=st.sampled_from([3, 4]),
+        budget=st.sampled_from([16, 64]),
+        prefix_caching=st.booleans(),
+        growth=st.sampled_from([30, 100]),
+        host=st.booleans(),
+        delay=st.sampled_from([0, 1, 5]),
+    )
+    def start(self, block_size: int, budget: int, host: bool, **changes: Any) -> None:
+        if host and changes["prefix_caching"]:
+            changes["host"] = HostPlan(60, 1, everything=True)
+        self.driver = Driver(
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=6,
+            max_model_len=60,
+            num_blocks=-(-60 // block_size) + 1,
+            fail=(13,),
+            **changes,
+        )
+
+    @property
+    def growth(self) -> KVGrowth:
+        assert self.driver.core._growth is not None
+        return self.driver.core._growth
+
+    @rule(
+        free=st.sampled_from([0, 10, 100]),
+        wanted=st.sampled_from([0, 50, 10_000]),
+        count=st.integers(1, 8),
+    )
+    def share_memory(self, free: int, wanted: int, count: int) -> None:
+        """The other engine takes or gives memory, and asks for some, while steps go on."""
+        share: Any = self.growth.share
+        share.free, share.wanted = 10 * (self.growth.least + free), wanted
+        for _ in range(count):
+            self.growth._polled -= 10  # as an engine without steps notices it, too
+            self.growth.tick()
+            if self.driver.core.has_work():
+                self.driver.step()
+
+    @rule(copying=st.booleans())
+    def copy(self, copying: bool) -> None:
+        """Copies from freed blocks begin or end."""
+        self.growth.pages.copying = copying  # type: ignore[attr-defined]
+
+    @invariant()
+    def blocks_have_pages(self) -> None:
+        if hasattr(self, "driver"):
+            (pool,) = self.driver.scheduler.memory.pools
+            assert self.growth.least <= pool.num_blocks <= self.growth.pages.most
+            assert 10 * pool.num_blocks <= self.growth.pages.mapped_bytes
+
+
+GrowingMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=60)
+TestGrowingMachine = GrowingMachine.TestCase
 
 
 @pytest.mark.parametrize(
