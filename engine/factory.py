@@ -216,6 +216,8 @@ def build(
     phases.start("rehearsal")
     _rehearse(core)
     phases.end("rehearsal")
+    if part.growth is not None:
+        part.growth.start()
     gc.collect()
     return core, Ready(
         max_model_len=core.config.max_model_len,

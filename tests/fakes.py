@@ -884,7 +884,7 @@ def make_core(
     if not growth:
         return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
     pages = FakePages(runner, config.num_blocks + growth)
-    grows = KVGrowth(pages, FakeShare(pages), config.num_blocks, threaded=False)  # type: ignore[arg-type]
+    grows = KVGrowth(pages, FakeShare(pages), config.num_blocks)  # type: ignore[arg-type]
     core = EngineCore(
         config, runner, store, LowestFirst, speculation=speculation, tier=tier, growth=grows
     )

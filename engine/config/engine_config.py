@@ -75,11 +75,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
-    kv_memory: "growing" maps KV memory as requests need it, and gives it to other such engines of
-        the device. kv_cache_bytes is then what it begins with and keeps, 0 = one request of
-        max_model_len. docs/several-models.md.
-    kv_shared_bytes: bytes of KV that growing engines of a device have together; 0 = what one fixed
-        engine would take alone.
+    kv_memory: "growing" maps KV memory when requests need it, and gives it to other engines of the
+        device down to kv_cache_bytes, 0 = a request of max_model_len. docs/several-models.md.
+    kv_shared_bytes: bytes of all growing engines of a device together; 0 = as a fixed engine alone.
     prefix_caching: reuse KV blocks of equal prefixes. A hybrid model finds a prefix up to a
         snapshot of its states.
     host_kv_bytes: host memory for KV blocks that leave the device's prefix cache, and come back on

@@ -72,14 +72,13 @@ class KVGrowth:
     pages: the memory of blocks; `least` of them are mapped.
     share: this engine's share of the device's memory.
     least: number of blocks that stay.
-    threaded: whether a thread maps pages and looks at the shares; else calls do, for tests.
     growths, shrinks: numbers of times that blocks were added and removed.
     pause_seconds: the time that the step loop spent for that.
     longest_pause: the longest of these times.
     room: number of blocks that could be added now, as last seen.
     """
 
-    def __init__(self, pages: Pages, share: KVShare, least: int, *, threaded: bool = True) -> None:
+    def __init__(self, pages: Pages, share: KVShare, least: int) -> None:
         self.pages = pages
         self.share = share
         self.least = least
@@ -101,9 +100,11 @@ class KVGrowth:
         self._job: Callable[[], int] | None = None
         self._signal = threading.Condition()
         self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._run, name="kv-growth", daemon=True)
-            self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread, once no CUDA graph is being captured; until then `poll` maps pages."""
+        self._thread = threading.Thread(target=self._run, name="kv-growth", daemon=True)
+        self._thread.start()
 
     # ---- in the step loop ----------------------------------------------------------------------
 
