@@ -9,7 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from bench import kv_growth as kv_growth_bench
+from deployments.plan.gpus import GIB
+from deployments.plan.memory import Hardware, plan
 from engine import factory
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, EngineDead
 from engine.runner.caches import block_pages
 from engine.scheduling.core import EngineCore
@@ -203,6 +206,26 @@ def test_settings_that_do_not_go_together_are_named(
     with pytest.raises(ConfigError) as refusal:
         core_of(tmp_path / "model", PLAIN, **GROWING | options)
     assert refusal.value.param == key and key in str(refusal.value)
+
+
+def test_the_plan_says_how_far_blocks_grow(tmp_path: Path) -> None:
+    """Bug: an engine plans with memory that others have, or shows only what it begins with."""
+    config = replace(config_of(tmp_path, PLAIN), kv_cache_bytes=1 << 30, kv_memory="growing")
+    model = ModelConfig.from_folder(tmp_path)
+    gpu = Hardware.gpu("h100")
+    growing, bounded, fixed = (
+        plan(model, replace(config, **changes), gpu).memory
+        for changes in (
+            {},
+            {"kv_shared_bytes": 8 << 30},
+            {"kv_memory": "fixed", "kv_cache_bytes": 0},
+        )
+    )
+    size = growing.block_bytes
+    assert growing.num_blocks == bounded.num_blocks == (1 << 30) // size
+    assert 0 <= growing.most_blocks * size - fixed.num_blocks * size <= 2 * GIB
+    assert bounded.most_blocks == (8 << 30) // size and fixed.most_blocks == 0
+    assert "grows to" in growing.table() and "grows to" not in fixed.table()
 
 
 def test_no_room_for_another_engine_is_told(
