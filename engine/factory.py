@@ -76,7 +76,8 @@ from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList, LowestFirst
-from engine.scheduling.memory.host_tier import HostCopies, HostPlan, HostTier
+from engine.scheduling.memory.host_plan import HostCopies, HostPlan
+from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.kv_growth import GrowingMemory, KVGrowth
 from engine.scheduling.memory.kv_shares import KVShare, shares_folder

@@ -208,8 +208,7 @@ def decide(
                 param="max_model_len",
             )
         max_model_len = config.max_model_len
-    _check_host_tier(config, model)
-    _check_moves(config, model)
+    _check_tiers(config, model)
     _check_growth(config, model)
     _check_drafter(config, model.within(max_model_len))
     most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
@@ -255,42 +254,41 @@ def decide(
     )
 
 
-def _check_host_tier(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if KV blocks of this engine cannot be kept in host memory."""
-    if not config.host_kv_bytes:
-        return
-    why = ""
-    if not config.prefix_caching:
-        why = "prefix_caching is off, whose blocks it keeps; turn that on"
-    elif config.attention_data_parallel:
-        why = "not with attention_data_parallel, where ranks have blocks of their own"
-    elif model.whole_texts:
-        why = f"{model.architecture} is an encoder and keeps no keys"
-    if why:
-        raise ConfigError(f"host_kv_bytes: {why}; or leave it out", param="host_kv_bytes")
-    if config.disk_kv_bytes and config.num_ranks > 1:
-        raise ConfigError(
-            f"disk_kv_bytes: not with {config.ranks_key}, where each rank has its part of a block "
-            "in memory of its own; leave it out",
-            param="disk_kv_bytes",
-        )
-
-
-def _check_moves(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if KV blocks of this engine cannot go to other replicas."""
-    if not config.kv_moves:
-        return
-    why = ""
-    if not config.prefix_caching:
-        why = "prefix_caching is off, whose blocks it moves; turn that on"
-    elif config.num_ranks > 1:
-        why = "not with several ranks, each of which has a part of a block"
-    elif model.whole_texts:
-        why = f"{model.architecture} is an encoder and keeps no keys"
-    elif model.recurrent:
-        why = f"{model.architecture} has recurrent states, which do not move"
-    if why:
-        raise ConfigError(f"kv_moves: {why}; or leave it out", param="kv_moves")
+def _check_tiers(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if KV blocks of this engine cannot be in host memory or on disk, or go to
+    other replicas."""
+    host, disk, moves = config.host_kv_bytes > 0, config.disk_kv_bytes > 0, config.kv_moves
+    several = config.ranks_key if config.num_ranks > 1 else ""
+    for fields, refused, why in (
+        (
+            {"host_kv_bytes": host, "kv_moves": moves},
+            not config.prefix_caching,
+            "prefix_caching is off, whose blocks it needs; turn that on",
+        ),
+        (
+            {"host_kv_bytes": host, "kv_moves": moves},
+            model.whole_texts,
+            f"{model.architecture} is an encoder and keeps no keys",
+        ),
+        (
+            {"host_kv_bytes": host},
+            bool(config.attention_data_parallel),
+            "not with attention_data_parallel, where ranks have blocks of their own",
+        ),
+        (
+            {"disk_kv_bytes": disk, "kv_moves": moves},
+            bool(several),
+            f"not with {several}, where each rank has a part of a block",
+        ),
+        (
+            {"kv_moves": moves},
+            model.recurrent,
+            f"{model.architecture} has recurrent states, which do not move",
+        ),
+    ):
+        for field, is_set in fields.items():
+            if is_set and refused:
+                raise ConfigError(f"{field}: {why}; or leave it out", param=field)
 
 
 def _check_growth(config: EngineConfig, model: ModelConfig) -> None:

@@ -24,10 +24,12 @@ from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.memory.block_manager import LowestFirst
-from engine.scheduling.memory.host_tier import HostPlan, HostTier, Pairs
+from engine.scheduling.memory.host_plan import HostPlan, Pairs
+from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.kv_growth import KVGrowth
 from engine.scheduling.memory.kv_shares import Holding
+from engine.scheduling.moves.block_moves import BlockMoves, MovePlan
 from engine.scheduling.speculation import Speculation
 from engine.speculation.computed import ON_DEVICE
 
@@ -583,6 +585,10 @@ class FakeCopies:
         self.most = 1 << 30
         self.num_stored = 0
 
+    @property
+    def storing(self) -> bool:
+        return False
+
     def room(self) -> int:
         return self.most
 
@@ -867,12 +873,14 @@ def make_core(
     failing: Container[int] = (),
     disk: bool = False,
     growth: int = 0,
+    moves: MovePlan | None = None,
     **changes: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them.
     host, delay, failing: a host tier, and how its copies go (`FakeCopies`).
     disk: a disk tier below it (`FakeFiles`).
-    growth: blocks that there may be more, in memory that grows (`FakePages`)."""
+    growth: blocks that there may be more, in memory that grows (`FakePages`).
+    moves: blocks may come from another engine (tests/engine/scheduling/moving.py)."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail, drafts=drafts)
     store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
@@ -881,13 +889,19 @@ def make_core(
         copies = FakeCopies(runner, delay, failing)
         files = FakeFiles(copies, delay, failing) if disk else None
         tier = HostTier(host, copies, len(config.kinds), files)
+    moving = None
+    if moves is not None:
+        memory = [memoryview(bytearray(1))] * 2 * moves.slots
+        moving = BlockMoves(moves, FakeCopies(runner, delay, failing), memory)
     if not growth:
-        return EngineCore(config, runner, store, speculation=speculation, tier=tier), runner
+        core = EngineCore(config, runner, store, speculation=speculation, tier=tier, moves=moving)
+        return core, runner
     pages = FakePages(runner, config.num_blocks + growth)
     grows = KVGrowth(pages, FakeShare(pages), config.num_blocks)  # type: ignore[arg-type]
     core = EngineCore(
-        config, runner, store, LowestFirst, speculation=speculation, tier=tier, growth=grows
-    )
+        config, runner, store, LowestFirst, speculation=speculation, tier=tier, moves=moving,
+        growth=grows,
+    )  # fmt: skip
     return core, runner
 
 

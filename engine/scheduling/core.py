@@ -255,7 +255,7 @@ class EngineCore:
                 seconds = max(0.0, seconds - result.encode_wait)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
             if scheduler.tier is not None:
-                scheduler.tier.observe_step(done.prompt_tokens, seconds)
+                scheduler.tier.worth.observe_step(done.prompt_tokens, seconds)
             if scheduler.drafts is not None:
                 entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
                 scheduler.drafts.speculation.observe_step(entries, done.num_drafts, seconds)
@@ -348,8 +348,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, files included; running requests keep their blocks."""
         self.scheduler.memory.reset_prefix_cache()
-        if self.scheduler.tier is not None and self.scheduler.tier.disk is not None:
-            self.scheduler.tier.disk.files.clear()
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.delete_files()
 
     def sleep(self, level: int = KEEP, parts: Sequence[str] = (), ticket: int = 0) -> None:
         """Ask the engine to free memory once no request runs; a request wakes it.
@@ -408,10 +408,8 @@ class EngineCore:
         """Delete what transfers have left, and write what the disk tier has queued; no method is
         called afterwards."""
         self._transfers.close()
-        if self.scheduler.tier is not None and self.scheduler.tier.disk is not None:
-            self.scheduler.tier.copies.wait()
-            self.scheduler.tier.disk.poll()
-            self.scheduler.tier.disk.files.close()
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.close()
         if self._moves is not None:
             self._moves.close()
         if self._growth is not None:

@@ -220,8 +220,8 @@ class RequestPhases:
         if recompute:
             self.requeue(trusted=False)
         self.memory.reset_prefix_cache()
-        if self.tier is not None and self.tier.disk is not None:
-            self.tier.disk.files.renew()
+        if self.tier is not None:
+            self.tier.renew_files()
         self.drop_images()
         for request in self.requests.values():
             request.set_model_key(model_key)

@@ -382,7 +382,7 @@ class Scheduler(RequestPhases):
         self.queue.remove_request(request)
         held.start(request, start, cacheable=caching)
         if self.tier is not None:
-            self.tier.start(request, hashes, request.num_registered)
+            self.tier.worth.start(request, hashes, request.num_registered)
         if request.adapter is not None:
             first = request.num_cached < 0
             request.adapter_slot = self._adapters.pin(request.adapter, first=first)

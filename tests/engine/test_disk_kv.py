@@ -21,7 +21,7 @@ from engine.runner.caches import disk_files
 from engine.runner.caches.block_file import PAGE, STATES, Key, SlotMemory, path_of, read_key
 from engine.runner.caches.disk_files import DiskFiles
 from engine.scheduling.core import EngineCore
-from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.memory.worth import Worth
 from tests.engine.test_host_kv import (
     LATENTS,
     PLAIN,
@@ -398,7 +398,7 @@ def test_texts_are_equal(
 ) -> None:
     """Bugs: a block of a file has the keys of another block, layer or request; after a restart, of
     damaged files, or beside a second engine."""
-    monkeypatch.setattr(HostTier, "pays", lambda *_: True)
+    monkeypatch.setattr(Worth, "loading", lambda *_: True)
     monkeypatch.setattr(disk_files, "_LOOK_SECONDS", 0.05)
     length = 70 if changes is RECURRENT else 21  # no snapshot is taken below 64 tokens
     roomy = conversations(core_of(tmp_path, changes, **options), length)

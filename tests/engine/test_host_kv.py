@@ -20,7 +20,7 @@ from engine.runner.caches.host_copies import Copies, CpuCopies, HostSlots, host_
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.state_cache import StateCache
 from engine.scheduling.core import EngineCore
-from engine.scheduling.memory.host_tier import HostTier
+from engine.scheduling.memory.worth import Worth
 from tests.engine.models.test_programs import DEEPSEEK, QWEN, SHAPES
 from tests.engine.test_memory import config_of
 from tests.fakes import make_request, run
@@ -90,7 +90,7 @@ def test_texts_are_equal(
             pytest.skip("the kernels of latents split keys by what else runs")
         options = options | {"device": "cuda", "dtype": "bfloat16"}
     # A GPU computes so small a prompt faster than it copies its blocks.
-    monkeypatch.setattr(HostTier, "pays", lambda *_: True)
+    monkeypatch.setattr(Worth, "loading", lambda *_: True)
     length = 70 if changes is RECURRENT else 21  # no snapshot is taken below 64 tokens
     roomy = conversations(core_of(tmp_path, changes, **options), length)
     scarce = core_of(

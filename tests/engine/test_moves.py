@@ -279,7 +279,7 @@ def test_refusals_name_the_key(tmp_path: Path) -> None:
     """Bug: moves are silently off, or fail at the first one."""
     for changes, options, why in (
         (PLAIN, {"prefix_caching": False}, "prefix_caching is off"),
-        (PLAIN, {"tensor_parallel": 2}, "several ranks"),
+        (PLAIN, {"tensor_parallel": 2}, "tensor_parallel"),
         (RECURRENT, {}, "recurrent states"),
     ):
         config = config_of(tmp_path, changes, **{"kv_moves": True, **options})

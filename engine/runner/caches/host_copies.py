@@ -99,7 +99,7 @@ def _ends(blocks: Iterable[int], states: Iterable[int]) -> frozenset[int]:
 
 
 class CpuCopies:
-    """The copies of an engine on the CPU (`engine.scheduling.memory.host_tier.HostCopies`).
+    """The copies of an engine on the CPU (`engine.scheduling.memory.host_plan.HostCopies`).
 
     num_states: slots for snapshots that all ranks have, even if this one has no recurrent layer.
     """
@@ -203,7 +203,7 @@ class _Copy:
 
 
 class CudaCopies:
-    """The copies of an engine on CUDA (`engine.scheduling.memory.host_tier.HostCopies`).
+    """The copies of an engine on CUDA (`engine.scheduling.memory.host_plan.HostCopies`).
 
     num_states: see `CpuCopies`.
     after_steps: whether loads wait for the steps in flight, which may still read blocks that were

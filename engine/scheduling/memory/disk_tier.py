@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.host_loads import resumable
 from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.request import Request
 
@@ -208,10 +209,10 @@ class DiskTier:
             table = pool.match_prefix(hashes, either)
         else:
             near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
-            own = host.resumable(pool, hashes, snapshots, near // groups, host.slots, host.states)
+            own = resumable(pool, hashes, snapshots, near // groups, host.slots, host.states)
             near = max(near, len(own))
             states = _Either(host.states, self.files.hashes(STATES), marker)
-            table = host.resumable(pool, hashes, snapshots, near // groups, either, states)
+            table = resumable(pool, hashes, snapshots, near // groups, either, states)
             if table:
                 digest = hashes[len(table) // groups - 1]
                 if digest not in snapshots and digest not in host.states:
@@ -228,7 +229,7 @@ class DiskTier:
         missing = [key for key in entries if key not in self._coming]
         num_tokens = (len(table) - near) // groups * pool.block_size
         size = sum(host.num_bytes(key) for key in missing)
-        if not host.pays(num_tokens, size, size):
+        if not host.worth.loading(num_tokens, size, size, self.files.read_rate):
             return False
         for index in range(len(table) - 1, -1, -1):
             host.touch((index % groups, hashes[index // groups]))

@@ -11,151 +11,29 @@ A load only fills the prefix cache of the device. Its request is then queued aga
 after any other hit. So a load that fails is a miss, and a second request with the same tokens waits
 for the same load.
 
-Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything` stores all):
-
- a block that a request found in the prefix cache, or that was evicted and computed again
- all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
- all blocks of a preempted request
+Which blocks are worth their copies is decided in worth.py.
 
 Of a recurrent model the snapshots of states (snapshots.py) are stored and loaded with their blocks,
 in slots of their own.
 
-A load is worth it if it takes less time than computing the tokens, by the rates of the last copies
-and of the largest steps. The slots of equal hashes hold equal keys; hashes contain model, adapter
+The slots of equal hashes hold equal keys; hashes contain model, adapter
 and salt (prefix_hash.py). The least recently used slot is taken first, and never one that is being
 read.
 """
 
-import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from engine.scheduling.memory.block_manager import BlockManager
 from engine.scheduling.memory.disk_tier import STATES, BlockFiles, DiskTier
+from engine.scheduling.memory.host_loads import Load, Loadable, Waiting, resumable
+from engine.scheduling.memory.host_plan import HostCopies, HostPlan, Name
 from engine.scheduling.memory.snapshots import Snapshots
+from engine.scheduling.memory.worth import Worth
 from engine.scheduling.request import Request
-
-_REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
-_LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and back into the queue
-
-Name = tuple[int, bytes]  # group of layers, hash
-Pairs = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class HostPlan:
-    """The size and policy of the host tier.
-
-    blocks: slots, of block_bytes each.
-    least_tokens: fewer tokens are computed rather than loaded.
-    everything: whether blocks are stored at their first use.
-    states, state_bytes: slots for snapshots of a recurrent model, and the size of one.
-    """
-
-    blocks: int
-    block_bytes: int
-    least_tokens: int = 1
-    everything: bool = False
-    states: int = 0
-    state_bytes: int = 0
-
-
-class HostCopies(Protocol):
-    """The copies between blocks of the device and slots of the host, all of them asynchronous."""
-
-    @property
-    def load_rate(self) -> float:
-        """Bytes a second of the last loads, or measured at the start; 0 = unknown."""
-        ...
-
-    @property
-    def store_seconds(self) -> float:
-        """Seconds of copies to the host, since the start."""
-        ...
-
-    @property
-    def load_seconds(self) -> float:
-        """Seconds of copies from the host, since the start."""
-        ...
-
-    def room(self) -> int:
-        """Return how many further blocks `store` takes now without a queue that grows too long."""
-        ...
-
-    def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
-        """Begin to copy blocks to slots, (block, slot); return False if that failed.
-
-        All steps that write the blocks are done. Later steps and loads that write them wait for the
-        copies.
-
-        states: (slot of a snapshot, slot for it on the host), likewise.
-        """
-        ...
-
-    def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
-        """Begin to copy slots to blocks, (slot, block), after all stores to these slots.
-
-        Returns False if that failed, which `finished` tells too. No step in flight writes the
-        blocks, and none reads them before the copies are done.
-
-        states: (slot on the host, slot of a snapshot), which steps in flight may still read.
-        """
-        ...
-
-    def finished(self) -> list[tuple[int, bool]]:
-        """Return (ticket, whether it succeeded) of loads that are done, each once."""
-        ...
-
-    def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
-        """Whether no store to these slots, or slots for snapshots, is in flight."""
-        ...
-
-    def wait(self) -> None:
-        """Block until no copy is in flight."""
-        ...
-
-
-@dataclass(slots=True)
-class Loadable:
-    """A prefix that reaches further on the host than on the device.
-
-    held: its blocks on the device.
-    missing: (index in the table, name, slot) of each block to load.
-    state: the block whose snapshot has to be loaded; b"" = none.
-    awaited: tickets of loads that bring further parts of it.
-    num_tokens: tokens that the device lacks.
-    """
-
-    held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
-    missing: list[tuple[int, Name, int]] = field(default_factory=list)
-    state: bytes = b""
-    awaited: set[int] = field(default_factory=set)
-    num_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Load:
-    pool: BlockManager
-    table: list[int]  # device blocks that the load holds, in the order of a table
-    entries: list[tuple[Name, int, int]]  # (name, slot, block)
-    num_tokens: int
-    # If the load brings a snapshot:
-    state: bytes = b""
-    state_slot: int = -1  # on the host
-    snapshot: int = -1  # the device slot reserved for the state
-    snapshots: Snapshots | None = None
-    stale: bool = False  # whether the loaded keys must not be used
-
-
-@dataclass(slots=True)
-class _Waiting:
-    tickets: set[int]
-    began: float
-    until: float = inf  # when it starts without the blocks; finite where it waits for a disk
 
 
 class HostTier:
@@ -177,18 +55,15 @@ class HostTier:
         self._free = list(range(plan.blocks - 1, -1, -1))
         self._order: OrderedDict[int, None] = OrderedDict()  # slots with a name, oldest first
         self._reading: set[int] = set()  # slots of loads in flight
-        self._loads: dict[int, _Load] = {}  # by ticket
+        self._loads: dict[int, Load] = {}  # by ticket
         self._coming: dict[Name, int] = {}  # blocks of loads in flight -> ticket
         self.states: OrderedDict[bytes, int] = OrderedDict()  # hash -> slot, oldest first
         self._free_states = list(range(plan.states - 1, -1, -1))
         self._reading_states: set[int] = set()
         self._coming_states: dict[bytes, int] = {}  # states of loads in flight -> ticket
-        self._waiting: dict[Request, _Waiting] = {}
+        self._waiting: dict[Request, Waiting] = {}
         self._tickets = 0
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
-        self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
-        self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
-        self._largest = 0
+        self.worth = Worth(plan, copies)
         # Slots that are being read from disk.
         self.filling: set[int] = set()
         self.filling_states: set[int] = set()
@@ -232,38 +107,7 @@ class HostTier:
         """Return how many blocks become free when the loads in flight are done."""
         return sum(load.pool.num_exclusive(load.table) for load in self._loads.values())
 
-    # ---- which blocks are worth their copies ---------------------------------------------------
-
-    def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
-        """Note that a request starts.
-
-        hashes: of the blocks that it could share.
-        num_cached: leading blocks that it found in the prefix cache.
-        """
-        again = request.num_cached >= 0  # it was preempted
-        ends, evicted = self._ends, self._evicted
-        if self.plan.everything or again or any(map(ends.__contains__, reversed(hashes))):
-            request.num_reused = sys.maxsize
-            return
-        count = num_cached
-        while count < len(hashes) and hashes[count] in evicted:
-            count += 1
-        request.num_reused = count
-
-    def leave(self, request: Request, block_size: int) -> Sequence[bytes]:
-        """Return the hashes of the blocks to store when a request leaves, in order; its blocks are
-        named."""
-        hashes = request.hashes[: request.num_registered]
-        if not request.cacheable or not hashes:
-            return ()
-        prompt = min(len(hashes), request.num_prompt // block_size)
-        for end in {prompt, len(hashes)} - {0}:
-            _remember(self._ends, hashes[end - 1])
-        return hashes[: request.num_reused]
-
-    def evicted(self, digest: bytes) -> None:
-        """Note that a block has left the prefix cache of the device."""
-        _remember(self._evicted, digest)
+    # ---- stores --------------------------------------------------------------------------------
 
     def store(
         self,
@@ -392,14 +236,6 @@ class HostTier:
 
     # ---- loads ---------------------------------------------------------------------------------
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
-        """Learn the time of a prompt token from a step that computed so many of them."""
-        if 2 * tokens < self._largest or not tokens:
-            return
-        self._largest = max(self._largest, tokens)
-        new, old = seconds / tokens, self._token_seconds
-        self._token_seconds = new if not old else (new + old) / 2
-
     def find(
         self, pool: BlockManager, hashes: Sequence[bytes], snapshots: Snapshots | None = None
     ) -> Loadable | None:
@@ -419,7 +255,7 @@ class HostTier:
             near = len(pool.match_prefix(hashes))
         else:
             near = len(snapshots.match(hashes, pool.match_prefix, groups)[0])
-            table = self.resumable(pool, hashes, snapshots, near // groups, self.slots, self.states)
+            table = resumable(pool, hashes, snapshots, near // groups, self.slots, self.states)
             if not table:
                 return None
             digest = hashes[len(table) // groups - 1]
@@ -440,44 +276,7 @@ class HostTier:
             return None
         size = len(prefix.missing) * self.plan.block_bytes
         size += self.plan.state_bytes if prefix.state else 0
-        return prefix if self.pays(prefix.num_tokens, size) else None
-
-    def resumable(
-        self,
-        pool: BlockManager,
-        hashes: Sequence[bytes],
-        snapshots: Snapshots,
-        near: int,
-        slots: Sequence[Mapping[bytes, int]],
-        states: Collection[bytes],
-    ) -> list[int]:
-        """Return the table of the longest prefix beyond `near` positions that has a snapshot.
-
-        slots, states: the blocks and snapshots that are not on the device.
-        """
-        table = pool.match_prefix(hashes, slots)
-        groups = pool.num_groups
-        reach = len(table) // groups
-        for count in range(reach, near, -1):
-            if hashes[count - 1] in snapshots or hashes[count - 1] in states:
-                if count < reach:
-                    table = pool.match_prefix(hashes[:count], slots)
-                if len(table) == count * groups:
-                    return table
-        return []
-
-    def pays(self, tokens: int, size: int, from_disk: int = 0) -> bool:
-        """Whether loading so many bytes takes less time than computing the tokens.
-
-        from_disk: bytes that have to be read from disk before.
-        """
-        if tokens < self.plan.least_tokens:
-            return False
-        rate, compute = self.copies.load_rate, tokens * self._token_seconds
-        seconds = size / rate if rate else 0.0
-        if self.disk is not None and from_disk and self.disk.files.read_rate:
-            seconds += from_disk / self.disk.files.read_rate
-        return not (seconds and compute) or seconds + _LAUNCH_SECONDS < compute
+        return prefix if self.worth.loading(prefix.num_tokens, size) else None
 
     def begin(
         self,
@@ -506,7 +305,7 @@ class HostTier:
             places = [index for index, _, _ in prefix.missing]
             table = [*prefix.held, *zip(places, blocks, strict=True)]
             self._tickets += 1
-            load = _Load(pool, [block for _, block in sorted(table)], entries, prefix.num_tokens)
+            load = Load(pool, [block for _, block in sorted(table)], entries, prefix.num_tokens)
             self._loads[self._tickets] = load
             states: list[tuple[int, int]] = []
             if prefix.state:
@@ -522,7 +321,7 @@ class HostTier:
                 self._order.move_to_end(slot)
             tickets.add(self._tickets)
             self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries], states)
-        self._waiting[request] = _Waiting(tickets, time.monotonic())
+        self._waiting[request] = Waiting(tickets, time.monotonic())
         return True
 
     def take_arrived(self) -> list[Request]:
@@ -548,7 +347,7 @@ class HostTier:
                 self.wait_seconds += now - waiting.began
         return arrived
 
-    def _finish(self, ticket: int, load: _Load, succeeded: bool) -> None:
+    def _finish(self, ticket: int, load: Load, succeeded: bool) -> None:
         for name, slot, block in load.entries:
             del self._coming[name]
             self._reading.discard(slot)
@@ -668,7 +467,31 @@ class HostTier:
 
     def wait_for(self, request: Request, tickets: set[int], until: float) -> None:
         """Let a request wait for reads, until a time at most."""
-        self._waiting[request] = _Waiting(tickets, time.monotonic(), until)
+        self._waiting[request] = Waiting(tickets, time.monotonic(), until)
+
+    # ---- the disk tier -------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> bool:
+        """Whether other engines, and later ones, can read what is stored."""
+        return self.disk is not None
+
+    def delete_files(self) -> None:
+        """Delete the files of all blocks."""
+        if self.disk is not None:
+            self.disk.files.clear()
+
+    def renew_files(self) -> None:
+        """Let no file be found that was written before, as the weights have changed."""
+        if self.disk is not None:
+            self.disk.files.renew()
+
+    def close(self) -> None:
+        """Write what is queued for the disk; no method is called afterwards."""
+        if self.disk is not None:
+            self.copies.wait()
+            self.disk.poll()
+            self.disk.files.close()
 
     # ---- dropping blocks -----------------------------------------------------------------------
 
@@ -696,8 +519,7 @@ class HostTier:
             self._drop_state(digest)
         for load in self._loads.values():
             load.stale = True
-        self._ends.clear()
-        self._evicted.clear()
+        self.worth.forget_uses()
 
     def abandon(self) -> list[Request]:
         """Forget the loads in flight, whose pools are replaced; return the requests that waited.
@@ -759,10 +581,3 @@ class HostTier:
         assert all(waiting.tickets <= tickets for waiting in self._waiting.values())
         if self.disk is not None:
             self.disk.check_integrity()
-
-
-def _remember(hashes: OrderedDict[bytes, None], digest: bytes) -> None:
-    hashes[digest] = None
-    hashes.move_to_end(digest)
-    if len(hashes) > _REMEMBERED:
-        hashes.popitem(last=False)

@@ -91,7 +91,7 @@ class RequestMemory:
         if self.snapshots is not None:
             self.snapshots.forget(digest)
         if self.tier is not None:
-            self.tier.evicted(digest)
+            self.tier.worth.evicted(digest)
         name = self._routed.get(digest, b"")
         if not name:
             return
@@ -194,7 +194,7 @@ class RequestMemory:
         done_step: the last step that is done; it has sampled the request's last token.
         """
         tier = self.tier
-        if tier is None or tier.disk is None or request.id not in self.running:
+        if tier is None or not tier.shared or request.id not in self.running:
             return
         pool = self.pool(request)
         count = min((len(request.token_ids) - 1) // pool.block_size, request.num_registered)
@@ -213,7 +213,7 @@ class RequestMemory:
         if self.moves is not None and request.keep_seconds and ends:
             self.moves.keep(request, pool, request.keep_seconds)
         tier = self.tier
-        worth = () if tier is None else tier.leave(request, pool.block_size)
+        worth = () if tier is None else tier.worth.leave(request, pool.block_size)
         del self.running[request.id]
         self.reserved_blocks -= self.most_blocks(request)
         self.deferred.append(

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from engine.messages import Answer, KVSource
 from engine.scheduling.memory.block_manager import BlockManager
-from engine.scheduling.memory.host_tier import HostCopies
+from engine.scheduling.memory.host_plan import HostCopies
 from engine.scheduling.moves.puller import Pull, Puller, split
 from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer
 from engine.scheduling.moves.wire import Offer, PeerError
@@ -38,7 +38,7 @@ logger = logging.getLogger("manta.engine")
 
 KV_MOVES_OFF = "kv_moves_off"
 _MOST_PULLS = 16  # further requests are computed
-_KEPT_SHARE = 4  # kept blocks are at most one in so many of the pool's
+_LEASED_SHARE = 4  # leased blocks are at most one in so many of the pool's
 _LOG_SECONDS = 5.0
 
 
@@ -95,7 +95,9 @@ class _Import:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Lease:
+    """The blocks of a request that has left, for a pull that will come."""
+
     pool: BlockManager
     blocks: list[int]
     until: float
@@ -126,7 +128,7 @@ class BlockMoves:
         self._imports: dict[int, _Import] = {}  # by the request's id
         self._came: list[tuple[_Import, int, int]] = []  # (import, index, slot)
         self._loads: dict[int, _Import] = {}  # by ticket
-        self._kept: dict[bytes, _Kept] = {}  # by the last hash
+        self._leases: dict[bytes, _Lease] = {}  # by the last hash
         self._pulled: list[int] = []
         self._answers: list[Answer] = []
         self._tickets = 0
@@ -209,7 +211,7 @@ class BlockMoves:
     @property
     def holds(self) -> bool:
         """Whether blocks are held that will become free without a step."""
-        return bool(self._exports or self._kept or self._imports)
+        return bool(self._exports or self._leases or self._imports)
 
     def poll(self, pool: BlockManager, step: int, done_step: int) -> list[int]:
         """Handle what threads and copies have done; return the ids of requests that wait no longer.
@@ -239,30 +241,31 @@ class BlockMoves:
         """Hold the cached blocks of a request that leaves, for a pull that will come."""
         hashes = request.hashes[: request.num_registered]
         blocks = [block for block in pool.match_prefix(hashes) if block >= 0]
-        held = sum(len(kept.blocks) for kept in self._kept.values())
-        if not blocks or held + len(blocks) > pool.num_blocks // _KEPT_SHARE:
+        held = sum(len(lease.blocks) for lease in self._leases.values())
+        if not blocks or held + len(blocks) > pool.num_blocks // _LEASED_SHARE:
             return
-        self._let_go(hashes[-1])
+        self._end_lease(hashes[-1])
         pool.share(blocks)
-        self._kept[hashes[-1]] = _Kept(pool, blocks, time.monotonic() + min(seconds, LEASE_SECONDS))
+        until = time.monotonic() + min(seconds, LEASE_SECONDS)
+        self._leases[hashes[-1]] = _Lease(pool, blocks, until)
 
-    def _let_go(self, last: bytes) -> None:
-        kept = self._kept.pop(last, None)
-        if kept is not None:
-            kept.pool.free(kept.blocks)
+    def _end_lease(self, last: bytes) -> None:
+        lease = self._leases.pop(last, None)
+        if lease is not None:
+            lease.pool.free(lease.blocks)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for last in [last for last, kept in self._kept.items() if kept.until <= now]:
-            self._let_go(last)
+        for last in [last for last, lease in self._leases.items() if lease.until <= now]:
+            self._end_lease(last)
         for order in [order for order in self._exports if order.deadline <= now]:
             self._drop_order(order)
 
     def yield_blocks(self) -> bool:
         """Give up blocks that are held for others; return whether any became free."""
-        held = bool(self._kept)
-        for last in list(self._kept):
-            self._let_go(last)
+        held = bool(self._leases)
+        for last in list(self._leases):
+            self._end_lease(last)
         for order, export in list(self._exports.items()):
             held |= not export.staging
             self._drop_order(order)
@@ -355,7 +358,7 @@ class BlockMoves:
         export = self._exports.get(order)
         if export is not None and order.num_sent >= len(export.entries):
             for digest in export.hashes:
-                self._let_go(digest)
+                self._end_lease(digest)
             self._drop_order(order)
 
     def _drop_order(self, order: Order) -> None:
@@ -484,8 +487,8 @@ class BlockMoves:
 
     def clear(self) -> None:
         """Drop what is held, and let nothing that is on its way enter the prefix cache."""
-        for last in list(self._kept):
-            self._let_go(last)
+        for last in list(self._leases):
+            self._end_lease(last)
         for order in list(self._exports):
             self._drop_order(order)
         for imported in self._imports.values():
@@ -513,7 +516,7 @@ class BlockMoves:
         moving = [e for stage in self._stages for e, _, _ in stage if e.dropped]
         exports = {id(e): e for e in [*self._exports.values(), *moving]}.values()
         tables = [e.table for e in exports if e.pool is pool]
-        tables += [kept.blocks for kept in self._kept.values() if kept.pool is pool]
+        tables += [lease.blocks for lease in self._leases.values() if lease.pool is pool]
         for imported in self._imports.values():
             if imported.pool is pool:
                 tables.append([block for _, block in imported.table])

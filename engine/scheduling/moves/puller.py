@@ -135,12 +135,12 @@ class Puller:
 
     def _connect(self, pull: Pull) -> Peer:
         source = pull.source
-        left = pull.deadline - time.monotonic()
-        if left <= 0:
+        seconds = pull.deadline - time.monotonic()
+        if seconds <= 0:
             raise PeerError("it took too long")
         try:
             sock = socket.create_connection(
-                (source.host, source.port), timeout=min(left, IDLE_SECONDS)
+                (source.host, source.port), timeout=min(seconds, IDLE_SECONDS)
             )
         except OSError as error:
             raise PeerError(f"cannot connect: {error}") from error

@@ -156,8 +156,8 @@ class SourceServer:
         staged = order.staged[stripe]
         try:
             while True:
-                left = max(0.0, order.deadline - time.monotonic())
-                block = staged.get(timeout=left)
+                seconds = max(0.0, order.deadline - time.monotonic())
+                block = staged.get(timeout=seconds)
                 if block is None:
                     peer.send_number(LAST)
                     return

@@ -89,10 +89,10 @@ class Peer:
         self.sock.close()
 
     def _limit(self) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
             raise PeerError("it took too long")
-        self.sock.settimeout(min(left, IDLE_SECONDS))
+        self.sock.settimeout(min(seconds, IDLE_SECONDS))
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all bytes. Raises PeerError."""

@@ -42,6 +42,10 @@ class Driver:
             copies = self.scheduler.tier.copies
             assert isinstance(copies, FakeCopies)
             copies.owners = self._owner
+        if self.scheduler.moves is not None:
+            copies = self.scheduler.moves.copies
+            assert isinstance(copies, FakeCopies)
+            copies.owners = self._owner
         self._scopes: dict[int, tuple[str, str]] = {}  # request id -> its adapter and salt
         self._tables: dict[int, dict[int, int]] = {}  # row -> index -> block, as told
         self._head: Request | None = None
@@ -94,7 +98,7 @@ class Driver:
         self._check_starvation(self.scheduler.counters.preemptions > before)
 
     def abort(self, request_id: int) -> None:
-        if request_id in self.scheduler.requests:
+        if request_id in self.scheduler.requests or request_id in self.core._preparing:
             self.aborted.add(request_id)
         self.core.abort([request_id])
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.config.kv_groups import Chunked, Full, Window
 from engine.scheduling.memory.disk_tier import DiskTier
-from engine.scheduling.memory.host_tier import HostPlan
+from engine.scheduling.memory.host_plan import HostPlan
 from engine.scheduling.memory.snapshots import SnapshotPlan
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.engine.scheduling.test_host_tier import PROMPT, say, tier_of
@@ -88,7 +88,7 @@ def test_slow_disks_are_not_read(rate: float, reads: bool) -> None:
         say(driver, PROMPT)
         flood(driver, number)
     files_of(driver).read_rate = rate
-    tier_of(driver).observe_step(8192, 8192 * 1e-4)
+    tier_of(driver).worth.observe_step(8192, 8192 * 1e-4)
     before = files_of(driver).num_reads
     say(driver, [*PROMPT, 3])
     assert (files_of(driver).num_reads > before) == reads

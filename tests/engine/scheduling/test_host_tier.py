@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from engine.config.kv_groups import Chunked, Full, Window
-from engine.scheduling.memory.host_tier import HostPlan, HostTier
+from engine.scheduling.memory.host_plan import HostPlan
+from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.snapshots import SnapshotPlan
 from tests.engine.scheduling.driver import Driver, random_run
 from tests.fakes import FakeCopies
@@ -152,7 +153,7 @@ def test_slow_copies_are_not_taken(rate: float, loads: bool) -> None:
     say(driver, PROMPT)
     flood(driver)
     copies_of(driver).load_rate = rate
-    tier_of(driver).observe_step(8192, 8192 * 1e-4)
+    tier_of(driver).worth.observe_step(8192, 8192 * 1e-4)
     say(driver, [*PROMPT, 3])
     assert (driver.core.stats().host_kv_loaded_tokens > 0) == loads
 

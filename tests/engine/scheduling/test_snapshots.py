@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from engine.config.kv_groups import Full, Window
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore
-from engine.scheduling.memory.host_tier import HostPlan
+from engine.scheduling.memory.host_plan import HostPlan
 from engine.scheduling.memory.snapshots import SnapshotPlan, Snapshots
 from engine.scheduling.speculation import Speculation
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told

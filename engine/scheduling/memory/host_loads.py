@@ -1,0 +1,76 @@
+"""Loadable, Load: a prefix that is on the host, and the load that brings it to the device."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from engine.scheduling.memory.block_manager import BlockManager
+from engine.scheduling.memory.host_plan import Name
+from engine.scheduling.memory.snapshots import Snapshots
+
+
+@dataclass(slots=True)
+class Loadable:
+    """A prefix that reaches further on the host than on the device.
+
+    held: its blocks on the device.
+    missing: (index in the table, name, slot) of each block to load.
+    state: the block whose snapshot has to be loaded; b"" = none.
+    awaited: tickets of loads that bring further parts of it.
+    num_tokens: tokens that the device lacks.
+    """
+
+    held: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, block)
+    missing: list[tuple[int, Name, int]] = field(default_factory=list)
+    state: bytes = b""
+    awaited: set[int] = field(default_factory=set)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Load:
+    """A load in flight."""
+
+    pool: BlockManager
+    table: list[int]  # device blocks that the load holds, in the order of a table
+    entries: list[tuple[Name, int, int]]  # (name, slot, block)
+    num_tokens: int
+    # If the load brings a snapshot:
+    state: bytes = b""
+    state_slot: int = -1  # on the host
+    snapshot: int = -1  # the device slot reserved for the state
+    snapshots: Snapshots | None = None
+    stale: bool = False  # whether the loaded keys must not be used
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request that waits for loads, or for reads from disk."""
+
+    tickets: set[int]
+    began: float
+    until: float = inf  # when it starts without the blocks; finite where it waits for a disk
+
+
+def resumable(
+    pool: BlockManager,
+    hashes: Sequence[bytes],
+    snapshots: Snapshots,
+    near: int,
+    slots: Sequence[Mapping[bytes, int]],
+    states: Collection[bytes],
+) -> list[int]:
+    """Return the table of the longest prefix beyond `near` positions that has a snapshot.
+
+    slots, states: the blocks and snapshots that are not on the device.
+    """
+    table = pool.match_prefix(hashes, slots)
+    groups = pool.num_groups
+    reach = len(table) // groups
+    for count in range(reach, near, -1):
+        if hashes[count - 1] in snapshots or hashes[count - 1] in states:
+            if count < reach:
+                table = pool.match_prefix(hashes[:count], slots)
+            if len(table) == count * groups:
+                return table
+    return []

@@ -1,0 +1,98 @@
+"""Worth: which blocks are worth a copy to the host, and which loads are worth waiting for.
+
+Copies cost bandwidth, so blocks are stored by second use (`HostPlan.everything` stores all):
+
+ a block that a request found in the prefix cache, or that was evicted and computed again
+ all blocks of a request that goes on where an earlier one ended: the next turn of a conversation
+ all blocks of a preempted request
+
+A load is worth it if it takes less time than computing the tokens, by the rates of the last copies
+and of the largest steps.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.scheduling.memory.host_plan import HostCopies, HostPlan
+from engine.scheduling.request import Request
+
+_REMEMBERED = 1 << 17  # hashes of evicted blocks, and of ends of requests, that are remembered
+_LAUNCH_SECONDS = 0.0003  # seconds from the decision to the first byte, and back into the queue
+
+
+class Worth:
+    """The uses of blocks and the rates, as far as this engine has seen them."""
+
+    def __init__(self, plan: HostPlan, copies: HostCopies) -> None:
+        self._plan = plan
+        self._copies = copies
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes, oldest first
+        self._ends: OrderedDict[bytes, None] = OrderedDict()  # last hashes of requests
+        self._token_seconds = 0.0  # seconds per prompt token in the largest steps; 0 = unknown
+        self._largest = 0
+
+    def forget_uses(self) -> None:
+        """Forget which blocks were used."""
+        self._ends.clear()
+        self._evicted.clear()
+
+    def start(self, request: Request, hashes: Sequence[bytes], num_cached: int) -> None:
+        """Note that a request starts.
+
+        hashes: of the blocks that it could share.
+        num_cached: leading blocks that it found in the prefix cache.
+        """
+        again = request.num_cached >= 0  # it was preempted
+        ends, evicted = self._ends, self._evicted
+        if self._plan.everything or again or any(map(ends.__contains__, reversed(hashes))):
+            request.num_reused = sys.maxsize
+            return
+        count = num_cached
+        while count < len(hashes) and hashes[count] in evicted:
+            count += 1
+        request.num_reused = count
+
+    def leave(self, request: Request, block_size: int) -> Sequence[bytes]:
+        """Return the hashes of the blocks to store when a request leaves, in order; its blocks are
+        named."""
+        hashes = request.hashes[: request.num_registered]
+        if not request.cacheable or not hashes:
+            return ()
+        prompt = min(len(hashes), request.num_prompt // block_size)
+        for end in {prompt, len(hashes)} - {0}:
+            _remember(self._ends, hashes[end - 1])
+        return hashes[: request.num_reused]
+
+    def evicted(self, digest: bytes) -> None:
+        """Note that a block has left the prefix cache of the device."""
+        _remember(self._evicted, digest)
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Learn the time of a prompt token from a step that computed so many of them."""
+        if 2 * tokens < self._largest or not tokens:
+            return
+        self._largest = max(self._largest, tokens)
+        new, old = seconds / tokens, self._token_seconds
+        self._token_seconds = new if not old else (new + old) / 2
+
+    def loading(self, tokens: int, size: int, from_disk: int = 0, read_rate: float = 0.0) -> bool:
+        """Whether loading so many bytes takes less time than computing the tokens.
+
+        from_disk: bytes that have to be read from disk before, at read_rate bytes a second; 0 =
+            unknown.
+        """
+        if tokens < self._plan.least_tokens:
+            return False
+        rate, compute = self._copies.load_rate, tokens * self._token_seconds
+        seconds = size / rate if rate else 0.0
+        if read_rate:
+            seconds += from_disk / read_rate
+        return not (seconds and compute) or seconds + _LAUNCH_SECONDS < compute
+
+
+def _remember(hashes: OrderedDict[bytes, None], digest: bytes) -> None:
+    hashes[digest] = None
+    hashes.move_to_end(digest)
+    if len(hashes) > _REMEMBERED:
+        hashes.popitem(last=False)
