@@ -15,11 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.scheduling.memory.host_tier import HostPlan
+from engine.scheduling.memory.host_plan import HostPlan
 from engine.scheduling.memory.image_plan import ImagePlan
 from engine.scheduling.memory.kv_growth import KVGrowth
 from tests.drafters import KINDS, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
+from tests.engine.scheduling.moving import MovingPair, random_moves
 from tests.fakes import IMAGE_TOKEN, make_prompt
 
 STEM = [2 + i * i % 47 for i in range(48)]
@@ -296,3 +297,108 @@ def test_random_lives(async_scheduling: bool, micro_batches: int, kv_ranks: int)
         )
         preemptions += driver.scheduler.counters.preemptions
     assert preemptions > 50, "these runs are meant to preempt"
+
+
+class MovingMachine(RuleBasedStateMachine):
+    """Two engines that pull prefixes from each other: adds, steps, messages, cuts, aborts, resets
+    and kept blocks in any order, with too few blocks and too few slots."""
+
+    ids = Bundle("ids")
+    pair: MovingPair
+
+    @initialize(
+        async_scheduling=st.booleans(),
+        block_size=st.sampled_from([1, 3, 4]),
+        budget=st.sampled_from([7, 64]),
+        spare=st.integers(0, 20),
+        staged=st.sampled_from([1, 3, 40]),
+        host=st.sampled_from([0, 0, 30]),
+        delay=st.sampled_from([0, 1, 5]),
+        failing=st.sampled_from([(), (2, 5)]),
+    )
+    def start(
+        self, block_size: int, budget: int, spare: int, staged: int, host: int, **changes: Any
+    ) -> None:
+        if host:
+            changes["host"] = HostPlan(host, 1, everything=True)
+        self.pair = MovingPair(
+            staged,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=6,
+            max_model_len=60,
+            num_blocks=-(-60 // block_size) + spare,
+            fail=(13,),
+            **changes,
+        )
+
+    @rule(
+        target=ids,
+        engine=st.integers(0, 1),
+        length=st.integers(1, 58),
+        own=st.integers(0, 2),
+        max_tokens=st.sampled_from([0, 1, 7, 30, None]),
+        seed=st.sampled_from([1, 2, 13]),
+        cache_salt=st.sampled_from(["", "", "tenant"]),
+        adapter=st.sampled_from(["", "", "lora", "words"]),
+        keep_seconds=st.sampled_from([0.0, 20.0]),
+    )
+    def add_request(self, engine: int, length: int, own: int, **fields: Any) -> Any:
+        prompt = (STEM * 2)[: max(1, length - own)] + [40 + own] * own
+        return engine, self.pair.add_request(engine, prompt, **fields)
+
+    @rule(engine=st.integers(0, 1), count=st.integers(1, 12))
+    def step(self, engine: int, count: int) -> None:
+        for _ in range(count):
+            self.pair.step(engine)
+
+    @rule(count=st.integers(1, 12))
+    def deliver(self, count: int) -> None:
+        for _ in range(count):
+            self.pair.deliver()
+
+    @rule()
+    def cut(self) -> None:
+        self.pair.cut()
+
+    @rule(request=consumes(ids))
+    def abort(self, request: tuple[int, int]) -> None:
+        engine, number = request
+        self.pair.drivers[engine].abort(number)
+
+    @rule(engine=st.integers(0, 1))
+    def reset_prefix_cache(self, engine: int) -> None:
+        self.pair.drivers[engine].core.reset_prefix_cache()
+
+    @rule(engine=st.integers(0, 1))
+    def yield_blocks(self, engine: int) -> None:
+        self.pair.moves(engine).yield_blocks()
+
+    @rule()
+    def finish(self) -> None:
+        self.pair.finish()
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "pair"):
+            for driver in self.pair.drivers:
+                driver.core.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.finish()
+
+
+MovingMachine.TestCase.settings = settings(EngineMachine.TestCase.settings, max_examples=25)
+TestMovingMachine = MovingMachine.TestCase
+
+
+@pytest.mark.nightly
+class TestManyMoves(MovingMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(MovingMachine.TestCase.settings, max_examples=600)
+
+
+def test_random_lives_of_two_engines() -> None:
+    """Bugs: a rare order of pull, load, preemption, abort, cut and reset that loses a block or a
+    slot, never ends, or shows a request the keys of another tenant or adapter."""
+    assert sum(random_moves(seed, STEM) for seed in range(20)) > 60, "they are meant to move blocks"
