@@ -86,7 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "all".
     disk_kv_bytes: bytes of files for KV blocks below the host tier, of all engines of the folder
         together; 0 = none. docs/kv-tiers.md.
-    disk_kv_folder: their folder, an absolute path. They have what users wrote.
+    disk_kv_folder: their folder, an absolute path; below /dev/shm it is memory, which all replicas
+        of the machine share. They have what users wrote.
     disk_kv_clear: delete them when an engine starts or stops, unless others use the folder.
     disk_kv_key_file: a file with a key of 32 bytes that encrypts them (AES-256-GCM); "" = none.
     kv_moves: whether KV blocks go to other replicas and come from them, over TCP, with 256 MiB of
