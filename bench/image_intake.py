@@ -106,7 +106,7 @@ async def take(url: str, processor: ImageProcessor, count: int) -> None:
             source = ImageSource("picture", url + base64.b64encode(number.to_bytes(3)).decode())
             (file,) = await intake.read([source], held)
             layout = processor.layout(file.width, file.height)
-            await intake.pixels([PlacedPicture(source, file, layout, 0)], processor, held)
+            await intake.pixels([PlacedPicture([source], [file], layout, 0)], processor, held)
 
     await asyncio.gather(*(stream() for _ in range(AT_ONCE)))
 

@@ -397,7 +397,7 @@ def _image_plan(resolved: Resolved) -> ImagePlan | None:
             logger.warning("%s: sees no images: %s is missing", resolved.folder, PREPROCESSOR)
         return None
     return ImagePlan.of(
-        vision.image_token_id,
+        vision.token_ids,
         resolved.image_cache_tokens,
         resolved.max_num_batched_tokens,
         resolved.max_num_seqs,

@@ -212,6 +212,12 @@ class ImagesConfig(Section):
     per_request: int = Field(
         16, ge=0, le=1024, description="Images of one request, earlier turns included."
     )
+    frames: int = Field(
+        128,
+        ge=0,
+        le=4096,
+        description="Frames of all clips of a request; a clip counts as one image, too.",
+    )
     pixels: int = Field(
         MAX_PIXELS,
         ge=1024,
@@ -254,6 +260,7 @@ class ImagesConfig(Section):
     def limits(self) -> ImageLimits:
         return ImageLimits(
             self.per_request,
+            self.frames,
             self.pixels,
             self.file_bytes,
             self.body_bytes,

@@ -47,12 +47,22 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPicture:
-    """A picture whose place in the prompt is known. start: index of its first token."""
+    """A picture, or a piece of a clip, whose place in the prompt is known.
 
-    source: ImageSource
-    file: PictureFile
+    sources, files: of the picture, or of all frames of the clip.
+    start: index of its first token.
+    """
+
+    sources: Sequence[ImageSource]
+    files: Sequence[PictureFile]
     layout: ImageLayout
     start: int
+
+    @property
+    def place(self) -> str:
+        """The client's name of the picture, or of the list of the clip's frames."""
+        place = self.sources[0].place
+        return place if len(self.sources) == 1 else place.rpartition("[")[0]
 
 
 class ImageIntake:
@@ -123,7 +133,7 @@ class ImageIntake:
             raise InvalidRequest(
                 f"the images of one request may have {MAX_PIXEL_BYTES // 3} pixels after resizing, "
                 f"these have {sum(sizes) // 3}",
-                param=pictures[-1].source.place,
+                param=pictures[-1].place,
                 code="image_too_large",
             )
         held.add(sum(sizes) * copies)
@@ -132,9 +142,10 @@ class ImageIntake:
 
     async def _prepared(self, picture: PlacedPicture, processor: ImageProcessor) -> PreparedImage:
         def work() -> PreparedImage:
-            return prepare(processor, picture.file, picture.layout, picture.start, self._cache)
+            return prepare(processor, picture.files, picture.layout, picture.start, self._cache)
 
-        pixels = min(picture.file.pixels, self._turns.limit)
+        # A clip's frames, which have one size, are decoded one after the other.
+        pixels = min(picture.files[0].pixels, self._turns.limit)
         loop = asyncio.get_running_loop()
         await self._turns.take(pixels)
         decoding = self._threads.submit(work)
@@ -143,7 +154,7 @@ class ImageIntake:
         try:
             image = await asyncio.wrap_future(decoding)
         except InvalidRequest as error:
-            raise _named(error, picture.source.place) from None
+            raise _named(error, picture.place) from None
         self.decoded += 1
         return image
 

@@ -10,6 +10,7 @@ class ImageLimits:
     """The limits of images at one router.
 
     per_request: images of one request.
+    frames: frames of all clips of a request; each clip counts as an image, too.
     pixels: pixels of one image, as its header has them.
     file_bytes: bytes of one image's file.
     body_bytes: bytes of a request's body where a served model takes images.
@@ -20,6 +21,7 @@ class ImageLimits:
     """
 
     per_request: int = 16
+    frames: int = 128
     pixels: int = MAX_PIXELS
     file_bytes: int = 20 * 2**20
     body_bytes: int = 32 * 2**20

@@ -20,6 +20,7 @@ class VisionConfig:
     family: the key in `engine.models.vision.registry.TOWERS` of the class that computes the tower,
         which is `Wrapper.images`.
     image_token_id: the token at whose positions embeddings of pictures stand.
+    clip_token_id: the token at whose positions embeddings of clips stand; None = it takes none.
     names: (beginning of the tower's names in a checkpoint, our beginning) pairs; the first match is
         taken.
     hidden_size: the width of the tower's layers.
@@ -56,6 +57,13 @@ class VisionConfig:
     windows_alone: bool = False
     largest: int = 0
     padding_id: int = 0
+    clip_token_id: int | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens at whose positions embeddings stand."""
+        clips = () if self.clip_token_id is None else (self.clip_token_id,)
+        return self.image_token_id, *clips
 
     @property
     def head_dim(self) -> int:

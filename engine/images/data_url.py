@@ -1,9 +1,9 @@
-"""decode_base64, decode_data_url: pictures that stand in a request as text."""
+"""decode_base64, decode_data_url, frame_urls: pictures that stand in a request as text."""
 
 import binascii
 
 from engine.errors import InvalidRequest
-from engine.images.picture_file import invalid_image
+from engine.images.picture_file import FORMATS, invalid_image
 
 _SLICE = 2**20  # characters, a multiple of 4; other threads have their turn between slices
 _MAX_HEAD = 256  # characters of a data: URL before its data
@@ -19,6 +19,21 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     if comma < 0 or not url[:comma].lower().endswith(";base64"):
         raise invalid_image("must be a data: URL with ;base64, before its data")
     return decode_base64(url, max_bytes, comma + 1)
+
+
+def frame_urls(url: str) -> list[str]:
+    """Return a data: URL for each frame of a clip, data:video/jpeg;base64,FRAME,FRAME and so on.
+
+    Raises InvalidRequest for any other URL, such as that of a file of a clip.
+    """
+    head, *frames = url.split(",")
+    if len(frames) < 2 or head[:5].lower() != "data:" or len(head) > _MAX_HEAD:
+        raise InvalidRequest(
+            "must be a list of frames, data:video/jpeg;base64,FRAME,FRAME and so on, each the "
+            f"base64 of a {FORMATS} file; files of clips are not decoded",
+            code="invalid_clip",
+        )
+    return [f"{head},{frame}" for frame in frames]
 
 
 def decode_base64(text: str, max_bytes: int, start: int = 0) -> bytes:

@@ -1,50 +1,98 @@
 """surround, expand_placeholders: images in the places that a chat template has for them."""
 
-from collections.abc import Sequence
-from itertools import chain
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.images.layout import ImageLayout
+from engine.images.processor import ImageProcessor, clips_of
 
 
-def surround(text: str, placeholder: str, layouts: Sequence[ImageLayout]) -> str:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of an image or a clip in a chat.
+
+    placeholder: the text that the template writes for it.
+    layouts: those of the image, or of the clip's pieces.
+    outer: the texts beside the placeholder that are replaced with it, if both are there.
+    """
+
+    placeholder: str
+    layouts: Sequence[ImageLayout]
+    outer: tuple[str, str] = ("", "")
+
+    @classmethod
+    def of(
+        cls, processor: ImageProcessor, layouts: Sequence[ImageLayout], *, clip: bool
+    ) -> "Place":
+        """Return the place of a model's image, or of a clip, which has layouts of its pieces."""
+        clips = clips_of(processor) if clip else None
+        if clips is None:
+            return cls(processor.placeholder, layouts)
+        return cls(clips.placeholder, layouts, clips.outer)
+
+
+def surround(text: str, places: Sequence[Place]) -> str:
     """Return a rendered chat with the text that its images have around their placeholders.
 
-    layouts: in the order of the placeholders; if there are more or fewer of these, the text stays.
+    A clip of several pieces gets a placeholder for each.
+
+    places: in the order of the placeholders; if the text has others, it stays.
     """
-    pieces = text.split(placeholder)
-    if len(pieces) != len(layouts) + 1:  # `expand_placeholders` refuses such a chat
+    names = {place.placeholder for place in places}
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    # `expand_placeholders` refuses such a chat
+    if pieces[1::2] != [place.placeholder for place in places]:
         return text
-    around = (f"{layout.before}{placeholder}{layout.after}" for layout in layouts)
-    return pieces[0] + "".join(chain.from_iterable(zip(around, pieces[1:], strict=True)))
+    texts = pieces[::2]
+    for number, place in enumerate(places):
+        begin, end = place.outer
+        before, after = texts[number : number + 2]
+        if before.endswith(begin) and after.startswith(end):
+            texts[number] = before.removesuffix(begin)
+            texts[number + 1] = after.removeprefix(end)
+        texts[number] += "".join(
+            f"{layout.before}{place.placeholder}{layout.after}" for layout in place.layouts
+        )
+    return "".join(texts)
 
 
 def expand_placeholders(
-    ids: Sequence[int], placeholder_id: int, layouts: Sequence[ImageLayout], count: int
+    ids: Sequence[int],
+    token_id: Callable[[str], int | None],
+    places: Sequence[Place],
+    count: int,
 ) -> tuple[list[int], list[int]]:
-    """Return a chat's token ids with each image's tokens in place, and each image's first index.
+    """Return a chat's token ids with each layout's tokens in place, and their first indices.
 
-    ids: tokens of the rendered chat, in which one placeholder stands for each image.
-    layouts: of the images that the template was given, in its order.
-    count: images of the request.
+    ids: tokens of the rendered chat, in which one placeholder stands for each layout.
+    token_id: returns the token of a placeholder.
+    places: of the images and clips that the template was given, in its order.
+    count: images and clips of the request.
 
-    Raises InvalidRequest where the template has not written one placeholder for each image.
+    Raises InvalidRequest where the template has not written one placeholder for each, ConfigError
+    for a placeholder that is no token.
     """
+    tokens = {place.placeholder: token_id(place.placeholder) for place in places}
+    for text, token in tokens.items():
+        if token is None:
+            raise ConfigError(
+                f"the tokenizer has no token {text}, in whose place images stand", param="model"
+            )
+    wanted = [(tokens[place.placeholder], layout) for place in places for layout in place.layouts]
+    known = {*tokens.values()}
+    written = [(at, token) for at, token in enumerate(ids) if token in known]
+    if len(places) != count or [token for _, token in written] != [token for token, _ in wanted]:
+        raise _wrong_count(len(written), count)
     expanded: list[int] = []
     starts: list[int] = []
     at = 0
-    for end, token in enumerate(ids):
-        if token != placeholder_id:
-            continue
-        if len(starts) == len(layouts):
-            raise _wrong_count(sum(token == placeholder_id for token in ids), count)
-        layout = layouts[len(starts)]
+    for (end, _), (_, layout) in zip(written, wanted, strict=True):
         expanded += ids[at:end]
         starts.append(len(expanded))
         expanded += layout.token_ids
         at = end + 1
-    if not len(starts) == len(layouts) == count:
-        raise _wrong_count(len(starts), count)
     expanded += ids[at:]
     return expanded, starts
 

@@ -12,15 +12,17 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     length: tokens from its first to its last placeholder. Ordinary tokens (ends of rows) may lie
         between.
     size: the embeddings that it gives. They stand, in order, at the positions of the span whose
-        token is the model's image token. Image tokens outside of spans are ordinary tokens.
+        token is its first token, the model's image token or that of clips. Such tokens outside of
+        spans are ordinary tokens.
     grid: (height, width) in embeddings for rotary positions of three axes; (0, 0) with plain
-        positions.
-    shape: (tiles, height, width) of pixels.
+        positions. A piece of a clip has one such grid after the other.
+    shape: (tiles, height, width) of pixels; the tiles of a piece of a clip are its frames.
     pixels: 8-bit RGB, [tiles, height, width, 3], after the model's resize, before any
         normalisation.
     rows: the image's embeddings where an encoder pool has computed them, [size, width] without
         gaps; width is hidden_size * (1 + levels), as of `ImageRows`. b"": the engine computes them.
     rows_dtype: the type of their numbers: float32, bfloat16 or float16.
+    time_step: the distance of a clip's grids on the axis of time, which may be a fraction.
     """
 
     digest: bytes
@@ -32,3 +34,4 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     pixels: bytes
     rows: bytes = b""
     rows_dtype: str = "float32"
+    time_step: float = 0.0

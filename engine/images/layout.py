@@ -1,9 +1,12 @@
 """ImageLayout, ImageError: what a picture's width and height alone decide."""
 
 from dataclasses import dataclass
+from typing import Any
 
 # What a request may ask for; "low" asks for few tokens.
 DETAILS = ("auto", "low", "high", "original")
+# Frames a second of a clip: the most, and those of one that says nothing.
+MAX_FPS, DEFAULT_FPS = 1000, 2.0
 
 
 class ImageError(ValueError):
@@ -27,6 +30,8 @@ class ImageLayout:
     length: tokens from the first to the last image token.
     size, grid, shape: as of `engine.images.image.Image`.
     before, after: text around the tokens, which is encoded together with the text beside it.
+    frames: the indices of the pictures whose pixels are taken, of those of a clip.
+    time_step: as of `engine.images.image.Image`.
     """
 
     token_ids: tuple[int, ...]
@@ -37,6 +42,13 @@ class ImageLayout:
     shape: tuple[int, int, int]
     before: str = ""
     after: str = ""
+    frames: tuple[int, ...] = (0,)
+    time_step: float = 0.0
+
+
+def is_fps(value: Any) -> bool:
+    """Whether a value is a clip's number of frames a second."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_FPS
 
 
 def check_sides(width: int, height: int) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +11,7 @@ from PIL import Image as Pillow
 
 from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
+from engine.errors import InvalidRequest
 from engine.images.families.gemma3 import Gemma3Images
 from engine.images.families.gemma4 import Gemma4Images
 from engine.images.families.glm4v import GlmImages
@@ -19,9 +20,9 @@ from engine.images.families.internvl import InternImages
 from engine.images.families.llama4 import Llama4Images
 from engine.images.families.paddleocr_vl import PaddleImages
 from engine.images.families.pixtral import PixtralImages
-from engine.images.families.qwen_vl import QwenImages
+from engine.images.families.qwen_vl import Qwen2Images, Qwen3Images, Qwen25Images, QwenImages
 from engine.images.image import Image
-from engine.images.layout import ImageError, ImageLayout
+from engine.images.layout import ImageError, ImageLayout, check_sides
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
 
@@ -64,6 +65,33 @@ class ImageProcessor(Protocol):
         ...
 
 
+class ClipProcessor(Protocol):
+    """The way from a clip, a list of frames, to the tokens and pixels of one model.
+
+    placeholder: the text that the chat template writes for a clip.
+    outer: the texts beside the placeholder that its pieces have in their places.
+    settings: what changes pixels, for digests.
+    """
+
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def outer(self) -> tuple[str, str]: ...
+
+    @property
+    def settings(self) -> bytes: ...
+
+    def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:
+        """Return the layouts of the pieces of a clip, one after the other.
+
+        width, height: pixels of each frame.
+        fps: frames a second.
+        Raises ImageError for a clip that the model does not take.
+        """
+        ...
+
+
 # Wrapper.images -> the family's processor.
 FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "gemma3": Gemma3Images,
@@ -72,12 +100,12 @@ FAMILIES: Mapping[str, Callable[[ProcessorSettings], ImageProcessor]] = {
     "internvl": InternImages,
     "internvl_chat": InternImages,
     "llama4": Llama4Images,
-    "qwen2_vl": QwenImages,
-    "qwen2_5_vl": QwenImages,
+    "qwen2_vl": Qwen2Images,
+    "qwen2_5_vl": Qwen25Images,
     "gemma4": Gemma4Images,
     "paddleocr_vl": PaddleImages,
     "pixtral": PixtralImages,
-    "qwen3_vl": QwenImages,
+    "qwen3_vl": Qwen3Images,
 }
 
 
@@ -93,6 +121,35 @@ def image_processor(folder: Path, encode: Encode | None = None) -> ImageProcesso
     family = "" if wrapper is None else wrapper.family(config)
     settings = ProcessorSettings.read(folder, encode) if family else None
     return None if settings is None else FAMILIES[family](settings)
+
+
+def clips_of(processor: ImageProcessor | None) -> ClipProcessor | None:
+    """Return the processor of a model's clips; None for a model that takes none."""
+    return processor.clips if isinstance(processor, QwenImages) else None
+
+
+def clip_layouts(
+    processor: ImageProcessor, sizes: Sequence[tuple[int, int]], fps: float
+) -> list[ImageLayout]:
+    """Return the layouts of the pieces of a clip.
+
+    sizes: (width, height) of its frames.
+    fps: frames a second, as `is_fps` allows.
+    Raises ImageError for frames of several sizes, and a clip that the model does not take.
+    """
+    clips = clips_of(processor)
+    if clips is None:
+        raise ImageError("modality_not_supported", "this model takes no clips")
+    for number, size in enumerate(sizes):
+        check_sides(*size)
+        if size != sizes[0]:
+            raise ImageError(
+                "invalid_clip",
+                f"frame {number} of the clip is {size[0]} x {size[1]}, the first is "
+                f"{sizes[0][0]} x {sizes[0][1]}; send frames of one size",
+            )
+    width, height = sizes[0] if sizes else (1, 1)
+    return clips.layouts(width, height, len(sizes), fps)
 
 
 class PixelCache:
@@ -127,38 +184,80 @@ class PixelCache:
 
 def prepare(
     processor: ImageProcessor,
-    picture: Pillow.Image | PictureFile,
+    picture: Pillow.Image | PictureFile | Sequence[Pillow.Image | PictureFile],
     layout: ImageLayout,
     start: int,
     cache: PixelCache | None = None,
 ) -> Image:
-    """Return the picture with its pixels and digest.
+    """Return a picture, or a piece of a clip, with its pixels and digest.
 
-    picture: a file, or an RGB picture, of the width and height that the layout was made of.
+    picture: a file, or an RGB picture, of the width and height that the layout was made of; or all
+        those of a clip.
     start: the index in the prompt's token_ids of the layout's first token.
     cache: where pixels may be already, and are put.
     Raises InvalidRequest for a file that cannot be decoded.
     """
-    if isinstance(picture, PictureFile):
-        kind, data = "file", picture.data
-    else:
-        kind, data = str(picture.size), picture.tobytes()
-    digest = hashlib.sha256()  # which processors have instructions for
-    for field in (processor.settings, f"{kind} {layout.grid} {layout.shape}".encode()):
-        digest.update(len(field).to_bytes(8, "little") + field)
-    digest.update(data)
-    name = digest.digest()[:16]
+    frames = picture if isinstance(picture, Sequence) else [picture]
+    name = _digest(processor, [frames[index] for index in layout.frames], layout)
     pixels = None if cache is None else cache.get(name)
     if pixels is None:
-        decoded = picture.decode() if isinstance(picture, PictureFile) else picture
-        array = processor.pixels(decoded, layout)
+        tiles = {index: _tiles(processor, frames, index, layout) for index in {*layout.frames}}
+        if len(layout.frames) == 1:
+            array = tiles[layout.frames[0]]
+        else:
+            import numpy as np
+
+            array = np.concatenate([tiles[index] for index in layout.frames])
         assert array.shape == (*layout.shape, 3), (array.shape, layout.shape)
         pixels = _bytes(array)
         if cache is not None:
             cache.put(name, pixels)
     return Image(
-        name, start + layout.first, layout.length, layout.size, layout.grid, layout.shape, pixels
+        name,
+        start + layout.first,
+        layout.length,
+        layout.size,
+        layout.grid,
+        layout.shape,
+        pixels,
+        time_step=layout.time_step,
     )
+
+
+def _digest(
+    processor: ImageProcessor, frames: Sequence[Pillow.Image | PictureFile], layout: ImageLayout
+) -> bytes:
+    """Return the name of a picture, or of a piece of a clip, with this layout."""
+    clips = clips_of(processor) if len(frames) > 1 else None
+    settings = processor.settings if clips is None else processor.settings + clips.settings
+    kind = "file" if isinstance(frames[0], PictureFile) else str(frames[0].size)
+    digest = hashlib.sha256()  # which processors have instructions for
+    for field in (settings, f"{kind} {layout.grid} {layout.shape}".encode()):
+        digest.update(len(field).to_bytes(8, "little") + field)
+    for frame in frames:
+        data = frame.data if isinstance(frame, PictureFile) else frame.tobytes()
+        if len(frames) > 1:
+            digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()[:16]
+
+
+def _tiles(
+    processor: ImageProcessor,
+    frames: Sequence[Pillow.Image | PictureFile],
+    index: int,
+    layout: ImageLayout,
+) -> "NDArray[np.uint8]":
+    """Return the pixels of one of the frames. Raises InvalidRequest, which names it in a clip."""
+    picture = frames[index]
+    if isinstance(picture, PictureFile):
+        try:
+            picture = picture.decode()
+        except InvalidRequest as error:
+            if len(frames) == 1:
+                raise
+            raise InvalidRequest(f"frame {index} {error.message}", code=error.code) from None
+    return processor.pixels(picture, layout)
 
 
 def _bytes(pixels: "NDArray[np.uint8]") -> bytes:

@@ -18,6 +18,7 @@ logger = logging.getLogger("manta.engine")
 
 # Newer folders have the settings inside this file, others in a file of their own.
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+_OF_CLIPS = "video_preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,15 @@ class ProcessorSettings:
                 return inner
         older = folder / PREPROCESSOR
         return Reader.from_file(older) if older.is_file() else mistral_settings(folder)
+
+    def of_clips(self) -> Reader:
+        """Return a reader of the folder's settings of clips, which may be empty."""
+        newer, older = self.folder / PROCESSOR, self.folder / _OF_CLIPS
+        if newer.is_file():
+            inner = Reader.from_file(newer).inner("video_processor")
+            if inner.values:
+                return inner
+        return Reader.from_file(older) if older.is_file() else Reader({}, str(older))
 
     def filter(self, default: int) -> int:
         """Return the resampling filter, as Pillow numbers it."""

@@ -9,14 +9,15 @@ from typing import Any
 from PIL import Image as Pillow
 
 from engine.errors import InvalidRequest
-from engine.images.data_url import decode_data_url
-from engine.images.layout import DETAILS
+from engine.images.data_url import decode_data_url, frame_urls
+from engine.images.layout import DEFAULT_FPS, DETAILS, is_fps
 from engine.images.picture_file import PictureFile, upright_rgb
 
 Message = Mapping[str, Any]
 
 _ROLES = ("user", "tool")  # roles whose messages may have pictures
-_TYPES = ("text", "refusal", "image", "image_url")
+_CLIPS = ("video", "video_url")
+_TYPES = ("text", "refusal", "image", "image_url", *_CLIPS)
 _FORMS = "an image of Pillow, a file's bytes, its path, or a data: URL"
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://|file:", re.IGNORECASE)
 _MAX_FILE = 2**28  # bytes of a picture in a data: URL
@@ -30,17 +31,29 @@ class Picture:
     detail: str = "auto"
 
 
-def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Picture]]:
-    """Return a chat with placeholders of the template for its pictures, and the pictures.
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A clip of a prompt. images: its frames in RGB. fps: frames a second. place: the part."""
+
+    images: list[Pillow.Image]
+    fps: float
+    place: str
+
+
+Visual = Picture | Clip
+
+
+def read_messages(chat: Sequence[Message]) -> tuple[list[Message], list[Visual]]:
+    """Return a chat with placeholders of the template for its pictures and clips, and these.
 
     Raises InvalidRequest naming a message or part that cannot be used.
     """
-    pictures: list[Picture] = []
+    pictures: list[Visual] = []
     messages = [_read(message, f"messages[{i}]", pictures) for i, message in enumerate(chat)]
     return messages, pictures
 
 
-def read_pictures(images: Any) -> list[Picture]:
+def read_pictures(images: Any) -> list[Visual]:
     """Return the pictures of a prompt. images: one, or several. Raises InvalidRequest."""
     if isinstance(images, (str, bytes, bytearray, Path, Pillow.Image)):
         images = [images]
@@ -53,8 +66,8 @@ def read_pictures(images: Any) -> list[Picture]:
     return [Picture(_open(image, f"images[{i}]")) for i, image in enumerate(images)]
 
 
-def _read(message: Message, path: str, pictures: list[Picture]) -> Message:
-    """Return a message whose pictures are placeholders; add them to pictures."""
+def _read(message: Message, path: str, pictures: list[Visual]) -> Message:
+    """Return a message whose pictures and clips are placeholders; add them to pictures."""
     if message.get("images"):
         raise InvalidRequest(
             f"{path}.images is not read; put each image into its content, as "
@@ -68,7 +81,7 @@ def _read(message: Message, path: str, pictures: list[Picture]) -> Message:
     for i, part in enumerate(content):
         place = f"{path}.content[{i}]"
         kind = _type(part, place)
-        if kind in ("image", "image_url"):
+        if kind not in ("text", "refusal"):
             role = message.get("role")
             if role not in _ROLES:
                 raise InvalidRequest(
@@ -77,8 +90,12 @@ def _read(message: Message, path: str, pictures: list[Picture]) -> Message:
                     param=f"{place}.type",
                     code="modality_not_supported",
                 )
-            pictures.append(_picture(part, kind, place))
-            parts.append({"type": "image"})
+            if kind in _CLIPS:
+                pictures.append(_clip(part, kind, place))
+                parts.append({"type": "video"})
+            else:
+                pictures.append(_picture(part, kind, place))
+                parts.append({"type": "image"})
         elif not isinstance(part.get(kind), str):
             raise InvalidRequest(
                 f"{place}.{kind} must be a string", param=f"{place}.{kind}", code="invalid_type"
@@ -118,6 +135,32 @@ def _picture(part: Message, kind: str, place: str) -> Picture:
     elif detail not in DETAILS:
         raise InvalidRequest(f"{at} must be one of {', '.join(DETAILS)}", param=at)
     return Picture(_open(image, place), str(detail))
+
+
+def _clip(part: Message, kind: str, place: str) -> Clip:
+    fps = part.get("fps", DEFAULT_FPS)
+    if not is_fps(fps):
+        raise InvalidRequest(
+            f"{place}.fps must be a number of frames a second, above 0", param=f"{place}.fps"
+        )
+    at = f"{place}.{kind}"
+    frames = _value(part, kind, place)
+    if isinstance(frames, Mapping):
+        at = f"{at}.url"
+        frames = _value(frames, "url", f"{place}.{kind}")
+    if isinstance(frames, str):
+        try:
+            frames = frame_urls(frames)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{at} {error.message}", param=at, code=error.code) from None
+    if isinstance(frames, Mapping) or not isinstance(frames, Iterable):
+        raise InvalidRequest(
+            f"{at} must be a list of frames, each {_FORMS}; got a {type(frames).__name__}",
+            param=at,
+            code="invalid_type",
+        )
+    images = [_open(frame, f"{at}[{i}]") for i, frame in enumerate(frames)]
+    return Clip(images, float(fps), place)
 
 
 def _value(fields: Message, key: str, place: str) -> Any:

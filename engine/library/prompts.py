@@ -13,12 +13,18 @@ from typing import Any, TypeVar
 
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
-from engine.images.expand import expand_placeholders, surround
+from engine.images.expand import Place, expand_placeholders, surround
 from engine.images.image import Image
 from engine.images.layout import ImageError
-from engine.images.processor import ImageProcessor, PixelCache, image_processor, prepare
+from engine.images.processor import (
+    ImageProcessor,
+    PixelCache,
+    clip_layouts,
+    image_processor,
+    prepare,
+)
 from engine.images.threads import share_out
-from engine.library.pictures import Picture, read_messages, read_pictures
+from engine.library.pictures import Clip, Visual, read_messages, read_pictures
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
 from engine.text.tokenizer import Tokenizer
@@ -130,7 +136,7 @@ class Prompts:
         self, chat: Messages, options: Mapping[str, Any] | None = None
     ) -> EncodedPrompt:
         """Encode a chat, whose parts may be {"type": "image", "image": ...} or image_url, with
-        detail.
+        detail, or {"type": "video", "video": [frames]} or video_url, with fps.
 
         options: arguments of `Tokenizer.encode_chat`.
         """
@@ -158,7 +164,7 @@ class Prompts:
     def _with_pictures(
         self,
         encode: Callable[[Callable[[str], str] | None], list[int]],
-        pictures: list[Picture],
+        pictures: list[Visual],
         param: str,
     ) -> EncodedPrompt:
         """Return a prompt whose placeholders are expanded to its images' tokens.
@@ -178,32 +184,33 @@ class Prompts:
             raise InvalidRequest(
                 "this model takes text only", param=param, code="modality_not_supported"
             )
-        placeholder = self._text().token_id(processor.placeholder)
-        assert placeholder is not None, processor.placeholder
-        try:
-            layouts = [
-                processor.layout(*picture.image.size, picture.detail) for picture in pictures
-            ]
-        except ImageError as error:
-            raise InvalidRequest(error.message, param=param, code=error.code) from None
-        ids = encode(lambda text: surround(text, processor.placeholder, layouts))
-        count = ids.count(placeholder)
-        if param == "prompt" and count != len(layouts):
+        places = [_place(processor, picture, param) for picture in pictures]
+        ids = encode(lambda text: surround(text, places))
+        token_id = self._text().token_id
+        placeholder = token_id(processor.placeholder)
+        written = 0 if placeholder is None else ids.count(placeholder)
+        if param == "prompt" and written != len(places):
             raise InvalidRequest(
-                f"the prompt has {count} placeholders {processor.placeholder} for {len(layouts)} "
+                f"the prompt has {written} placeholders {processor.placeholder} for {len(places)} "
                 "images; write one where each image stands",
                 param=param,
                 code="image_not_shown",
             )
-        ids, starts = expand_placeholders(ids, placeholder, layouts, len(layouts))
+        ids, starts = expand_placeholders(ids, token_id, places, len(places))
         self._checked(ids)  # before any work on pixels
+        layouts = [
+            (picture, layout)
+            for picture, place in zip(pictures, places, strict=True)
+            for layout in place.layouts
+        ]
 
         def images() -> list[Image]:
             def prepared(index: int) -> Image:
-                image, layout, start = pictures[index].image, layouts[index], starts[index]
-                return prepare(processor, image, layout, start, self._cache)
+                picture, layout = layouts[index]
+                pixels = picture.images if isinstance(picture, Clip) else picture.image
+                return prepare(processor, pixels, layout, starts[index], self._cache)
 
-            return share_out(prepared, range(len(pictures)))
+            return share_out(prepared, range(len(layouts)))
 
         return EncodedPrompt(ids, images)
 
@@ -326,3 +333,19 @@ def _token_id(token: object) -> int:
         raise InvalidRequest(
             f"a prompt is a text or a list of token ids, and {kind} is no token id", param="prompt"
         ) from None
+
+
+def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
+    """Return the place of a picture or clip in a prompt. Raises InvalidRequest."""
+    clip = isinstance(picture, Clip)
+    try:
+        if isinstance(picture, Clip):
+            param = picture.place
+            sizes = [image.size for image in picture.images]
+            layouts = clip_layouts(processor, sizes, picture.fps)
+        else:
+            layouts = [processor.layout(*picture.image.size, picture.detail)]
+    except ImageError as error:
+        message = f"{param}: {error.message}" if clip else error.message
+        raise InvalidRequest(message, param=param, code=error.code) from None
+    return Place.of(processor, layouts, clip=clip)

@@ -54,8 +54,9 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
     """Return M-RoPE's positions [3, end] of the tokens up to the last image's end, and the delta.
 
     The axes are time, row and column. Text has position p on all axes. An image of (h, w) that
-    begins at p has (p, p + row, p + column), and the text after it goes on from p + max(h, w). A
-    later token of index i has position i + delta.
+    begins at p has (p, p + row, p + column), and the text after it goes on from the largest of its
+    positions. Frames of a clip have p + number * time_step, rounded down. A later token of index i
+    has position i + delta.
     """
     end = max((image.start + image.length for image in images), default=0)
     places = np.empty((3, end), dtype=np.int32)
@@ -65,11 +66,14 @@ def rotary_places(images: Sequence[Image]) -> tuple[NDArray[np.int32], int]:
         text = image.start - index
         places[:, index : image.start] = np.arange(at, at + text)
         at, index = at + text, image.start + image.length
-        span = places[:, image.start : index].reshape(3, height, width)
-        span[0] = at
+        frames = (index - image.start) // (height * width)
+        span = places[:, image.start : index].reshape(3, frames, height, width)
+        # float32, in which the models' own code has a frame's time
+        times = np.arange(frames, dtype=np.float32) * np.float32(image.time_step)
+        span[0] = at + times.astype(np.int32)[:, None, None]
         span[1] = at + np.arange(height)[:, None]
         span[2] = at + np.arange(width)
-        at += max(height, width)
+        at += max(height, width, int(times[-1]) + 1)
     return places, at - end
 
 
@@ -233,7 +237,7 @@ class StepImages:
         ids = np.asarray(new.token_ids)
         for image in new.images:
             span = ids[image.start : image.start + image.length]
-            tokens = image.start + np.flatnonzero(span == self._vision.image_token_id)
+            tokens = image.start + np.flatnonzero(span == span[0])
             if len(tokens) != image.size:
                 raise ValueError(
                     f"an image of {image.size} embeddings has {len(tokens)} image tokens at "

@@ -522,6 +522,22 @@ def test_one_table_serves_both_layouts() -> None:
     assert axis_of_frequency([11, 11, 10], True) == [0, 1, 2] * 10 + [0, 1]
 
 
+def test_places_of_clips() -> None:
+    """Bugs: frames that all have the first one's time; text behind a long clip that is earlier than
+    its last frame, and has the places of its rows."""
+    cases = ((0.5, [0, 0, 1, 1], 3), (4 / 3, [0, 1, 2, 4], 5), (7.0, [0, 7, 14, 21], 22))
+    for step, times, end in cases:
+        clip = Image(b"c" * 16, 2, 24, 24, (2, 3), (8, 32, 48), b"", time_step=step)
+        places, delta = rotary_places([clip])
+        assert places[:, :2].tolist() == [[0, 1]] * 3
+        frames = places[:, 2:].reshape(3, 4, 2, 3) - 2
+        assert frames[0, :, 0, 0].tolist() == times
+        assert (frames[0] == frames[0, :, :1, :1]).all()
+        assert frames[1, 3].tolist() == [[0] * 3, [1] * 3]
+        assert frames[2, 2].tolist() == [[0, 1, 2]] * 2
+        assert 26 + delta == 2 + end
+
+
 def test_places_of_text_and_images() -> None:
     """Bug: text behind an image goes on one place further, or behind its area."""
     places, delta = rotary_places([image("a", 2), image("b", 9)])

@@ -17,7 +17,7 @@ from deployments.api.fields.schema import (
     record,
 )
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
-from engine.images.layout import DETAILS
+from engine.images.layout import DETAILS, MAX_FPS
 
 _NO_TEXT = expects("a string")  # the error of a missing text, too
 _NO_CALL = expects("a function call", up=1)
@@ -57,6 +57,17 @@ _SOURCE = either(
     record({"type": one_of("base64"), "data": _DATA}, media_type=TEXT),
     record({"type": one_of("url"), "url": _URL}),
 )
+_FRAMES: Schema = {
+    "type": "string",
+    "pattern": "^[Dd][Aa][Tt][Aa]:[^,]*,[^,]*,",
+    "description": "data:video/jpeg;base64,FRAME,FRAME and so on, each the base64 of a file",
+}
+_EITHER_FRAMES = either(_FRAMES, record({"url": _FRAMES}))
+_LIST: Schema = {"type": "array", "items": _URL, "minItems": 2}
+_RATE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FPS}
+_Video = Annotated[Any, Meta(extra_json_schema=needed(_LIST))]
+_VideoUrl = Annotated[Any, Meta(extra_json_schema=needed(_EITHER_FRAMES))]
+_Fps = Annotated[Any, Meta(extra_json_schema=_RATE)]
 _ImageUrl = Annotated[Any, Meta(extra_json_schema=needed(_EITHER_URL))]
 _InputUrl = Annotated[Any, Meta(extra_json_schema=needed(_URL))]
 _Detail = Annotated[Any, Meta(extra_json_schema=one_of(*DETAILS))]
@@ -90,6 +101,20 @@ class FilePart(Struct, tag="file", tag_field="type"):
     file_id: Any = None
 
 
+class VideoPart(Struct, tag="video", tag_field="type"):
+    """A clip in a chat. video: its frames. fps: frames a second."""
+
+    video: _Video = None
+    fps: _Fps = None
+
+
+class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
+    """A clip in a chat. video_url: an object with url, or the url, which has all frames."""
+
+    video_url: _VideoUrl = None
+    fps: _Fps = None
+
+
 class AnthropicImage(Struct):
     """The block of an image in a message of Anthropic's. source: an object with a type."""
 
@@ -109,16 +134,17 @@ class OllamaImage(Struct):
 
 
 class OtherMedia(Struct):
-    """Audio, video or a document, which no model takes. kind: the type of its part."""
+    """Media that no model takes at this place. kind: the type of its part."""
 
     kind: str
 
 
 WrittenImage = ImageUrlPart | InputImagePart | FilePart | AnthropicImage | OllamaImage
+WrittenClip = VideoPart | VideoUrlPart
 
 
 class MediaPart(Struct, tag_field="type"):
-    """A part that no model takes. It has one field, of the part's type."""
+    """A part that no model takes at its place. It has one field, of the part's type."""
 
 
 # The same parts in messages of roles that have no images.
@@ -144,9 +170,15 @@ _IMAGE_PARTS = (ImageUrlPart, InputImagePart, FilePart)
 _IMAGE_KINDS = [part.__struct_config__.tag for part in _IMAGE_PARTS]
 _MEDIA_PARTS: list[Any] = [
     defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
-    for name in ("input_audio", "audio_url", "video_url")
+    for name in ("input_audio", "audio_url")
 ]
-Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | MediaPart
+_CLIP_PARTS = (VideoPart, VideoUrlPart)
+# Clips in items of Responses, and in messages of roles that have no images.
+_MISPLACED_CLIPS: list[Any] = [
+    defstruct(name, [(name, _Untold, None)], bases=(MediaPart,), tag=name)
+    for name in ("video", "video_url")
+]
+Part = TextPart | RefusalPart | ImageUrlPart | InputImagePart | FilePart | WrittenClip | MediaPart
 
 
 def _no_part(part: Any, path: str) -> ApiError:
@@ -159,14 +191,17 @@ def _one_of(*parts: type[Struct]) -> Any:
     return Annotated[Union[(*parts,)], expects("an object with a type", unknown=_no_part)]
 
 
-_Part: Any = _one_of(TextPart, RefusalPart, *_IMAGE_PARTS, *_MEDIA_PARTS)
-_PartOfText: Any = _one_of(TextPart, RefusalPart, *_MISPLACED_PARTS, *_MEDIA_PARTS)
+_Part: Any = _one_of(TextPart, RefusalPart, *_IMAGE_PARTS, *_CLIP_PARTS, *_MEDIA_PARTS)
+_PartOfText: Any = _one_of(
+    TextPart, RefusalPart, *_MISPLACED_PARTS, *_MISPLACED_CLIPS, *_MEDIA_PARTS
+)
 _ITEM_TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
 _ItemPart: Any = _one_of(
     *(defstruct(name, [], bases=(TextPart,), tag=name) for name in _ITEM_TEXTS),
     TextPart,
     RefusalPart,
     *_IMAGE_PARTS,
+    *_MISPLACED_CLIPS,
     *_MEDIA_PARTS,
     _INPUT_FILE,
 )

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,8 +14,11 @@ from deployments.api.fields.chat import (
     FilePart,
     ImageUrlPart,
     InputImagePart,
+    OllamaImage,
     OtherMedia,
     TextPart,
+    VideoPart,
+    WrittenClip,
 )
 from deployments.api.generation.request import ChatMessage, ImagePart
 from deployments.api.http.errors import ApiError, invalid, wrong_type
@@ -22,45 +26,51 @@ from deployments.api.output.prompt import TemplateMessage
 from deployments.backend import ModelCard
 from deployments.images.intake import ImageIntake, ImageSource, PlacedPicture
 from deployments.images.memory import HeldBytes
-from engine.errors import ConfigError
-from engine.images.expand import expand_placeholders, surround
-from engine.images.layout import DETAILS, ImageError, ImageLayout
+from engine.errors import InvalidRequest
+from engine.images.data_url import frame_urls
+from engine.images.expand import Place, expand_placeholders, surround
+from engine.images.layout import DEFAULT_FPS, DETAILS, ImageError, is_fps
 from engine.images.picture_file import PictureFile
-from engine.images.processor import ImageProcessor
+from engine.images.processor import ImageProcessor, clip_layouts, clips_of
 from engine.text.tokenizer import Tokenizer
 
 _ROLES = ("user", "tool")  # roles whose messages may have images
+_CLIPS = ("video", "video_url")  # types of parts
+
+
+@dataclass(slots=True)
+class _Visual:
+    """An image or a clip of a chat. files: of the image, or of the clip's frames."""
+
+    sources: list[ImageSource]
+    files: list[PictureFile]
+    place: Place
 
 
 @dataclass(slots=True)
 class ChatImages:
-    """The images of a chat, whose headers were read.
+    """The images and clips of a chat, whose headers were read.
 
     held: the count of the bytes that they hold
     placed: what was placed in the prompt, once it is encoded
     """
 
     processor: ImageProcessor
-    sources: list[ImageSource]
-    files: list[PictureFile]
-    layouts: list[ImageLayout]
+    visuals: list[_Visual]
     held: HeldBytes
     placed: list[PlacedPicture] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         """The number of tokens of all images."""
-        return sum(len(layout.token_ids) for layout in self.layouts)
+        return sum(len(lay.token_ids) for visual in self.visuals for lay in visual.place.layouts)
 
     def surrounded(self, text: str, order: Sequence[int]) -> str:
         """Return a rendered chat with the text that its images have around them.
 
         order: the images as the template met them.
         """
-        return surround(text, self.processor.placeholder, self._ordered(order))
-
-    def _ordered(self, order: Sequence[int]) -> list[ImageLayout]:
-        return [self.layouts[index] for index in order]
+        return surround(text, [self.visuals[index].place for index in order])
 
     def place(self, ids: list[int], order: Sequence[int], tokenizer: Tokenizer) -> list[int]:
         """Return a rendered chat's token ids with placeholders expanded to the images' tokens.
@@ -68,18 +78,13 @@ class ChatImages:
         order: indices of the images in the order of placeholders. Raises InvalidRequest
             image_not_shown.
         """
-        placeholder = tokenizer.token_id(self.processor.placeholder)
-        if placeholder is None:
-            raise ConfigError(
-                f"the tokenizer has no token {self.processor.placeholder}, in whose place images "
-                "stand",
-                param="model",
-            )
-        layouts = self._ordered(order)
-        expanded, starts = expand_placeholders(ids, placeholder, layouts, len(self.layouts))
+        ordered = [self.visuals[index] for index in order]
+        places = [visual.place for visual in ordered]
+        expanded, starts = expand_placeholders(ids, tokenizer.token_id, places, len(self.visuals))
+        pieces = [(visual, layout) for visual in ordered for layout in visual.place.layouts]
         self.placed = [
-            PlacedPicture(self.sources[index], self.files[index], self.layouts[index], start)
-            for index, start in zip(order, starts, strict=True)
+            PlacedPicture(visual.sources, visual.files, layout, start)
+            for (visual, layout), start in zip(pieces, starts, strict=True)
         ]
         return expanded
 
@@ -92,15 +97,15 @@ class ImageMarks:
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
         self._nonce = f"{secrets.randbelow(10**24):024d}"
-        self._count = 0
+        self._kinds: list[str] = []  # of parts for the template
         self.messages = [self._marked(message) for message in messages]
 
     def _marked(self, message: ChatMessage) -> ChatMessage:
         content: list[Any] = []
         for part in message.content or ():
             if type(part) is ImagePart:
-                content.append(TextPart(f"{self._nonce}{self._count:06d}"))
-                self._count += 1
+                content.append(TextPart(f"{self._nonce}{len(self._kinds):06d}"))
+                self._kinds.append("video" if part.clip else "image")
             else:
                 content.append(part)
         if not message.images:
@@ -118,7 +123,7 @@ class ImageMarks:
             parts: list[Any] = [{"type": "text", "text": before}] if before else []
             for piece in marked:
                 order.append(int(piece[:6]))
-                parts.append({"type": "image"})
+                parts.append({"type": self._kinds[order[-1]]})
                 if text := piece[6:]:
                     parts.append({"type": "text", "text": text})
             message["content"] = parts
@@ -140,13 +145,19 @@ def _images(messages: Iterable[ChatMessage]) -> list[ImagePart]:
 
 def _processor(parts: Sequence[ImagePart], card: ModelCard) -> ImageProcessor:
     """Return the processor of a model that takes all parts. Raises ApiError 400."""
+    clips = clips_of(card.images) is not None
     for part in parts:
         model = f'{part.place}: the model "{card.id}" takes text'
         if card.images is None:
             off = " (engine.images: off)" if card.images_off else ""
             raise no_media(f"{model} only{off}", part.refused)
+        kind = part.written.__struct_config__.tag
         if isinstance(part.written, OtherMedia):
-            raise no_media(f'{model} and images, no "{part.written.kind}"', part.refused)
+            kind = part.written.kind
+        elif not part.clip or clips:
+            continue
+        where = "; clips stand in /v1/chat/completions" if clips and kind in _CLIPS else ""
+        raise no_media(f'{model} and images, no "{kind}"{where}', part.refused)
     assert card.images is not None
     return card.images
 
@@ -173,19 +184,49 @@ async def read_images(
             parts[most].place,
             "too_many_images",
         )
-    sources = list(map(_source, parts))
+    sources = _sources(parts, intake.limits.frames)
     held = intake.memory.take(0)
     try:
-        files = await intake.read(sources, held)
-        layouts = [
-            _layout(processor, source, file) for source, file in zip(sources, files, strict=True)
+        files = iter(await intake.read([source for each in sources for source in each], held))
+        visuals = [
+            _visual(processor, part, own, list(islice(files, len(own))))
+            for part, own in zip(parts, sources, strict=True)
         ]
     except BaseException:
         held.release()
         raise
-    frames = [source.place for source, file in zip(sources, files, strict=True) if file.frames]
+    frames = [
+        source.place
+        for visual in visuals
+        for source, file in zip(visual.sources, visual.files, strict=True)
+        if file.frames
+    ]
     ignored += name_fields(f"{place}.frames" for place in frames)
-    return ChatImages(processor, sources, files, layouts, held)
+    return ChatImages(processor, visuals, held)
+
+
+def _sources(parts: Sequence[ImagePart], most: int) -> list[list[ImageSource]]:
+    """Return where the bytes of each image are, and of each clip's frames.
+
+    most: frames of all clips. Raises ApiError 400.
+    """
+    sources = [
+        _frames(part.written, part.place)
+        if isinstance(part.written, WrittenClip)
+        else [_source(part)]
+        for part in parts
+    ]
+    count = 0
+    for part, own in zip(parts, sources, strict=True):
+        count += len(own) if part.clip else 0
+        if count > most:
+            raise invalid(
+                f"{part.place}: the clips of a request have at most {most} frames together "
+                f"(images.frames), those up to here have {count}",
+                part.place,
+                "too_many_images",
+            )
+    return sources
 
 
 def no_media(message: str, path: str) -> ApiError:
@@ -199,11 +240,53 @@ def misplaced_image(place: str, role: str) -> str:
     return f"{place}: images stand in messages of the roles {roles}, not {role}"
 
 
-def _layout(processor: ImageProcessor, source: ImageSource, file: PictureFile) -> ImageLayout:
+def _visual(
+    processor: ImageProcessor,
+    part: ImagePart,
+    sources: list[ImageSource],
+    files: list[PictureFile],
+) -> _Visual:
+    place = part.place if part.clip else sources[0].place
     try:
-        return processor.layout(file.width, file.height, source.detail)
+        if part.clip:
+            assert isinstance(part.written, WrittenClip)
+            sizes = [(file.width, file.height) for file in files]
+            layouts = clip_layouts(processor, sizes, _fps(part.written, place))
+        else:
+            layouts = [processor.layout(files[0].width, files[0].height, sources[0].detail)]
     except ImageError as error:
-        raise invalid(f"{source.place}: {error.message}", source.place, error.code) from None
+        raise invalid(f"{place}: {error.message}", place, error.code) from None
+    return _Visual(sources, files, Place.of(processor, layouts, clip=part.clip))
+
+
+def _fps(written: WrittenClip, place: str) -> float:
+    """Return the frames a second of a clip. Raises ApiError 400."""
+    fps = DEFAULT_FPS if written.fps is None else written.fps
+    if not is_fps(fps):
+        place = f"{place}.fps"
+        raise invalid(f"{place} must be a number of frames a second, above 0", place)
+    return float(fps)
+
+
+def _frames(written: WrittenClip, place: str) -> list[ImageSource]:
+    """Return where the bytes of a clip's frames are. Raises ApiError 400 naming the field."""
+    _fps(written, place)
+    if isinstance(written, VideoPart):
+        place, frames = f"{place}.video", written.video
+        if not isinstance(frames, list):
+            raise wrong_type(place, "a list of frames, data: URLs or http(s) addresses")
+        return [
+            ImageSource(f"{place}[{i}]", _string(frame, f"{place}[{i}]"))
+            for i, frame in enumerate(frames)
+        ]
+    place, value = f"{place}.video_url", written.video_url
+    if isinstance(value, dict):
+        place, value = f"{place}.url", value.get("url")
+    try:
+        urls = frame_urls(_string(value, place))
+    except InvalidRequest as error:
+        raise invalid(f"{place} {error.message}", place, error.code) from None
+    return [ImageSource(f"{place}[{i}]", url) for i, url in enumerate(urls)]
 
 
 def _source(part: ImagePart) -> ImageSource:
@@ -224,7 +307,7 @@ def _source(part: ImagePart) -> ImageSource:
         return _of_file(written, place)
     if isinstance(written, AnthropicImage):
         return _of_block(written.source, f"{place}.source")
-    assert not isinstance(written, OtherMedia)
+    assert isinstance(written, OllamaImage)
     return _of_data(_string(written.base64, place), place)
 
 

@@ -30,6 +30,7 @@ from deployments.api.fields.chat import (
     RefusalPart,
     TextPart,
     ToolMessage,
+    WrittenClip,
 )
 from deployments.api.generation.request import ChatMessage, Content, ImagePart, ToolCall
 from deployments.api.http.errors import ApiError, invalid, wrong_type
@@ -47,6 +48,7 @@ _KNOWN = frozenset(
 # The keys that objects inside of parts may have.
 _INNER_NAMES = {
     "image_url": frozenset({"url", "detail"}),
+    "video_url": frozenset({"url"}),
     "file": frozenset({"file_data", "file_id", "filename"}),
 }
 
@@ -99,7 +101,7 @@ class ChatBuilder:
             if isinstance(part, MediaPart):
                 kind = str(part.__struct_config__.tag)
                 content.append(ImagePart(OtherMedia(kind), place, f"{place}.type"))
-            elif isinstance(part, (ImageUrlPart, InputImagePart, FilePart)):
+            elif isinstance(part, (ImageUrlPart, InputImagePart, FilePart, WrittenClip)):
                 content.append(ImagePart(part, place, f"{place}.type"))
             else:
                 content.append(part)

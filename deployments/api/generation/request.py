@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from deployments.api.fields.chat import OtherMedia, RefusalPart, TextPart, WrittenImage
+from deployments.api.fields.chat import (
+    OtherMedia,
+    RefusalPart,
+    TextPart,
+    WrittenClip,
+    WrittenImage,
+)
 from deployments.api.generation.sampling import RequestedSampling
 from deployments.api.generation.tenancy import QueueFields
 from deployments.api.http.errors import ApiError, from_backend
@@ -29,17 +35,21 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class ImagePart(msgspec.Struct, frozen=True, gc=False):
-    """An image of a message, or other media; decoded or refused once the model is known.
+    """An image or a clip of a message, or other media; decoded or refused once the model is known.
 
     place: the client's name of it, e.g. ``messages[0].content[1]``
     refused: the client's name of what a model refuses that does not take it
     """
 
-    written: WrittenImage | OtherMedia
+    written: WrittenImage | WrittenClip | OtherMedia
     place: str
     refused: str
 
     text: ClassVar[str] = ""  # such a part adds nothing to a message's text
+
+    @property
+    def clip(self) -> bool:
+        return isinstance(self.written, WrittenClip)
 
 
 Content = tuple[TextPart | RefusalPart | ImagePart, ...]

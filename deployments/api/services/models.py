@@ -16,6 +16,7 @@ from deployments.api.route import DELETED, LIST, NAMES, READS, Operation, Route
 from deployments.api.served_model import find_model
 from deployments.backend import ModelCard
 from engine.errors import ConfigError
+from engine.images.processor import clips_of
 
 PATH = "/v1/models"
 # header of Anthropic's clients, which expect another form of the list
@@ -144,7 +145,8 @@ def _shown(context: ApiContext, card: ModelCard) -> JsonObject:
     if card.parent is None and context.options.models is not None:
         more["status"] = context.options.models.status(card.id)
     if card.images is not None:
-        more["input_modalities"] = ["text", "image"]
+        clips = [] if clips_of(card.images) is None else ["video"]
+        more["input_modalities"] = ["text", "image", *clips]
     return {
         "id": card.id,
         "object": "model",

@@ -12,6 +12,7 @@ from engine.config.vision import (
     rotary_section,
 )
 from engine.config_reader import Reader
+from engine.images.families.qwen_clips import clip_token
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
@@ -86,6 +87,7 @@ def read_qwen2_vl(config: Reader, settings: Reader) -> QwenVision:
     width = vision.size("embed_dim", 1280)
     return QwenVision(
         family="qwen2_vl",
+        clip_token_id=clip_token(config),
         hidden_size=width,
         intermediate_size=width * vision.size("mlp_ratio", 4),
         num_layers=vision.size("depth", 32),
@@ -107,6 +109,7 @@ def read_qwen2_5_vl(config: Reader, settings: Reader) -> Qwen25Vision:
     full = vision.listed("fullatt_block_indexes", int)
     return Qwen25Vision(
         family="qwen2_5_vl",
+        clip_token_id=clip_token(config),
         hidden_size=vision.size("hidden_size", 3584),
         intermediate_size=vision.size("intermediate_size", 3420),
         num_layers=vision.size("depth", 32),
@@ -125,6 +128,7 @@ def read_qwen3_vl(config: Reader, settings: Reader) -> Qwen3Vision:
     layers = tuple(vision.listed("deepstack_visual_indexes", int) or ())
     return Qwen3Vision(
         family="qwen3_vl",
+        clip_token_id=clip_token(config),
         hidden_size=vision.size("hidden_size", 1152),
         intermediate_size=vision.size("intermediate_size", 4304),
         num_layers=vision.size("depth", 27),

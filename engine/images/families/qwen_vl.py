@@ -1,12 +1,19 @@
 """Pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: one view of any shape."""
 
 import json
-import math
 from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
-from engine.images.layout import ImageError, ImageLayout, check_sides
+from engine.images.families.qwen_clips import (
+    PacedClips,
+    QwenClips,
+    TimedClips,
+    check_aspect,
+    clip_token,
+    grid_of,
+)
+from engine.images.layout import ImageLayout, check_sides
 from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
 
@@ -16,7 +23,6 @@ if TYPE_CHECKING:
 
 # What transformers' class has where the file is silent.
 _PATCH, _MERGE, _LEAST, _MOST = 14, 2, 56 * 56, 28 * 28 * 1280
-_ASPECT = 200
 _LOW = 512  # embeddings of a picture with detail: low
 
 
@@ -25,10 +31,12 @@ class QwenImages:
 
     unit: pixels on the side of one embedding.
     least, most: the area in pixels.
+    clips: the model's clips; None = it takes none.
     """
 
     name, text = "qwen_vl", "<|image_pad|>"
     limits = _LEAST, _MOST  # what transformers' class has where the file is silent
+    clip_class: type[QwenClips] | None = None
 
     def __init__(self, settings: ProcessorSettings) -> None:
         values = settings.values
@@ -41,44 +49,45 @@ class QwenImages:
         self.filter = settings.filter(Pillow.Resampling.BICUBIC)
         shown = [self.name, self.unit, self.least, self.most, self.filter]
         self.settings = json.dumps(shown).encode()
+        token = None if self.clip_class is None else clip_token(settings.config)
+        self.clips: QwenClips | None = None
+        if self.clip_class is not None and token is not None:
+            self.clips = self.clip_class(settings, token, self.unit)
 
     def layout(self, width: int, height: int, detail: str = "auto") -> ImageLayout:
         """Return the layout of a picture. Raises ImageError for an aspect ratio above 200."""
         check_sides(width, height)
-        if max(width, height) > _ASPECT * min(width, height):
-            raise ImageError(
-                "invalid_image",
-                f"the picture is {width} x {height}, and the model takes sides of which the longer "
-                f"is at most {_ASPECT} times the other",
-            )
+        check_aspect(width, height)
         most = self.most
         if detail == "low":
             most = min(most, max(self.least, _LOW * self.unit**2))
-        rows, columns = self._units(height, width, most)
+        rows, columns = grid_of(height, width, self.unit, self.least, most)
         size = rows * columns
         shape = 1, rows * self.unit, columns * self.unit
         token_ids = (self.image_token_id,) * size
         return ImageLayout(token_ids, 0, size, size, (rows, columns), shape)
 
-    def _units(self, height: int, width: int, most: int) -> tuple[int, int]:
-        """Return the grid (rows, columns) of embeddings for a picture of height x width pixels.
-
-        The picture is scaled so that its area is between `self.least` and `most` pixels.
-        """
-        unit = self.unit
-        rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > most:
-            shrink = math.sqrt(height * width / most)
-            rows = max(1, math.floor(height / shrink / unit))
-            columns = max(1, math.floor(width / shrink / unit))
-        elif rows * columns * unit**2 < self.least:
-            grow = math.sqrt(self.least / (height * width))
-            rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
-        return rows, columns
-
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
-        """Return the pixels [1, height, width, 3] of an RGB picture."""
+        """Return the pixels [1, height, width, 3] of an RGB picture, or of one frame of a clip."""
         import numpy as np
 
         _, height, width = layout.shape
         return np.asarray(resized(picture, (width, height), self.filter), np.uint8)[None]
+
+
+class Qwen2Images(QwenImages):
+    """The pictures and clips of a folder of Qwen2-VL."""
+
+    clip_class = QwenClips
+
+
+class Qwen25Images(QwenImages):
+    """The pictures and clips of a folder of Qwen2.5-VL."""
+
+    clip_class = PacedClips
+
+
+class Qwen3Images(QwenImages):
+    """The pictures and clips of a folder of Qwen3-VL or later."""
+
+    clip_class = TimedClips

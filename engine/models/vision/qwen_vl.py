@@ -43,6 +43,8 @@ class Merger:
 class Entered:
     """Pictures that were cut into patches, block by block of merge x merge patches.
 
+    A clip's frames that share patches count as one picture.
+
     x: [n, hidden_size] float32, projected patches.
     grids: rows and columns of patches of each picture.
     rows, columns: [n], a patch's place in its picture.
@@ -88,16 +90,33 @@ class QwenTower(Tower):
         return size * config.merge**2 * inside * self.activation_dtype.itemsize
 
     def enter(self, pixels: Sequence[Tensor]) -> Entered:
-        """Cut pictures into patches and project them."""
+        """Cut pictures into patches and project them. Several tiles are the frames of a clip."""
         patch, merge = self.vision.patch_size, self.vision.merge
-        grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pixels]
-        patches = [patches_of(self.normalised(picture), patch, merge) for picture in pixels]
+        grids = [
+            (picture.shape[1] // patch, picture.shape[2] // patch)
+            for picture in pixels
+            for _ in range(max(1, len(picture) // self.vision.frames))
+        ]
         where = [places(*grid, merge, pixels[0].device) for grid in grids]
-        # [width, patch² * 3]; a still picture's frames are equal
-        weight = self.patch.sum(2).transpose(1, 2).flatten(1)
-        x = linear(torch.cat(patches), weight, self.patch_bias)
         rows, columns = (torch.cat(axis) for axis in zip(*where, strict=True))
+        if all(len(picture) == 1 for picture in pixels):
+            x = self._projected(pixels)
+        else:
+            x = torch.cat([self._projected([picture]) for picture in pixels])
         return Entered(x, grids, rows, columns)
+
+    def _projected(self, pixels: Sequence[Tensor]) -> Tensor:
+        """Return the projected patches [n, hidden_size] of still pictures, or of a clip."""
+        size, frames = self.vision.patch_size, self.vision.frames
+        cut = [patches_of(self.normalised(picture), size, self.vision.merge) for picture in pixels]
+        # [width, frames, patch² * 3]
+        weight = self.patch.permute(0, 2, 3, 1).flatten(2)
+        if len(pixels[0]) == 1:  # a still picture's frames are equal
+            return linear(torch.cat(cut), weight.sum(1), self.patch_bias)
+        (patches,) = cut
+        together = patches.unflatten(0, (-1, frames, len(patches) // len(pixels[0])))
+        x = together.transpose(1, 2).flatten(0, 1).flatten(1)
+        return linear(x, weight.flatten(1), self.patch_bias)
 
     def block(self, name: str, norms: tuple[Norm, Norm], mlp: MLP) -> Block:
         width = self.config.hidden_size

@@ -16,7 +16,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ImagePlan:
     """How an engine takes images.
 
-    token_id: the token that stands for an embedding in a prompt.
+    token_ids: the tokens that stand for an embedding in a prompt: of images, then of clips.
     cache_tokens: the most embeddings that the runner has at once, dropped ones excluded.
     largest: the most embeddings of an image; larger ones are refused. A step encodes at most this
         many or as many as its token budget, whichever is more.
@@ -25,7 +25,7 @@ class ImagePlan:
     row_size: elements of an embedding, levels that are added after the first layers included.
     """
 
-    token_id: int
+    token_ids: tuple[int, ...]
     cache_tokens: int
     largest: int
     bidirectional: bool = False
@@ -34,7 +34,7 @@ class ImagePlan:
     @classmethod
     def of(
         cls,
-        token_id: int,
+        token_ids: tuple[int, ...],
         cache_tokens: int,
         step_tokens: int,
         rows: int,
@@ -63,7 +63,7 @@ class ImagePlan:
                 f"raise it to {max(whole, 1)}",
                 param="image_cache_tokens",
             )
-        return cls(token_id, cache_tokens, whole or cache_tokens, bool(whole), row_size)
+        return cls(token_ids, cache_tokens, whole or cache_tokens, bool(whole), row_size)
 
 
 def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
@@ -117,8 +117,9 @@ def _problem(image: Image, message: EngineRequest, plan: ImagePlan, end: int) ->
     if image.start + image.length >= message.num_prompt_tokens:
         return "an image must end before the last token of the prompt"
     span = message.token_ids[image.start : image.start + image.length]
-    token_id = plan.token_id
-    if span[0] != token_id or span[-1] != token_id or span.count(token_id) != image.size:
+    token_id = span[0]
+    known = token_id in plan.token_ids
+    if not known or span[-1] != token_id or span.count(token_id) != image.size:
         return (
             f"its {image.length} tokens must begin and end with image tokens, and have {image.size}"
         )

@@ -94,7 +94,7 @@ async def test_limits_of_bytes() -> None:
 
 def placed(data: bytes, place: str = "x") -> PlacedPicture:
     file = PictureFile.read(data)
-    return PlacedPicture(ImageSource(place), file, PROCESSOR.layout(file.width, file.height), 3)
+    return PlacedPicture([ImageSource(place)], [file], PROCESSOR.layout(file.width, file.height), 3)
 
 
 async def test_pixels_are_counted_until_nobody_holds_them() -> None:
@@ -141,7 +141,7 @@ async def test_a_broken_picture_is_named() -> None:
     """Bug: an error of one among several images does not name it."""
     intake = ImageIntake()
     broken = PlacedPicture(
-        ImageSource("messages[3]"), PictureFile.read(bomb(200)[:-40]), PROCESSOR.layout(9, 9), 0
+        [ImageSource("messages[3]")], [PictureFile.read(bomb(200)[:-40])], PROCESSOR.layout(9, 9), 0
     )
     with pytest.raises(InvalidRequest, match=r"^messages\[3\] is truncated or broken$"):
         await intake.pixels([placed(PNG), broken], PROCESSOR, intake.memory.take(0))
@@ -163,7 +163,9 @@ async def test_a_flood_of_bombs_leaves_the_loop_alone() -> None:
             held = intake.memory.take(0)
             (file,) = await intake.read([ImageSource("x", url)], held)
             layout = PROCESSOR.layout(file.width, file.height)
-            await intake.pixels([PlacedPicture(ImageSource("x"), file, layout, 0)], PROCESSOR, held)
+            await intake.pixels(
+                [PlacedPicture([ImageSource("x")], [file], layout, 0)], PROCESSOR, held
+            )
 
         asked = [asyncio.create_task(ask()) for _ in range(12)]
         gaps = []

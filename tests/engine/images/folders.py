@@ -401,6 +401,14 @@ def save_tokenizer(folder: Path, case: Case) -> None:
         tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def save_clip_settings(folder: Path, case: Case) -> None:
+    """Save settings of clips with small frames."""
+    unit = 2 * case.settings.get("patch_size", 14)
+    frames = 1 if case.name.startswith("Qwen2") else 4
+    size = {"shortest_edge": 4 * unit**2 * frames, "longest_edge": 7 * unit**2 * frames}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size}))
+
+
 def load_processor(folder: Path) -> ImageProcessor | None:
     """Return the folder's processor, with the tokenizer that it may have."""
 

@@ -11,7 +11,7 @@ from engine.scheduling.memory.image_plan import ImagePlan
 from tests.fakes import make_core, make_request, run
 
 TOKEN = 3
-PLAN = ImagePlan(TOKEN, cache_tokens=32, largest=8, row_size=3)
+PLAN = ImagePlan((TOKEN,), cache_tokens=32, largest=8, row_size=3)
 PROMPT = [5, TOKEN, TOKEN, 6, TOKEN, TOKEN, 7, 8]
 IMAGE = Image(bytes(16), 1, 5, 4, (2, 2), (1, 2, 2), bytes(12))
 
@@ -61,10 +61,10 @@ def test_images_are_refused_where_nothing_computes_them() -> None:
 
 def test_a_step_must_have_room_for_an_image_that_cannot_be_cut() -> None:
     """Bug: an image waits forever for a step that has room for it."""
-    plan = ImagePlan.of(TOKEN, 512, 320, 64, whole=256)
-    assert plan == ImagePlan(TOKEN, 512, 256, bidirectional=True)
+    plan = ImagePlan.of((TOKEN,), 512, 320, 64, whole=256)
+    assert plan == ImagePlan((TOKEN,), 512, 256, bidirectional=True)
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 319.*raise it to 320"):
-        ImagePlan.of(TOKEN, 512, 319, 64, whole=256)
+        ImagePlan.of((TOKEN,), 512, 319, 64, whole=256)
     with pytest.raises(ConfigError, match=r"image_cache_tokens is 255.*raise it to 256"):
-        ImagePlan.of(TOKEN, 255, 320, 64, whole=256)
-    assert ImagePlan.of(TOKEN, 512, 64, 64) == ImagePlan(TOKEN, 512, 512)
+        ImagePlan.of((TOKEN,), 255, 320, 64, whole=256)
+    assert ImagePlan.of((TOKEN,), 512, 64, 64) == ImagePlan((TOKEN,), 512, 512)

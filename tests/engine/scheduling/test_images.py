@@ -39,7 +39,7 @@ from tests.fakes import (
     run,
 )
 
-PLAN = ImagePlan(IMAGE_TOKEN, cache_tokens=24, largest=8, row_size=1)
+PLAN = ImagePlan((IMAGE_TOKEN,), cache_tokens=24, largest=8, row_size=1)
 WHOLE = replace(PLAN, bidirectional=True)
 TEXT = [20, 21, 22, 23, 24]
 

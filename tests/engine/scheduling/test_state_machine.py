@@ -174,7 +174,7 @@ class ImageMachine(EngineMachine):
             max_model_len=60,
             num_blocks=-(-60 // block_size) + spare,
             fail=(13,),
-            images=ImagePlan(IMAGE_TOKEN, cache_tokens, 8, bidirectional),
+            images=ImagePlan((IMAGE_TOKEN,), cache_tokens, 8, bidirectional),
             **changes,
         )
 

@@ -82,6 +82,33 @@ def test_rows_equal_transformers(name: str, tmp_path: Path) -> None:
     assert (ours - want).abs().max() < 1e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "Qwen3.5"])
+def test_rows_of_clips_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Bugs: frames of a patch in the other order; patches that see those of another time. A picture
+    is encoded in the same call."""
+    case = CASES[name]
+    theirs = save_model(tmp_path, case)
+    tower, patch = tower_of(tmp_path), case.settings.get("patch_size", 14)
+    frames = torch.from_numpy(np.stack([np.asarray(picture(140, 84, s)) for s in range(4)]))
+    frames = frames[:, : 4 * patch, : 6 * patch]
+    height, width = frames.shape[1] // patch, frames.shape[2] // patch
+    scaled = tower.normalised(frames).permute(0, 3, 1, 2)
+    cut = scaled.reshape(2, 2, 3, height // 2, 2, patch, width // 2, 2, patch)
+    rows = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(2 * height * width, -1)
+    with torch.inference_mode():
+        grid = torch.tensor([[2, height, width]])
+        features = theirs.get_video_features(pixel_values_videos=rows, video_grid_thw=grid)
+        still = frames[:1]
+        ours = tower.encode([still, frames, still])
+        alone = tower.encode([still])
+    levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    joined = [torch.cat([*level]) if isinstance(level, list | tuple) else level for level in levels]
+    want, size = torch.cat(joined, 1), len(alone)
+    assert (ours[size:-size] - want).norm() / want.norm() < 1e-5
+    assert torch.allclose(ours[:size], alone, atol=1e-5)
+    assert torch.allclose(ours[-size:], alone, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["Gemma 4 E2B", "InternVL", "Pixtral", "Qwen3-VL"])
 def test_the_largest_warm_up(name: str, tmp_path: Path) -> None:
     """Bug: the warm-up's picture has more rows than the tower has positions."""

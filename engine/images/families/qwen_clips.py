@@ -1,0 +1,179 @@
+"""Clips of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6: frames at equal distances.
+
+A patch of the tower covers a few frames, two in all published models. The last frame is repeated as
+often as the last patch needs.
+"""
+
+import json
+import math
+
+from engine.config_reader import Reader
+from engine.images.layout import ImageError, ImageLayout
+from engine.images.settings import ProcessorSettings
+
+_ASPECT = 200  # of the longer side of a picture to the other
+_FRAMES, _MOST_FRAMES = 2, 768  # frames of a patch and of a clip, where files are silent
+_POSITIONS_S = 4  # where config.json is silent
+_LEAST_UNITS, _MOST_UNITS = 128, 768  # embeddings of a frame or clip, where files are silent
+
+
+def clip_token(config: Reader) -> int | None:
+    """Return the token of clips' embeddings; None for a config.json that has none."""
+    token = config.get("video_token_id")
+    return None if token is None else config.count("video_token_id")
+
+
+def check_aspect(width: int, height: int) -> None:
+    """Raise ImageError for a picture that is too narrow or too flat for the models."""
+    if max(width, height) > _ASPECT * min(width, height):
+        raise ImageError(
+            "invalid_image",
+            f"the picture is {width} x {height}, and the model takes sides of which the longer "
+            f"is at most {_ASPECT} times the other",
+        )
+
+
+def grid_of(
+    height: int, width: int, unit: int, least: int, most: int, frames: int = 1, counted: int = 1
+) -> tuple[int, int]:
+    """Return the grid (rows, columns) of embeddings for a picture of height x width pixels.
+
+    The picture is scaled so that its area is between `least` and `most` pixels.
+
+    unit: pixels on the side of an embedding.
+    frames: the number of such pictures, whose areas are added up.
+    counted: the number of those whose areas are added up to see whether they are scaled.
+    """
+    rows, columns = round(height / unit), round(width / unit)
+    if counted * rows * columns * unit**2 > most:
+        shrink = math.sqrt(frames * height * width / most)
+        rows = max(1, math.floor(height / shrink / unit))
+        columns = max(1, math.floor(width / shrink / unit))
+    elif counted * rows * columns * unit**2 < least:
+        grow = math.sqrt(least / (frames * height * width))
+        rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
+    return rows, columns
+
+
+class QwenClips:
+    """The clips of a folder of Qwen2-VL, as one piece, whose axis of time counts patches.
+
+    placeholder: the text that the chat template writes for a clip.
+    outer: the texts beside the placeholder that its pieces have in their places.
+    token_id: the token at whose positions the embeddings of clips stand.
+    unit: pixels on the side of one embedding.
+    least, most: the area of a frame in pixels.
+    """
+
+    outer = "", ""
+
+    def __init__(self, settings: ProcessorSettings, token_id: int, unit: int) -> None:
+        values = settings.of_clips()
+        self.token_id, self.unit = token_id, unit
+        self.placeholder = settings.text(token_id, "<|video_pad|>")
+        size, area = values.inner("size"), unit**2
+        self.least = values.size("min_pixels", size.size("shortest_edge", _LEAST_UNITS * area))
+        self.most = values.size("max_pixels", size.size("longest_edge", _MOST_UNITS * area))
+        self.most_frames = values.size("max_frames", _MOST_FRAMES)
+        config = settings.config.inner("vision_config")
+        self.patch_frames = config.square("temporal_patch_size", _FRAMES)
+        # Positions of a second on the axis of time.
+        self.positions_s = config.number("tokens_per_second", _POSITIONS_S)
+
+    @property
+    def settings(self) -> bytes:
+        """What changes the pixels of a clip, for digests."""
+        return json.dumps(["clip", self.unit, self.least, self.most, self.patch_frames]).encode()
+
+    def layouts(self, width: int, height: int, frames: int, fps: float) -> list[ImageLayout]:
+        """Return the layouts of the pieces of a clip, one after the other.
+
+        width, height: pixels of each frame.
+        frames: the number of frames.
+        fps: frames a second.
+        Raises ImageError for a clip that the model does not take.
+        """
+        if not 2 <= frames <= self.most_frames:
+            raise ImageError(
+                "invalid_clip",
+                f"the clip has {frames} frames, and the model takes 2 to {self.most_frames}",
+            )
+        check_aspect(width, height)
+        rows, columns = self._grid(width, height, frames)
+        return self._pieces((rows, columns), frames, fps)
+
+    def _grid(self, width: int, height: int, frames: int) -> tuple[int, int]:
+        return grid_of(height, width, self.unit, self.least, self.most)
+
+    def _pieces(self, grid: tuple[int, int], frames: int, fps: float) -> list[ImageLayout]:
+        taken = tuple(index for patch in self._patches(frames) for index in patch)
+        return [self._piece(grid, taken, time_step=self._time_step(fps))]
+
+    def _time_step(self, fps: float) -> float:
+        """Return the distance of patches on the axis of time."""
+        return 1.0
+
+    def _patches(self, frames: int) -> list[tuple[int, ...]]:
+        """Return the frames of each patch along the axis of time."""
+        size = self.patch_frames
+        return [
+            tuple(min(index, frames - 1) for index in range(first, first + size))
+            for first in range(0, frames, size)
+        ]
+
+    def _piece(
+        self,
+        grid: tuple[int, int],
+        frames: tuple[int, ...],
+        around: tuple[str, str] = ("", ""),
+        time_step: float = 0.0,
+    ) -> ImageLayout:
+        rows, columns = grid
+        size = rows * columns * len(frames) // self.patch_frames
+        ids = (self.token_id,) * size
+        shape = len(frames), rows * self.unit, columns * self.unit
+        return ImageLayout(ids, 0, size, size, grid, shape, *around, frames, time_step)
+
+
+class PacedClips(QwenClips):
+    """The clips of a folder of Qwen2.5-VL, as one piece, whose axis of time counts seconds."""
+
+    def _time_step(self, fps: float) -> float:
+        return self.positions_s * self.patch_frames / fps
+
+
+class TimedClips(QwenClips):
+    """The clips of a folder of Qwen3-VL or later: a piece for each patch, behind its time as text.
+
+    least, most: the area of all frames of a clip in pixels.
+    """
+
+    def __init__(self, settings: ProcessorSettings, token_id: int, unit: int) -> None:
+        super().__init__(settings, token_id, unit)
+        values, config = settings.of_clips(), settings.config
+        begin = config.count("vision_start_token_id", 151652)
+        end = config.count("vision_end_token_id", 151653)
+        self.outer = (
+            settings.text(begin, "<|vision_start|>"),
+            settings.text(end, "<|vision_end|>"),
+        )
+        capped = values.flag("cap_pixels_per_frame")
+        self.most_frame = values.size("max_video_tokens", _MOST_UNITS) * unit**2 if capped else 0
+
+    def _grid(self, width: int, height: int, frames: int) -> tuple[int, int]:
+        if min(width, height) < self.unit:
+            scale = max(self.unit / height, self.unit / width)
+            width, height = int(width * scale), int(height * scale)
+        most = self.most
+        if self.most_frame:
+            most = max(min(self.most_frame, most // frames), int(self.least * 1.05)) * frames
+        counted = round(frames / self.patch_frames) * self.patch_frames
+        return grid_of(height, width, self.unit, self.least, most, frames, counted)
+
+    def _pieces(self, grid: tuple[int, int], frames: int, fps: float) -> list[ImageLayout]:
+        begin, end = self.outer
+        pieces = []
+        for patch in self._patches(frames):
+            seconds = (patch[0] / fps + patch[-1] / fps) / 2
+            pieces.append(self._piece(grid, patch, (f"<{seconds:.1f} seconds>{begin}", end)))
+        return pieces
