@@ -258,7 +258,7 @@ class EngineLoop:
                 os.read(self._woken, 4096)
         while True:
             try:
-                raw = self._inbox.recv(zmq.NOBLOCK)
+                raw = self._inbox.recv(zmq.NOBLOCK, copy=False).buffer
             except zmq.Again:
                 return asked
             try:
@@ -307,7 +307,7 @@ class EngineLoop:
         elif message.what == "stop":
             self._stopped = True
 
-    def _refuse(self, raw: bytes, reason: str) -> None:
+    def _refuse(self, raw: memoryview, reason: str) -> None:
         """Refuse one malformed request, without ending the others."""
         fields = msgspec.msgpack.decode(raw)
         if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):

@@ -118,7 +118,8 @@ class EngineProcess:
             if self._requests.closed:
                 raise EngineDead("the engine is closed")
             try:
-                self._requests.send(raw, zmq.NOBLOCK)
+                # zmq copies small messages all the same, and not the pixels of images.
+                self._requests.send(raw, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 raise EngineDead("the engine process is gone") from None
 
