@@ -25,6 +25,7 @@ from engine.images.image import Image
 from engine.images.layout import ImageError, ImageLayout, check_sides
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
+from engine.images.threads import prepares
 
 if TYPE_CHECKING:  # the library imports this module where no picture comes
     import numpy as np
@@ -201,7 +202,8 @@ def prepare(
     name = _digest(processor, [frames[index] for index in layout.frames], layout)
     pixels = None if cache is None else cache.get(name)
     if pixels is None:
-        tiles = {index: _tiles(processor, frames, index, layout) for index in {*layout.frames}}
+        with prepares():
+            tiles = {index: _tiles(processor, frames, index, layout) for index in {*layout.frames}}
         if len(layout.frames) == 1:
             array = tiles[layout.frames[0]]
         else:

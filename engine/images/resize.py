@@ -1,15 +1,13 @@
 """resized: a picture in another size, by several threads where it is large."""
 
 import itertools
-import threading
 from collections.abc import Callable
 
 from PIL import Image as Pillow
 
-from engine.images.threads import share_out, threads
+from engine.images.threads import alone, share_out, threads
 
 _STRIP = 2**18  # pixels; to hand a strip of fewer to a thread costs more than to resize it
-_divided = threading.Lock()  # held by the one picture that is resized in strips
 
 
 def resized(
@@ -28,17 +26,14 @@ def resized(
         area = max(picture.width * picture.height, width * height)
         strips = min(threads(), area // _STRIP)
     divisible = filter != Pillow.Resampling.NEAREST and _rows_first(*picture.size, *size)
-    # Strips cost a quarter more CPU time, so other pictures that come meanwhile have none.
-    if strips < 2 or not divisible or not _divided.acquire(blocking=False):
+    # Strips cost a quarter more CPU time, which shortens nothing where pictures wait for cores.
+    if strips < 2 or not divisible or not alone():
         return picture.resize(size, filter)
-    try:
-        if width != picture.width:
-            picture = _along_rows(picture, width, filter, strips)
-        if height != picture.height:
-            picture = _along_columns(picture, height, filter, strips)
-        return picture
-    finally:
-        _divided.release()
+    if width != picture.width:
+        picture = _along_rows(picture, width, filter, strips)
+    if height != picture.height:
+        picture = _along_columns(picture, height, filter, strips)
+    return picture
 
 
 def _rows_first(width: int, height: int, new_width: int, new_height: int) -> bool:

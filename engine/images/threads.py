@@ -1,8 +1,14 @@
-"""share_out: runs work on pictures in this thread and in those that have nothing else to do."""
+"""share_out: runs work on pictures in this thread and in those that have nothing else to do.
+
+`prepares` counts the pictures that are decoded and resized, so that a lone one is resized by
+several threads.
+"""
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -10,6 +16,28 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST = 4  # threads for one picture; Pillow lets others run while it decodes and resizes
+
+
+_lock = threading.Lock()  # of the count
+_prepared = 0  # pictures that are decoded or resized now
+
+
+@contextmanager
+def prepares() -> Iterator[None]:
+    """Count a picture as one that is decoded and resized."""
+    global _prepared
+    with _lock:
+        _prepared += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _prepared -= 1
+
+
+def alone() -> bool:
+    """Whether at most one picture is decoded or resized now."""
+    return _prepared < 2
 
 
 @cache

@@ -3,15 +3,20 @@
 import itertools
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image as Pillow
 
 from engine.images import resize, threads
+from engine.images.picture_file import PictureFile
+from engine.images.processor import prepare
 from engine.images.resize import resized
 from engine.images.threads import share_out
-from tests.engine.images.folders import picture
+from tests.engine.images.files import saved
+from tests.engine.images.folders import CASES, load_processor, picture
+from tests.engine.images.test_processors import write_folder
 
 SIDES = (1, 2, 3, 7, 16, 31, 48, 97)
 
@@ -70,13 +75,37 @@ def test_small_pictures_take_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     resized(picture(640, 427), (640, 416), Pillow.Resampling.BICUBIC)
 
 
-def test_one_picture_at_a_time_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_beside_others_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a router that has other pictures to decode pays for strips that save no time."""
-    monkeypatch.setattr(resize, "share_out", lambda *_: pytest.fail("in strips"))
+    divided: list[int] = []
+    monkeypatch.setattr(resize, "share_out", lambda work, parts: divided.append(len(parts)))
     image = picture(64, 43)
-    with resize._divided:
-        small = resized(image, (32, 32), Pillow.Resampling.BICUBIC, 4)
+    with threads.prepares():  # this picture
+        resized(image, (32, 32), Pillow.Resampling.BICUBIC, 4)
+        assert divided == [4, 4]
+        with threads.prepares():
+            small = resized(image, (32, 32), Pillow.Resampling.BICUBIC, 4)
     assert small.tobytes() == image.resize((32, 32), Pillow.Resampling.BICUBIC).tobytes()
+    assert divided == [4, 4]
+
+
+def test_a_prepared_picture_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: pictures that are decoded are not seen by those that are resized; one whose file is
+    broken is counted for ever."""
+    write_folder(tmp_path, CASES["Qwen3-VL"])
+    processor = load_processor(tmp_path)
+    assert processor is not None
+    seen: list[int] = []
+
+    def decode(file: PictureFile) -> None:
+        seen.append(threads._prepared)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PictureFile, "decode", decode)
+    file = PictureFile.read(saved(picture(64, 64), "PNG"))
+    with pytest.raises(ZeroDivisionError):
+        prepare(processor, file, processor.layout(64, 64), 0)
+    assert seen == [1] and threads._prepared == 0 and threads.alone()
 
 
 def test_busy_helpers_are_not_waited_for() -> None:
