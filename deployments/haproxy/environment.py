@@ -1,6 +1,9 @@
 """Environment variables of Ray's processes with which Serve runs its HAProxy."""
 
+import contextlib
+import random
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 from deployments.config.models import MantaConfig
@@ -9,6 +12,8 @@ from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from engine.errors import ConfigError
 from engine.private_folder import private_folder
 
+# Ports from 10002 are for processes of Ray, from 30000 for routers, from 32768 for connections.
+_PORTS = range(20_000, 30_000)
 _MAX_FOLDER = 26  # characters: haproxy accepts a socket path of 97, and Serve adds a node id
 
 
@@ -38,6 +43,8 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
             param="http.proxy",
         )
     longest = config.http.max_stream_seconds
+    ours = {config.http.port, config.grpc.port}
+    fallback, stats, metrics = map(str, _free_ports(3, without=ours))
     edge = EdgeSettings(
         host=config.http.host,
         certificate=config.http.tls.certificate or "",
@@ -65,9 +72,9 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         # The port where haproxy sends requests that no router can take. Serve's default, 8500,
         # would make two clusters on one machine answer for each other.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": fallback,
+        "RAY_SERVE_HAPROXY_STATS_PORT": stats,
+        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics,
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_install(folder)),
         VARIABLE: edge.encode(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
@@ -78,10 +85,26 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int, without: Collection[int | None]) -> list[int]:
+    """Return different ports that are free, of those that neither the system gives to outgoing
+    connections nor Ray to its processes: HAProxy binds them only seconds later. Raises
+    ConfigError.
+
+    without: ports that the server itself binds later.
+    """
+    candidates = [port for port in _PORTS if port not in without]
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        for port in random.sample(candidates, len(candidates)):
+            probe = held.enter_context(socket.socket())
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise ConfigError(f"no {count} free ports from {_PORTS[0]} to {_PORTS[-1]} for haproxy")
 
 
 def _install(folder: Path) -> Path:

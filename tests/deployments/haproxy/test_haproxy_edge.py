@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from deployments.cli.ports import listeners, why_not_bindable
+from deployments.haproxy import environment
 from deployments.haproxy.settings import EdgeSettings
 from tests.deployments.haproxy.edge import (
     ROOT,
@@ -336,3 +338,13 @@ async def test_an_orphan_lets_its_streams_end_and_ends(router: int) -> None:
         else:
             os.kill(pid, signal.SIGKILL)
             raise AssertionError("it is still there")
+
+
+def test_its_own_ports_are_free_and_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HAProxy could not bind at its start, seconds after the choice: the same port twice, the
+    server's own, or one that the system had given to a connection meanwhile."""
+    with socket.create_server(("", 0)) as used:
+        port = used.getsockname()[1]
+        monkeypatch.setattr(environment, "_PORTS", range(port, port + 12))
+        ports = environment._free_ports(3, without={port + 1, None})
+    assert len(set(ports)) == 3 and not {port, port + 1} & set(ports)
