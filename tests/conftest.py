@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.deployments.on_ray.serve_cluster import Cluster
+    from tests.faults.ray_nodes import NodesCluster
 
 # Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
 # handlers are for children that go on with gRPC; these only exec, and one that hung before that was
@@ -31,7 +32,10 @@ def default_model() -> Path:
     return resolve_model(spec, progress=lambda what, done, total: None)
 
 
-_shared_cluster = contextlib.ExitStack()
+# Fixtures of the session that end with the last test that uses them, the later ones first.
+_SHARED = {
+    name: contextlib.ExitStack() for name in ("shared_cluster", "shared_fleet", "shared_nodes")
+}
 
 
 @pytest.fixture(scope="session")
@@ -47,24 +51,49 @@ def shared_cluster() -> Iterator["Cluster"]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster_environment(config, "").items():
             patch.setenv(name, value)
-        cluster = _shared_cluster.enter_context(ray_and_serve(6))
+        cluster = _SHARED["shared_cluster"].enter_context(ray_and_serve(6))
     yield cluster
-    _shared_cluster.close()  # after Ctrl-C; else it has been
+    _SHARED["shared_cluster"].close()  # after Ctrl-C; else it has been
 
 
-def _shares(item: pytest.Item) -> bool:
-    return "shared_cluster" in getattr(item, "fixturenames", ())
+@pytest.fixture(scope="session")
+def shared_fleet(
+    shared_cluster: "Cluster", tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Cluster"]:
+    """The shared cluster with one application, `manta` at /: a router and two engines that count.
+    Files share it that only send requests, and leave routers and engines as they are."""
+    from tests.deployments.on_ray.serve_cluster import fleet
+
+    folder = tmp_path_factory.mktemp("fleet")
+    yield _SHARED["shared_fleet"].enter_context(fleet(shared_cluster, folder))
+    _SHARED["shared_fleet"].close()
+
+
+@pytest.fixture(scope="session")
+def shared_nodes() -> Iterator["NodesCluster"]:
+    """A Ray with Serve to which files add nodes that they lose or remove."""
+    from tests.faults.ray_nodes import ray_nodes
+
+    yield _SHARED["shared_nodes"].enter_context(ray_nodes())
+    _SHARED["shared_nodes"].close()
+
+
+def _shares(item: pytest.Item) -> tuple[bool, ...]:
+    names = getattr(item, "fixturenames", ())
+    return tuple(name in names for name in _SHARED)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """The shared cluster ends with the last test that uses it: others start a Ray of their own in
-    this process, or look at clocks."""
+    """What is shared ends with the last test that uses it: others start a Ray of their own in this
+    process, deploy at the same route, or look at clocks."""
     try:
         return (yield)
     finally:
-        if nextitem is None or not _shares(nextitem):
-            _shared_cluster.close()
+        needed = (False,) * len(_SHARED) if nextitem is None else _shares(nextitem)
+        for stack, is_needed in reversed(list(zip(_SHARED.values(), needed, strict=True))):
+            if not is_needed:
+                stack.close()
         if nextitem is not None and nextitem.path != item.path and not gc.get_freeze_count():
             _freeze()  # a load or a file's fixture has thawed it
 

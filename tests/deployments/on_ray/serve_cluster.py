@@ -117,6 +117,38 @@ class Cluster:
 
 
 @contextlib.contextmanager
+def fleet(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
+    """Deploy an application `manta` at /, with a router, two engines that count, a folder of
+    batches and room for kept answers; delete it afterwards."""
+    from ray import serve
+
+    from deployments.app import assemble
+    from deployments.config.load import parse_config
+
+    config = parse_config(
+        {
+            "model": str(tiny_model(folder / "tiny")),
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+            "router": {"replicas": 1},
+            "limits": {"drain_seconds": 2.0},
+            "batch": {"folder": str(folder / "batches")},
+            "http": {"proxy": "serve", "port": cluster.port, "store_bytes": 1_000_000},
+        },
+        {},
+    )
+    try:
+        serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
+        state = serve.get_app_handle("manta").state
+        deadline = time.monotonic() + 60
+        while len(state.remote().result()["replicas"]) < 2:
+            assert time.monotonic() < deadline, "the replicas did not come"
+            time.sleep(0.1)
+        yield cluster
+    finally:
+        serve.delete("manta")
+
+
+@contextlib.contextmanager
 def ray_and_serve(cpus: int = 2) -> Iterator[Cluster]:
     """Start both, and stop them whatever happens."""
     import ray

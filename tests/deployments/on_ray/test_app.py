@@ -142,8 +142,9 @@ def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, mo
 # -- on Ray
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(shared_cluster: Cluster):
+    """The shared cluster, without applications afterwards."""
     from ray import serve
 
     yield shared_cluster
@@ -151,25 +152,12 @@ def cluster(shared_cluster: Cluster):
         serve.delete(name)
 
 
-@pytest.fixture(scope="module")
-def fake(cluster: Cluster, tmp_path_factory):
-    """Application "manta": two fake engines, one router."""
+@pytest.fixture
+def fake(shared_fleet: Cluster):
+    """The handle of two fake engines and one router."""
     from ray import serve
 
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    config = parse_config(
-        {
-            "model": str(model),
-            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
-            "router": {"replicas": 1},
-            "limits": {"drain_seconds": 5.0},
-        },
-        {},
-    )
-    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/fake")
-    handle = serve.get_app_handle("manta")
-    wait(lambda: len(handle.state.remote().result()["replicas"]) == 2)
-    return handle
+    return serve.get_app_handle("manta")
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}
@@ -182,46 +170,50 @@ def text_of(chunks) -> str:
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_http_streams_and_both_replicas_work(cluster, fake):
+def test_http_streams_and_both_replicas_work(shared_fleet, fake):
     """An application that answers from one replica while the other idles."""
-    whole = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=30)
+
+    def ended(metrics: str) -> int:
+        labels = r'model_name="tiny",router="\S+",finished_reason="length"'
+        count = re.search(rf"manta_request_success_total{{{labels}}} (\d+)", metrics)
+        return int(count[1]) if count else 0
+
+    before = ended(shared_fleet.get("/metrics"))
+    whole = shared_fleet.post("/v1/chat/completions", **CHAT, max_tokens=30)
     expected = whole["choices"][0]["message"]["content"]
     assert whole["usage"]["completion_tokens"] == 30
-    streams = [cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=30) for _ in range(6)]
+    streams = [shared_fleet.stream("/v1/chat/completions", **CHAT, max_tokens=30) for _ in range(6)]
     firsts = [next(stream) for stream in streams]  # all six run at once
     assert len(firsts) == 6
     replicas = fake.state.remote().result()["replicas"]
     assert sorted(replica["running"] > 0 for replica in replicas.values()) == [True, True]
     for first, stream in zip(firsts, streams, strict=True):
         assert text_of([first, *stream]) == expected
-    assert json.loads(cluster.get("/fake/ready"))["status"] == "ready"
-    metrics = cluster.get("/fake/metrics")
-    ended = (
-        r'manta_request_success_total{model_name="tiny",router="\S+",finished_reason="length"} 7'
-    )
-    assert re.search(ended, metrics)
+    assert json.loads(shared_fleet.get("/ready"))["status"] == "ready"
+    metrics = shared_fleet.get("/metrics")
+    assert ended(metrics) == before + 7
     assert metrics.count("manta_num_requests_running{") == 2
 
 
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_errors_have_the_shape_of_the_api(cluster, fake):
+def test_errors_have_the_shape_of_the_api(shared_fleet, fake):
     """Serve's own plain-text errors in front of ours."""
-    answer = cluster.post("/fake/v1/chat/completions", model="none", messages=CHAT["messages"])
+    answer = shared_fleet.post("/v1/chat/completions", model="none", messages=CHAT["messages"])
     assert answer["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_killed_engine_costs_a_pause_and_the_replica_comes_back(cluster, fake):
+def test_a_killed_engine_costs_a_pause_and_the_replica_comes_back(shared_fleet, fake):
     """A stream that ends in the middle; a dead replica that stays dead."""
     from ray import serve
 
-    expected = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=100)
+    expected = shared_fleet.post("/v1/chat/completions", **CHAT, max_tokens=100)
     streams = [
-        cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=100) for _ in range(4)
+        shared_fleet.stream("/v1/chat/completions", **CHAT, max_tokens=100) for _ in range(4)
     ]
     firsts = [next(stream) for stream in streams]
     engines = serve.get_deployment_handle("engine-cpu", "manta")
@@ -240,9 +232,9 @@ def test_a_killed_engine_costs_a_pause_and_the_replica_comes_back(cluster, fake)
 
 @pytest.mark.serve
 @pytest.mark.slow
-def test_a_client_that_leaves_frees_the_engine(cluster, fake):
+def test_a_client_that_leaves_frees_the_engine(shared_fleet, fake):
     """Tokens generated for nobody."""
-    stream = cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=200)
+    stream = shared_fleet.stream("/v1/chat/completions", **CHAT, max_tokens=200)
     next(stream)
 
     def running() -> int:
@@ -257,7 +249,7 @@ def test_a_client_that_leaves_frees_the_engine(cluster, fake):
 
 @pytest.mark.serve
 @pytest.mark.slow
-def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch):
+def test_an_update_waits_for_longer_streams(cluster, tmp_path, monkeypatch):
     """Bug: Serve ended a router that an update replaced after limits.drain_seconds, and the streams
     that took longer were cut."""
     from ray import serve
@@ -270,16 +262,16 @@ def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch
     def deploy(drain_seconds: float) -> None:
         config = {
             "model": model,
-            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+            "pools": {"cpu": {"replicas": 1, "num_cpus": 0.4}},
             "router": {"replicas": 1},
             "limits": {"drain_seconds": drain_seconds},
         }
         application = assemble(parse_config(config, {}), fake_engine)
-        serve.run(application, name="manta", route_prefix="/fake")
+        serve.run(application, name="updated", route_prefix="/updated")
 
     deploy(0.5)
-    whole = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=210)
-    stream = cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=210)
+    whole = cluster.post("/updated/v1/chat/completions", **CHAT, max_tokens=210)
+    stream = cluster.stream("/updated/v1/chat/completions", **CHAT, max_tokens=210)
     first = next(stream)
     began = time.monotonic()
     update = threading.Thread(target=deploy, args=(0.6,))
@@ -294,7 +286,7 @@ def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch
 @pytest.mark.serve
 @pytest.mark.slow
 def test_the_default_model_by_config_file_again_and_beside_another(
-    cluster, fake, default_model, tmp_path
+    cluster, default_model, tmp_path
 ):
     """The whole way with a real model; a redeploy without a change that restarts replicas; and
     `manta serve` of another model, which deleted the first one's application."""
@@ -304,7 +296,6 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     from deployments.cli import status
     from deployments.cli.serving import cluster as serving
 
-    serve.delete("manta")
     config = parse_config(
         {
             "model": str(default_model),

@@ -1,64 +1,38 @@
-"""From another Ray job: typed with Manta installed, plain dicts without. Each in its own driver."""
+"""From another Ray job: typed with Manta installed, plain dicts without, in a driver each."""
 
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deployments.app import assemble
-from deployments.config.load import parse_config
-from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+from tests.deployments.on_ray.job import Job, job
+from tests.deployments.on_ray.serve_cluster import Cluster
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def cluster(shared_cluster: Cluster, tmp_path_factory):
-    from ray import serve
-
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    config = parse_config(
-        {
-            "model": str(model),
-            "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
-            "router": {"replicas": 1},
-            "limits": {"drain_seconds": 2.0},
-        },
-        {},
-    )
-    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
-    yield shared_cluster
-    serve.delete("manta")
+@pytest.fixture(scope="module", name="job")
+def joined(shared_fleet: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A driver of its own that has joined the cluster. It finds Manta as this process does."""
+    with job(shared_fleet.address, Path.cwd()) as started:
+        started.run(joins(shared_fleet))
+        yield started
 
 
-def driver(cluster: Cluster, code: str, folder: Path, **variables: str) -> str:
-    """Run code as a program of its own that has joined the cluster; what it printed.
-
-    variables: of its tasks and actors.
-    """
-    environment = {"env_vars": variables} if variables else None
-    program = (
-        f"import ray\nray.init({cluster.address!r}, log_to_driver=False, "
-        f"runtime_env={environment!r})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def joins(cluster: Cluster) -> str:
+    """The line by which a program joins the cluster."""
+    return f"import ray\nray.init({cluster.address!r}, log_to_driver=False)\n"
 
 
-def test_the_typed_client(cluster):
+def test_the_typed_client(job):
     """An API that works only inside the process that deployed it."""
-    out = driver(
-        cluster,
+    out = job.run(
         """
+        import ray
+
         import pickle
         from deployments.client import Client
         from engine.errors import InvalidRequest, MantaError, Overloaded
@@ -136,18 +110,18 @@ def test_the_typed_client(cluster):
         assert not state["in_flight"]
 
         print("fine")
-        """,
-        Path.cwd(),
+        """
     )
     assert out.endswith("fine\n")
 
 
-def test_clients_in_tasks_and_actors(cluster):
+def test_clients_in_tasks_and_actors(job):
     """A client that works in drivers only: a handle in a task or an actor of the cluster runs, by
     the environment there, on an event loop that is not there or, after asyncio.run, gone."""
-    out = driver(
-        cluster,
+    out = job.run(
         """
+        import ray
+
         import asyncio
         from deployments.client import AsyncClient, Client
 
@@ -200,17 +174,17 @@ def test_clients_in_tasks_and_actors(cluster):
         ]
         assert set(ray.get(answers)) == {ask(client)}
         print("fine")
-        """,
-        Path.cwd(),
+        """
     )
     assert out.endswith("fine\n")
 
 
-def test_the_async_client(cluster):
+def test_the_async_client(job):
     """A client that blocks the event loop, or calls that only work one at a time."""
-    out = driver(
-        cluster,
+    out = job.run(
         """
+        import ray
+
         import asyncio
         from deployments.client import AsyncClient
         from engine.errors import InvalidRequest
@@ -250,16 +224,14 @@ def test_the_async_client(cluster):
             print("fine")
 
         asyncio.run(main())
-        """,
-        Path.cwd(),
+        """
     )
     assert out.endswith("fine\n")
 
 
-def test_plain_dicts_without_manta(cluster, tmp_path):
+def test_plain_dicts_without_manta(shared_fleet, tmp_path):
     """Handle calls whose arguments or results need our package on the caller's side."""
-    out = driver(
-        cluster,
+    program = joins(shared_fleet) + textwrap.dedent(
         """
         import sys
 
@@ -302,7 +274,11 @@ def test_plain_dicts_without_manta(cluster, tmp_path):
 
         assert ray.get(task.remote()) == ray.get(Actor.remote().ask.remote())
         print("fine")
-        """,
-        tmp_path,
+        """
     )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=90
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = done.stdout
     assert out.endswith("fine\n")

@@ -4,15 +4,13 @@ as read. Those of Ray Data are in test_ray_data.py."""
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from deployments.app import assemble
 from deployments.config.load import parse_config
-from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.test_docs import examples, run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -33,26 +31,6 @@ def test_a_configuration_is_read(path: Path) -> None:
     assert len(config.models or [""]) == len(data.get("models", [""]))
 
 
-@pytest.fixture(scope="module")
-def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    from ray import serve
-
-    folder = tmp_path_factory.mktemp("examples")
-    config = parse_config(
-        {
-            "model": str(tiny_model(folder / "tiny")),
-            "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
-            "router": {"replicas": 1},
-            "limits": {"drain_seconds": 2.0},
-            "batch": {"folder": str(folder / "batches")},
-        },
-        {},
-    )
-    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
-    yield shared_cluster
-    serve.delete("manta")
-
-
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -63,14 +41,14 @@ def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         ("batch", "question-9"),
     ],
 )
-def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
+def test_a_program_runs(shared_fleet: Cluster, name: str, shown: str) -> None:
     """A sample that ends in a traceback is the first thing that a new user sees."""
-    url = f"http://127.0.0.1:{served.port}/v1"
+    url = f"http://127.0.0.1:{shared_fleet.port}/v1"
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), url],
         capture_output=True,
         text=True,
-        env={**os.environ, "RAY_ADDRESS": served.address, "PYTHONPATH": str(EXAMPLES.parent)},
+        env={**os.environ, "RAY_ADDRESS": shared_fleet.address, "PYTHONPATH": str(EXAMPLES.parent)},
         timeout=90,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -80,8 +58,8 @@ def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [-4, -3, -2], ids=["with Manta", "HTTP", "without Manta"])
-def test_a_program_of_the_docs_runs(served: Cluster, place: int) -> None:
+def test_a_program_of_the_docs_runs(shared_fleet: Cluster, place: int) -> None:
     """Another Ray job with Manta installed and one without, and an openai client that goes on after
     a cut: a name that was changed in the code and not on the page."""
-    program = examples("python.md")[place].replace("8000", str(served.port))
-    assert len(run(program, RAY_ADDRESS=served.address).strip()) > 10
+    program = examples("python.md")[place].replace("8000", str(shared_fleet.port))
+    assert len(run(program, RAY_ADDRESS=shared_fleet.address).strip()) > 10

@@ -20,10 +20,11 @@ ENGINE = {
     "num_threads": 1,
 }
 ADMIN = "admin-key-of-the-tests-0123456789"
+PAUSE_S = 0.1
 PROMPT = {"prompt": "the answer", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Wait until it gives something true; return that."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -45,6 +46,7 @@ def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
                 "proxy": "serve",
                 "port": port,
                 "admin_keys_file": str(folder.parent / "admins"),
+                "store_bytes": 1_000_000,
             },
             "limits": {"drain_seconds": 5.0},
         },
@@ -95,7 +97,8 @@ class Several:
 
 
 class Stream:
-    """Requests to a model one after the other in a thread, their texts all the same."""
+    """Requests to a model one after the other in a thread, their texts all the same. A pause after
+    each leaves the core to the replicas that start meanwhile."""
 
     def __init__(self, several: Several, model: str) -> None:
         self.answers: list[str] = []
@@ -105,7 +108,7 @@ class Stream:
         self._thread = threading.Thread(target=self._run, args=(several, model))
 
     def _run(self, several: Several, model: str) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(PAUSE_S):
             try:
                 chunks = list(
                     several.cluster.stream("/several/v1/completions", model=model, **PROMPT)

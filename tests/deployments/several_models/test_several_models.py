@@ -37,6 +37,7 @@ from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
+from tests.deployments.on_ray.test_kept_responses import keeps
 from tests.deployments.several_models.endpoint import (
     ADMIN,
     APP,
@@ -383,9 +384,8 @@ def several(shared_cluster: Cluster, folder: Path) -> Iterator["Several"]:
     config = configuration(folder, shared_cluster.port, one={"aliases": ["claude-*"]}, two={})
     deploy(serve_config(config))
     several = Several(shared_cluster, config)
-    wait(
-        lambda: several.names() == ["one", "two"] and several.ready("one") and several.ready("two")
-    )
+    names = ["one", "two"]
+    wait(lambda: several.names() == names and all(map(several.ready, names)), 150)
     yield several
     for name in list(serve.status().applications):
         serve.delete(name)
@@ -413,6 +413,13 @@ def test_an_unknown_name_says_what_is_there(several: Several) -> None:
     assert 'served: "one", "two"' in answer["error"]["message"]
     answer = several.cluster.post("/several/v1/completions", **PROMPT)
     assert answer["error"]["code"] == "missing_field"
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_answers_are_kept(several: Several) -> None:
+    """A key of the endpoint that its routers refuse, or that only an endpoint of one model has."""
+    keeps(f"http://127.0.0.1:{several.cluster.port}/several/v1", "two")
 
 
 @pytest.mark.serve

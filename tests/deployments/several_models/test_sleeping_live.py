@@ -39,20 +39,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(parent / "tiny")
 
 
-@pytest.fixture
-def several(
-    shared_cluster: Cluster, folder: Path, request: pytest.FixtureRequest
-) -> Iterator[Several]:
+@pytest.fixture(scope="module")
+def several(shared_cluster: Cluster, folder: Path) -> Iterator[Several]:
+    """One model that serves, and two that sleep: without weights, and with them in host memory."""
     from ray import serve
 
-    config = configuration(folder, shared_cluster.port, one={}, two=request.param)
+    port = shared_cluster.port
+    config = configuration(folder, port, one={}, without=SLEEPS, with_weights=KEEPS)
     # A start takes longer than a request waits.
     config = config.model_copy(
         update={"router": config.router.model_copy(update={"wait_seconds": 1})}
     )
     deploy(serve_config(config))
     several = Several(shared_cluster, config)
-    wait(lambda: several.names() == ["one", "two"] and several.ready("one"))
+    names = {"one", "without", "with_weights"}
+    wait(lambda: set(several.names()) == names and several.ready("one"), 150)
     yield several
     for name in list(serve.status().applications):
         serve.delete(name)
@@ -82,69 +83,68 @@ def try_once(several: Several, model: str) -> tuple[int, float, dict[str, Any]]:
 
 @pytest.mark.serve
 @pytest.mark.slow
-@pytest.mark.parametrize("several", [SLEEPS], indirect=True)
+def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> None:
+    """A replica that is started anew where it should wake; an engine killed in its sleep, or
+    whose model is changed then, and does not come back; the other model's answers, which change."""
+    wait(lambda: try_once(several, "with_weights")[0] == 200)
+    with Stream(several, "one"):
+        expected = several.text("with_weights")
+        engine = several.engines("with_weights")["engine_pid"]
+        for wakes in (1, 2):
+            wait(lambda: status(several, "with_weights") == "sleeping")
+            wait(lambda: poll(APP).models["with_weights"].status == "SLEEPING")
+            began = time.monotonic()
+            assert several.text("with_weights") == expected
+            assert time.monotonic() - began < 5.0, "on a busy machine; a start takes longer"
+            engines = several.engines("with_weights")
+            assert engines["wakes"] == wakes and engines["engine_pid"] == engine
+        wait(lambda: status(several, "with_weights") == "sleeping")
+        os.kill(engine, signal.SIGKILL)
+        wait(lambda: try_once(several, "with_weights")[0] == 200)
+        assert several.text("with_weights") == expected
+        assert several.engines("with_weights")["engine_pid"] != engine
+        wait(lambda: status(several, "with_weights") == "sleeping")
+        before = several.engines("with_weights")["engine_pid"]
+        section = several.config.models["with_weights"]
+        changed = section.model_copy(update={"engine": {**section.engine, "max_num_seqs": 3}})
+        models = {**several.config.models, "with_weights": changed}
+        several.config = several.config.model_copy(update={"models": models})
+        deploy(serve_config(several.config))
+        wait(lambda: several.engines("with_weights")["engine_pid"] != before)
+        wait(lambda: try_once(several, "with_weights")[0] == 200)
+        assert several.text("with_weights") == expected
+
+
+@pytest.mark.serve
+@pytest.mark.slow
 def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
     several: Several,
 ) -> None:
     """A request that waits for a model that nobody starts; a promise that is not kept; a model that
     sleeps and takes the other's replicas along; a restarted router that cannot wake anything."""
     pid = several.engines("one")["pid"]
-    wait(lambda: try_once(several, "two")[0] == 200)
+    wait(lambda: try_once(several, "without")[0] == 200)
     with Stream(several, "one"):
-        expected = several.text("two")
-        wait(lambda: status(several, "two") == "sleeping")
-        page = poll(APP).models["two"]
+        expected = several.text("without")
+        wait(lambda: status(several, "without") == "sleeping")
+        page = poll(APP).models["without"]
         assert page.status == "SLEEPING" and page.scaling is not None
         assert page.scaling["targets"] == {"cpu": 0}
-        code, seconds, answer = try_once(several, "two")
+        code, seconds, answer = try_once(several, "without")
         assert code == 503 and answer["error"]["code"] == "no_replica", answer
-        assert "two sleeps, was woken" in answer["error"]["message"] and 1 <= seconds < 60
-        assert status(several, "two") == "starting"
+        assert "without sleeps, was woken" in answer["error"]["message"] and 1 <= seconds < 60
+        assert status(several, "without") == "starting"
         deadline = time.monotonic() + 4 * seconds + 10
         while code != 200:
             assert time.monotonic() < deadline, answer
             time.sleep(seconds)
-            code, seconds, answer = try_once(several, "two")
+            code, seconds, answer = try_once(several, "without")
         assert answer["choices"][0]["text"] == expected
-        wait(lambda: status(several, "two") == "sleeping")
+        wait(lambda: status(several, "without") == "sleeping")
         # New routers, which have never seen it serve, and hold a request as long as it takes.
         router = several.config.router.model_copy(update={"wait_seconds": 60})
         before = wait(routers)
         deploy(serve_config(several.config.model_copy(update={"router": router})))
         wait(lambda: before.isdisjoint(routers()) and routers())
-        assert several.text("two") == expected
+        assert several.text("without") == expected
     assert several.engines("one")["pid"] == pid
-
-
-@pytest.mark.serve
-@pytest.mark.slow
-@pytest.mark.parametrize("several", [KEEPS], indirect=True)
-def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> None:
-    """A replica that is started anew where it should wake; an engine killed in its sleep, or
-    whose model is changed then, and does not come back; the other model's answers, which change."""
-    wait(lambda: try_once(several, "two")[0] == 200)
-    with Stream(several, "one"):
-        expected = several.text("two")
-        engine = several.engines("two")["engine_pid"]
-        for wakes in (1, 2):
-            wait(lambda: status(several, "two") == "sleeping")
-            wait(lambda: poll(APP).models["two"].status == "SLEEPING")
-            began = time.monotonic()
-            assert several.text("two") == expected
-            assert time.monotonic() - began < 5.0, "on a busy machine; a start takes longer"
-            engines = several.engines("two")
-            assert engines["wakes"] == wakes and engines["engine_pid"] == engine
-        wait(lambda: status(several, "two") == "sleeping")
-        os.kill(engine, signal.SIGKILL)
-        wait(lambda: try_once(several, "two")[0] == 200)
-        assert several.text("two") == expected
-        assert several.engines("two")["engine_pid"] != engine
-        wait(lambda: status(several, "two") == "sleeping")
-        before = several.engines("two")["engine_pid"]
-        section = several.config.models["two"]
-        changed = section.model_copy(update={"engine": {**section.engine, "max_num_seqs": 3}})
-        models = {**several.config.models, "two": changed}
-        deploy(serve_config(several.config.model_copy(update={"models": models})))
-        wait(lambda: several.engines("two")["engine_pid"] != before)
-        wait(lambda: try_once(several, "two")[0] == 200)
-        assert several.text("two") == expected
