@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deployments.integrations.openrlhf import RolloutActor, read_sampling
 from engine import WeightSender
@@ -97,7 +97,7 @@ def test_a_step_of_openrlhf(tmp_path: Path) -> None:
     """Tensors that come one by one are in place before the last, or a sleep loses them."""
     folder = tiny_model(tmp_path / "tiny")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(AutoConfig.from_pretrained(folder)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     model.save_pretrained(folder)
     never = missing_ids(folder, model.config.vocab_size)
 
@@ -192,7 +192,7 @@ def test_openrlhf_in_a_placement_group(shared_cluster: Cluster, tmp_path: Path) 
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     folder = tiny_model(tmp_path / "tiny")
-    LlamaForCausalLM(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     group = placement_group([{"CPU": 0.4}])
     ray.get(group.ready(), timeout=60)
     options = {

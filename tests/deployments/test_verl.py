@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deployments.integrations.verl_server import Bucket, RolloutServer, read_sampling
 from engine.errors import ConfigError, InvalidRequest, UpdateFailed
@@ -118,7 +118,7 @@ def greedy(model: Any, folder: Path, count: int) -> list[int]:
 def tiny(tmp_path: Path) -> tuple[Path, Any]:
     folder = tiny_model(tmp_path / "tiny")
     torch.manual_seed(1)
-    return folder, LlamaForCausalLM(AutoConfig.from_pretrained(folder)).eval()
+    return folder, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
 
 
 @pytest.mark.slow

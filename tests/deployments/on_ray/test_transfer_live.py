@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deployments.app import assemble
 from deployments.config.load import parse_config
@@ -33,7 +33,7 @@ class Trainer:
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(AutoConfig.from_pretrained(folder)).eval()
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
         # the tokenizer's vocabulary is smaller than the model's, and the engine says none of these
         self._never = missing_ids(folder, self.model.config.vocab_size)
         self._random = torch.Generator().manual_seed(1)

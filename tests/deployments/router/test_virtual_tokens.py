@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("peft")
-
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from engine import factory

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -14,9 +14,11 @@ import torch
 import transformers
 from PIL import Image as Pillow
 from tokenizers.models import WordLevel
-from transformers import PreTrainedModel
 
 from engine.images.processor import ImageProcessor, image_processor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
@@ -370,7 +372,7 @@ CASES = {
 }
 
 
-def save_model(folder: Path, case: Case) -> PreTrainedModel:
+def save_model(folder: Path, case: Case) -> "PreTrainedModel":
     """Save a random float32 model with its processor's file; return it."""
     torch.manual_seed(case.seed)
     config_class = getattr(transformers, f"{case.name}Config")

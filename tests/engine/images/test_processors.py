@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tokenizers
 from PIL import Image as Pillow
-from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from engine.architectures import WRAPPERS
 from engine.config.towers.paddleocr_vl import read_paddleocr_vl
@@ -165,6 +164,9 @@ def test_tokens_around_tiles_of_smolvlm(name: str, tmp_path: Path) -> None:
     ours = load_processor(tmp_path)
     assert ours is not None
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    # Here, as it takes three seconds of every process that collects tests.
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
     for width, height, grid in ((30, 30, (2, 2)), (50, 10, (1, 2)), (10, 50, (2, 1))):
         marks = ("<fake_token_around_image>", "<image>", "<global-img>")
         text = get_image_prompt_string(*grid, 4, *marks)

@@ -1,15 +1,18 @@
 """A trainer for tests of new weights, and what an engine says with them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine import LLM, SamplingParams
 from engine.library.outputs import CompletionOutput
 from engine.weights import staging
 from tests.engine.models.checkpoints import save_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SIZES = {"max_position_embeddings": 4096, "eos_token_id": None}
 PROMPT = list(range(3, 53))

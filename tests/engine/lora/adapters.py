@@ -1,27 +1,27 @@
 """Adapters made by peft over tiny transformers models, saved as users save them."""
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-pytest.importorskip("peft")
-from peft import (
-    LoraConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Its import takes three seconds, which no process needs that only collects tests.
+if find_spec("peft") is None:
+    pytest.skip("peft is not installed", allow_module_level=True)
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, **fields: Any) -> Path:
+def save_adapter(model: "PreTrainedModel", folder: Path, seed: int = 0, **fields: Any) -> Path:
     """A random adapter for `model`, which is left as it was. fields: of LoraConfig."""
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(**({"r": 8, "lora_alpha": 16, "target_modules": ALL} | fields))
     config.task_type = "CAUSAL_LM"
     adapted = get_peft_model(model, config)
@@ -35,20 +35,31 @@ def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, **fields: 
     return folder
 
 
+def with_adapter(model: "PreTrainedModel", folder: Path) -> Any:
+    """Return PEFT's model of a base model and an adapter's folder."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder)
+
+
+# Names of PEFT's classes.
 PROMPTS = {
-    "prompt_tuning": PromptTuningConfig,
-    "p_tuning": PromptEncoderConfig,
-    "prefix_tuning": PrefixTuningConfig,
+    "prompt_tuning": "PromptTuningConfig",
+    "p_tuning": "PromptEncoderConfig",
+    "prefix_tuning": "PrefixTuningConfig",
 }
 
 
 def save_prompt(
-    model: PreTrainedModel, folder: Path, kind: str, count: int, seed: int = 0, **fields: Any
+    model: "PreTrainedModel", folder: Path, kind: str, count: int, seed: int = 0, **fields: Any
 ) -> Path:
     """A random prompt of `count` virtual tokens for `model`, which is left as it was. fields: of
     its kind's configuration."""
-    config = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=count, **fields)
-    adapted = get_peft_model(model, config)
+    import peft
+
+    kind_config = getattr(peft, PROMPTS[kind])
+    config = kind_config(task_type="CAUSAL_LM", num_virtual_tokens=count, **fields)
+    adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in adapted.prompt_encoder.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)

@@ -6,16 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, RemoveAdapter
-from tests.engine.models.checkpoints import save_checkpoint
-
-pytest.importorskip("peft")
-
 from tests.engine.lora.adapters import save_adapter
 from tests.engine.lora.test_logits import engine, submit
+from tests.engine.models.checkpoints import save_checkpoint
 
 ADAPTERS = 32
 

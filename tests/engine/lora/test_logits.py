@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoConfig
 
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
@@ -15,13 +16,9 @@ from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.runner import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.engine.lora.adapters import save_adapter
-from tests.engine.models.checkpoints import SIZES, save_checkpoint
-
-pytest.importorskip("peft")
-from peft import PeftModel
-
+from tests.engine.lora.adapters import save_adapter, with_adapter
 from tests.engine.lora.train import TEXTS, text_of, train
+from tests.engine.models.checkpoints import SIZES, save_checkpoint
 from tests.fakes import collect
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -174,7 +171,7 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for adapter in ("", *folders):
             if adapter:
-                models[adapter] = PeftModel.from_pretrained(theirs, folders[adapter]).eval()
+                models[adapter] = with_adapter(theirs, folders[adapter]).eval()
             for request_id, (other, prompt) in wanted.items():
                 if other == adapter:
                     check(outputs[request_id], prompt, models[adapter])
@@ -225,7 +222,9 @@ def test_patterns_on_a_wrapped_model(tmp_path: Path) -> None:
         patch_size=4,
     )
     torch.manual_seed(0)
-    theirs = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+    theirs = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text)
+    )
     theirs.eval().save_pretrained(tmp_path / "base")
     core = engine(tmp_path / "base", max_loras=len(WRAPPED))
     prompt = [5, 17, 99, 3, 42, 8]
@@ -237,7 +236,7 @@ def test_patterns_on_a_wrapped_model(tmp_path: Path) -> None:
     with torch.no_grad():
         for number, name in enumerate(WRAPPED, 1):
             adapter = name.replace(" ", "-").replace("'", "")
-            adapted = PeftModel.from_pretrained(theirs, tmp_path / adapter).eval()
+            adapted = with_adapter(theirs, tmp_path / adapter).eval()
             check(outputs[number], prompt, adapted)
             adapted.unload()
 
@@ -267,7 +266,7 @@ def test_ranks_8_and_256_in_one_batch(tmp_path: Path) -> None:
             for name in ("", *folders):
                 model = theirs
                 if name:
-                    model = PeftModel.from_pretrained(theirs, folders[name]).eval()
+                    model = with_adapter(theirs, folders[name]).eval()
                 for number, (other, prompt) in enumerate(plan):
                     if other == name:
                         check(outputs[number], prompt, model)
@@ -300,7 +299,7 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
     wanted[21] = "a2"
     with torch.no_grad():
         for name, folder in (("", None), ("a", folders[0]), ("b", folders[1]), ("a2", folders[2])):
-            model = theirs if folder is None else PeftModel.from_pretrained(theirs, folder).eval()
+            model = theirs if folder is None else with_adapter(theirs, folder).eval()
             for number, adapter in wanted.items():
                 if adapter == name:
                     text = prompt if number == 21 else prompt[: 16 + number % 5]
@@ -382,7 +381,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
         assert core.stats().adapter_loads >= 4
         with torch.no_grad():
             for name in ("", *ranks):
-                model = PeftModel.from_pretrained(theirs, tmp_path / name) if name else theirs
+                model = with_adapter(theirs, tmp_path / name) if name else theirs
                 for number, (other, prompt) in enumerate(plan):
                     if other != name:
                         continue
@@ -435,7 +434,7 @@ def test_trained_on_the_default_model(default_model: Path, trained: Path, device
         for adapter in ("", *TEXTS):
             model = theirs
             if adapter:
-                model = PeftModel.from_pretrained(theirs, trained / adapter).eval()
+                model = with_adapter(theirs, trained / adapter).eval()
             for number, (other, text) in wanted.items():
                 if other == adapter:
                     check(outputs[number], prompts[text], model, 2e-3 if device == "cpu" else 2e-2)
@@ -479,7 +478,7 @@ def test_trained_in_bfloat16(
             both = models
             if adapter:
                 both = {
-                    device: PeftModel.from_pretrained(model, trained / adapter).eval()
+                    device: with_adapter(model, trained / adapter).eval()
                     for device, model in models.items()
                 }
             for number, (other, ids) in plan.items():

@@ -19,12 +19,7 @@ from engine.messages import EngineRequest
 from engine.sampling import cpu_sampler
 from engine.sampling.parameter_rows import ParameterRows
 from engine.sampling_params import SamplingParams
-from tests.engine.lora.adapters import save_adapter, save_prompt
-from tests.engine.models.checkpoints import save_checkpoint
-
-pytest.importorskip("peft")
-from peft import PeftModel
-
+from tests.engine.lora.adapters import save_adapter, save_prompt, with_adapter
 from tests.engine.lora.test_logits import (
     MODELS,
     PARAMS,
@@ -37,6 +32,7 @@ from tests.engine.lora.test_logits import (
     slots_in_graphs,
     submit,
 )
+from tests.engine.models.checkpoints import save_checkpoint
 
 # Blocks have 4 tokens: whole ones, parts, less than one; and more than a step takes.
 PROMPTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -86,9 +82,7 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
     outputs |= run(core)
     with torch.no_grad():
         for adapter in ("", *folders):
-            model = (
-                PeftModel.from_pretrained(theirs, folders[adapter]).eval() if adapter else theirs
-            )
+            model = with_adapter(theirs, folders[adapter]).eval() if adapter else theirs
             for request_id, (other, prompt) in wanted.items():
                 if other == adapter:
                     check(outputs[request_id], prompt, model)
@@ -137,7 +131,7 @@ def test_preemption_prefix_cache_and_takeover(tmp_path: Path) -> None:
     outputs[len(wanted)], wanted[len(wanted)] = replaced, ("other", prompt)
     with torch.no_grad():
         for name in (*used, "other"):
-            model = PeftModel.from_pretrained(theirs, folders[name]).eval() if name else theirs
+            model = with_adapter(theirs, folders[name]).eval() if name else theirs
             for number, (other, text) in wanted.items():
                 if other == name:
                     check(outputs[number], text, model)
@@ -260,7 +254,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
         assert slots < len(folders) or len(seen) > 1  # the two may take turns in one of few slots
         with torch.no_grad():
             for name in ("", *folders):
-                model = PeftModel.from_pretrained(theirs, folders[name]) if name else theirs
+                model = with_adapter(theirs, folders[name]) if name else theirs
                 for number, (other, prompt) in enumerate(plan):
                     if other != name:
                         continue

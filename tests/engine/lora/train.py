@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,6 +22,8 @@ def text_of(name: str) -> str:
 
 def train(model_folder: Path, out: Path, names: list[str]) -> dict[str, tuple[float, float]]:
     """Returns name -> mean loss of the first and of the last two steps."""
+    from peft import LoraConfig, get_peft_model
+
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     losses = {}

@@ -1,11 +1,11 @@
 """Tiny random checkpoints, saved by transformers as users' are, and our model over them."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config.model_config import ModelConfig
 from engine.evaluation.paged import Paged
@@ -14,6 +14,9 @@ from engine.models.registry import Model, build_model
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["NOTHING", "Paged", "RANK", "SIZES", "adapter_on", "load_model", "save_checkpoint"]
 
@@ -34,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> PreTrainedModel:
+def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> "PreTrainedModel":
     """A random float32 model of SIZES with changes; returned, and saved to the folder."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})

@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import Quantized, Scheme
@@ -126,6 +124,10 @@ def test_layouts_are_read_exactly(name: str) -> None:
 
 def test_transformers_reads_the_same() -> None:
     """Bug: our formula is wrong twice, in the layout and in the test's own."""
+    # Here, as they take three seconds of every process that collects tests.
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     stored = replace(scheme("fp8-block"), rows=64, group=64)
     tensors, want = matrix(stored, "w", OUT, WIDTH)
     reader = Fp8Dequantize(SimpleNamespace())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
@@ -146,6 +145,9 @@ def test_a_tensor_for_each(
 
 def gpt_oss(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Configuration, tensors as the files have them, and the exact weights by transformers."""
+    # Here, as it takes three seconds of every process that collects tests.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     config = config_of(folder, GPT_OSS)
     torch.manual_seed(1)
     tensors: dict[str, Tensor] = {}

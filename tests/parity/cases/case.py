@@ -6,13 +6,16 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -28,10 +31,10 @@ SIZES: dict[str, Any] = {
 }
 
 Tensors = dict[str, Tensor]
-Logits = Callable[[PreTrainedModel, Tensor], Tensor]
+Logits = Callable[["PreTrainedModel", Tensor], Tensor]
 
 
-def plainly(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def plainly(model: "PreTrainedModel", ids: Tensor) -> Tensor:
     """ids [n] -> logits [n, vocab]."""
     logits: Tensor = model(ids[None]).logits[0]
     return logits
@@ -61,7 +64,7 @@ class Case:
     network: str = ""
 
 
-def save(case: Case, folder: Path) -> PreTrainedModel:
+def save(case: Case, folder: Path) -> "PreTrainedModel":
     """Write the checkpoint; the model that it is of."""
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key not in case.drop}
@@ -80,7 +83,7 @@ def save(case: Case, folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def randomise(model: PreTrainedModel, calm: float = 1.0) -> None:
+def randomise(model: "PreTrainedModel", calm: float = 1.0) -> None:
     """All parameters: norms and biases made as ones and zeros hide mistakes."""
     for name, parameter in model.named_parameters():
         if "act_fn" in name:  # of an activation, where others make it steep

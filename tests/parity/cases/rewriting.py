@@ -2,13 +2,15 @@
 relative under their names and in their layout."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tests.parity.cases.case import Logits, Tensors, plainly
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
@@ -173,7 +175,7 @@ def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
 def with_alibi(slopes: list[float]) -> Logits:
     """Llama without rotation, with slopes on the scores."""
 
-    def ask(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    def ask(model: "PreTrainedModel", ids: Tensor) -> Tensor:
         at = torch.arange(len(ids))
         behind = at[None] - at[:, None]
         mask = torch.tensor(slopes)[:, None, None] * behind
@@ -265,7 +267,7 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 @torch.no_grad()
-def as_decilm(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def as_decilm(model: "PreTrainedModel", ids: Tensor) -> Tensor:
     """The Llama that computes what `decilm` has left: heads that are alike, parts that give 0."""
     first, second, third = model.model.layers
     for matrix in (first.self_attn.k_proj, first.self_attn.v_proj):

@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
@@ -136,6 +135,9 @@ def test_tower_beside_a_quantized_text_model(name: str, tmp_path: Path) -> None:
 
 def test_positions_of_smolvlm_as_trained() -> None:
     """Bug: float32 puts a line of patches one before its own where the table has 25 lines."""
+    # Here, as it takes three seconds of every process that collects tests.
+    from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
+
     for side, count in ((25, 25), (19, 19), (32, 32), (27, 13)):
         config = transformers.SmolVLMVisionConfig(hidden_size=1, image_size=side, patch_size=1)
         config.num_attention_heads = 1
