@@ -19,6 +19,7 @@ from tests.engine.images.files import saved
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600)]
 
+ASKED, WRONG = 100, 40  # chats with the right pictures, and with others
 ENGINE = {"device": "cpu", "dtype": "float32", "num_blocks": 256, "max_num_seqs": 16}
 
 
@@ -62,7 +63,7 @@ def reader(shared_cluster: Cluster) -> Iterator[Reader]:
         "engine": ENGINE,
         "pools": {"cpu": {"replicas": 1, "num_cpus": 2}},
         "router": {"replicas": 1},
-        "limits": {"drain_seconds": 2.0},
+        "limits": {"drain_seconds": 2.0, "queue_seconds": 60.0},
     }
     serve.run(assemble(parse_config(fields, {})), name="digits", route_prefix="/digits")
     yield Reader(shared_cluster)
@@ -71,12 +72,13 @@ def reader(shared_cluster: Cluster) -> Iterator[Reader]:
 
 def test_a_picture(reader: Reader) -> None:
     """Bug: pixels turned, in another order of patches or colours, or another request's."""
-    asked = [(file,) for file in reader.files]
-    assert reader.right(asked[:100], reader.words[:100], 1) >= 0.95
-    assert reader.right(asked, reader.words, 16) >= 0.95
+    asked = [(file,) for file in reader.files[:ASKED]]
+    words = reader.words[:ASKED]
+    assert reader.right(asked, words, 1) >= 0.95
+    assert reader.right(asked, words, 16) >= 0.95
     blank = saved(Image.new("RGB", (SIDE, SIDE), "white"), "PNG")
-    assert reader.right([(blank,)] * 100, reader.words[:100], 16) < 0.3
-    assert reader.right(asked[1:101], reader.words[:100], 16) < 0.3  # the next one's
+    assert reader.right([(blank,)] * WRONG, words[:WRONG], 16) < 0.3
+    assert reader.right(asked[1 : WRONG + 1], words[:WRONG], 16) < 0.3  # the next one's
 
 
 def test_two_pictures(reader: Reader) -> None:
@@ -85,11 +87,11 @@ def test_two_pictures(reader: Reader) -> None:
     pairs = [
         (first, first + 1) for first in range(len(files) - 1) if words[first] != words[first + 1]
     ]
-    asked = [(files[first], files[second]) for first, second in pairs]
-    answers = [f"{words[first]} {words[second]}" for first, second in pairs]
-    assert reader.right(asked[:100], answers[:100], 1) >= 0.95
+    asked = [(files[first], files[second]) for first, second in pairs[:ASKED]]
+    answers = [f"{words[first]} {words[second]}" for first, second in pairs[:ASKED]]
+    assert reader.right(asked, answers, 1) >= 0.95
     assert reader.right(asked, answers, 16) >= 0.95
-    assert reader.right([pair[::-1] for pair in asked[:100]], answers[:100], 16) < 0.05
+    assert reader.right([pair[::-1] for pair in asked[:WRONG]], answers[:WRONG], 16) < 0.05
 
 
 def test_what_is_told(reader: Reader) -> None:

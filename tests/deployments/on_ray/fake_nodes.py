@@ -119,10 +119,10 @@ def stop_all(seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def report_of(module: str, out: Path, seconds: float) -> dict[str, Any]:
+def report_of(module: str, out: Path, seconds: float, *arguments: str) -> dict[str, Any]:
     """What `python -m module --out out` reports, which has a cluster in a process of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, "--out", str(out)],
+        [sys.executable, "-m", module, "--out", str(out), *arguments],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -171,7 +171,7 @@ def drive(what: str, address: str, http: int, model: Path) -> None:
     print(status.status.value if status else "none")
 
 
-def run(home: Path) -> dict[str, Any]:
+def run(home: Path, without: float) -> dict[str, Any]:
     cluster = Cluster(home)
     tiny_model(home / "tiny")
     report: dict[str, Any] = {"failed": []}
@@ -185,7 +185,7 @@ def run(home: Path) -> dict[str, Any]:
             os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     report["asked"] = 0
-    while time.monotonic() < began + WITHOUT_S:
+    while time.monotonic() < began + without:
         said = cluster.ask(cluster.router)
         report["asked"] += 1
         report["failed"] += [said] if said.startswith("failed") else []
@@ -206,6 +206,7 @@ def _tree(roots: set[int]) -> set[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--without", type=float, default=WITHOUT_S, help="seconds without a head")
     parser.add_argument("--driver")
     parser.add_argument("--address")
     parser.add_argument("--http", type=int)
@@ -219,7 +220,7 @@ def main() -> None:
     adopt_orphans()
     home = Path(tempfile.mkdtemp(prefix="h"))  # short: Ray puts sockets in it
     try:
-        report = run(home)
+        report = run(home, options.without)
     finally:
         stop_all()
         shutil.rmtree(home, ignore_errors=True)

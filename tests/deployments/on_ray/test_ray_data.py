@@ -1,12 +1,7 @@
 """Ray Data's own processors against Manta: the Serve stage, HTTP, engines in its actors, and the
 programs of docs/ray-data.md and examples/. Runs where `ray[data]` is installed."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +9,7 @@ import pytest
 
 from deployments.app import assemble
 from deployments.config.load import parse_config
+from tests.deployments.on_ray.job import Job, job
 from tests.deployments.on_ray.live import ROOT
 from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
 from tests.faults.agents import agent_model
@@ -27,38 +23,12 @@ pytest.importorskip("pandas")
 JOINS = re.compile(
     r'^ray\.init\(address="auto",.* runtime_env=\{"env_vars": loop\}\)\n', re.MULTILINE
 )
-# Runs programs from stdin, a JSON string a line, and answers whether they ended well, and what they
-# printed. Ray's own lines are no answer.
-RUNS = """
-import contextlib, io, json, os, sys, traceback
-answers = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-for line in sys.stdin:
-    output, good = io.StringIO(), True
-    with contextlib.redirect_stdout(output):
-        try:
-            exec(json.loads(line), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=output)
-            good = False
-    print(json.dumps([good, output.getvalue()]), file=answers)
+# Else each row is a block with tasks of its own, and each core has a worker that runs some.
+FEW_BLOCKS = """
+import ray.data
+context = ray.data.DataContext.get_current()
+context.read_op_min_num_blocks = context.min_parallelism = 2
 """
-
-
-class Job:
-    """A process that has joined the cluster, and in which one program runs after the other: each
-    would start workers and Ray Data's own actors anew."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-
-    def run(self, program: str) -> str:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(textwrap.dedent(program)) + "\n")
-        self._process.stdin.flush()
-        good, output = json.loads(self._process.stdout.readline())
-        assert good, output[-3000:]
-        return str(output)
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +51,15 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     serve.delete("manta")
 
 
-@pytest.fixture(scope="module")
-def job(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    with subprocess.Popen(
-        [sys.executable, "-c", RUNS],
-        cwd=tmp_path_factory.mktemp("job"),
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            job = Job(process)
-            endpoint, _ = examples("ray-data.md")
-            line = JOINS.search(endpoint)
-            assert line
-            job.run(endpoint[: line.end()])
-            yield job
-        finally:
-            process.terminate()
+@pytest.fixture(scope="module", name="job")
+def joined(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that has joined the cluster by the line of the docs."""
+    with job(cluster.address, tmp_path_factory.mktemp("job")) as started:
+        endpoint, _ = examples("ray-data.md")
+        line = JOINS.search(endpoint)
+        assert line
+        started.run(endpoint[: line.end()] + FEW_BLOCKS)
+        yield started
 
 
 @pytest.fixture
